@@ -1,0 +1,176 @@
+"""The point-to-point connector: one producer streams one request's blocks to one consumer.
+
+``P2PConnectorScheduler`` decides which requests transfer, with which blocks. Its worker side is in
+``p2p_worker``. Pure: neither side knows what carries the bytes.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from kv_transfer.connector import (
+    ConnectorMeta,
+    ConnectorSettings,
+    LoadSpec,
+    OfferSpec,
+    SaveProgress,
+    TransferResults,
+)
+from kv_transfer.errors import TransferError
+from kv_transfer.layout import KVLayout
+from kv_transfer.p2p_worker import P2PConnectorWorker, TransportFactory
+from kv_transfer.ticket import Role, Ticket, check_ticket
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    ticket: Ticket
+    role: Role
+    num_saved_tokens: int = 0
+    is_loading: bool = False
+
+
+class P2PConnectorScheduler:
+    """Scheduler side of the point-to-point connector (see ``KVConnectorScheduler``).
+
+    Owner: the engine's core thread.
+    """
+
+    def __init__(self, settings: ConnectorSettings, layout: KVLayout) -> None:
+        self._incarnation = settings.incarnation
+        self._layout = layout
+        self._transfers: dict[str, _Transfer] = {}
+        self._offers: list[OfferSpec] = []
+        self._loads: dict[str, LoadSpec] = {}
+        self._preempted: list[str] = []
+        self._cancels: list[str] = []
+
+    def __repr__(self) -> str:
+        """Show what is in flight."""
+        inflight = {request_id: x.role for request_id, x in self._transfers.items()}
+        return f"P2PConnectorScheduler({inflight}, cancels={self._cancels})"
+
+    @property
+    def num_inflight(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._transfers)
+
+    def on_new_request(self, request_id: str, ticket: Ticket) -> None:
+        """Take note of a request that brings a ticket (see the protocol)."""
+        role = check_ticket(ticket, self._incarnation, self._layout)
+        known = request_id in self._transfers or any(
+            x.ticket.transfer_id == ticket.transfer_id for x in self._transfers.values()
+        )
+        if known:
+            raise TransferError(
+                f"request {request_id} has a transfer already: every attempt needs a new "
+                f"transfer_id, after the end of the previous one was reported"
+            )
+        self._transfers[request_id] = _Transfer(ticket, role)
+        if role == "producer":
+            self._offers.append(OfferSpec(request_id, ticket))
+
+    def get_num_new_matched_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tell how many tokens beyond the local prefix hit will be loaded."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.role == "producer":
+            return 0, False
+        num_external = max(0, transfer.ticket.num_tokens - num_computed_tokens)
+        return num_external, num_external > 0
+
+    def update_state_after_alloc(
+        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Take the blocks that were allocated for a load."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.role == "producer" or transfer.is_loading:
+            return
+        num_tokens = transfer.ticket.num_tokens
+        num_blocks = self._layout.num_blocks(num_tokens)
+        if len(block_ids) < num_blocks:
+            raise TransferError(
+                f"request {request_id}: {len(block_ids)} blocks allocated, {num_blocks} needed "
+                f"for the {num_tokens} tokens of its ticket"
+            )
+        start_block = (num_tokens - num_external_tokens) // self._layout.block_size
+        if num_external_tokens == 0:
+            start_block = num_blocks
+        transfer.is_loading = True
+        self._loads[request_id] = LoadSpec(
+            request_id, transfer.ticket, lane, tuple(block_ids[:num_blocks]), start_block
+        )
+
+    def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> ConnectorMeta:
+        """Hand over everything that is new; drains."""
+        saves = []
+        for save in progress:
+            transfer = self._transfers.get(save.request_id)
+            if transfer is not None and transfer.role == "producer":
+                transfer.num_saved_tokens = save.num_computed_tokens
+                saves.append(save)
+        meta = ConnectorMeta(
+            cancels=tuple(self._cancels),
+            preempted=tuple(self._preempted),
+            offers=tuple(self._offers),
+            loads=tuple(self._loads.values()),
+            saves=tuple(saves),
+        )
+        for pending in (self._cancels, self._preempted, self._offers, self._loads):
+            pending.clear()
+        return meta
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        """Forget the transfers that ended."""
+        for request_id in (*results.sent, *results.received, *results.failed):
+            self._transfers.pop(request_id, None)
+            self._loads.pop(request_id, None)
+            if request_id in self._cancels:
+                self._cancels.remove(request_id)
+
+    def request_preempted(self, request_id: str) -> None:
+        """Stop reading a producing request's blocks: they are about to be reused."""
+        transfer = self._transfers.get(request_id)
+        if transfer is not None and transfer.role == "producer":
+            transfer.num_saved_tokens = 0
+            self._preempted.append(request_id)
+
+    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+        """Tell whether the blocks of a finished request must stay allocated."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None:
+            return False
+        if transfer.role == "consumer" or transfer.num_saved_tokens < transfer.ticket.num_tokens:
+            self.cancel(request_id)
+        return True
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's transfer in either role."""
+        if request_id in self._transfers and request_id not in self._cancels:
+            self._cancels.append(request_id)
+
+    def has_pending_work(self) -> bool:
+        """Tell whether a step is needed to hand something to the worker side."""
+        return bool(self._cancels or self._preempted or self._offers or self._loads)
+
+
+class P2PConnector:
+    """The built-in connector ``"p2p"`` (see ``KVConnector``)."""
+
+    def create_scheduler(
+        self, settings: ConnectorSettings, layout: KVLayout
+    ) -> P2PConnectorScheduler:
+        """Make the scheduler side of one engine."""
+        return P2PConnectorScheduler(settings, layout)
+
+    def create_worker(
+        self, settings: ConnectorSettings, notify: Callable[[], None]
+    ) -> P2PConnectorWorker:
+        """Make the worker side of one engine, over ZMQ.
+
+        Why: the transport is imported by name so that the scheduler side stays free of sockets.
+        """
+        module = importlib.import_module("kv_transfer.transports.zmq")
+        return P2PConnectorWorker(settings, notify, cast("TransportFactory", module.ZmqTransport))

@@ -1,0 +1,1 @@
+"""Ways to carry messages and chunks. Transports do not know each other."""
