@@ -1,0 +1,30 @@
+"""One mesh, one engine: everything between token ids and the device. Knows nothing of Ray, HTTP or pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replicas.async_llm import AsyncLLM
+    from replicas.llm import LLM
+    from replicas.llm_engine import LLMEngine, RequestOutput
+    from replicas.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "replicas.llm",
+    "AsyncLLM": "replicas.async_llm",
+    "LLMEngine": "replicas.llm_engine",
+    "RequestOutput": "replicas.llm_engine",
+    "SamplingParams": "replicas.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the public names are
+    """Import a public name when it is first used: the pure cores must not pull torch in."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'replicas' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

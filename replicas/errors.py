@@ -1,0 +1,55 @@
+"""Errors of the engine side that a caller can act on; everything else is a bug and ends the process."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that `replicas` raises on purpose."""
+
+
+class InvalidRequestError(EngineError):
+    """A request that can never run as it stands; nothing was done for it.
+
+    Attributes:
+        param: The offending field, as the caller spelled it.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ConfigError(EngineError):
+    """An engine or model configuration that cannot work; says which values and what to change."""
+
+
+class ModelLoadError(ConfigError):
+    """A model folder that cannot be loaded; names the folder and what is missing or unexpected."""
+
+
+class UnknownGeneratorError(ConfigError):
+    """No generator is registered under the given name."""
+
+
+class EngineStartError(EngineError):
+    """The engine process ended, or said that it failed, before it was ready."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone; every request that it held has ended with this error."""
+
+
+class RequestRefusedError(EngineError):
+    """The engine did not take the request; another engine, or the same one later, may.
+
+    Attributes:
+        reason: One of `replicas.messages.RefusalReason`.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RequestFailedError(EngineError):
+    """A request that was accepted ended without finishing (for one: its remote KV never came)."""

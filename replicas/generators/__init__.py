@@ -1,0 +1,1 @@
+"""Model generators: the seam between the engine and whatever computes logits."""

@@ -1,0 +1,274 @@
+"""Read a Hugging Face model's configuration into a frozen value, and refuse what we cannot compute.
+
+Decides which families, activations, rope types and attention windows are understood. It reads
+config.json itself (the keys of transformers 5 and the older ones), so transformers is not needed at
+run time. Imports no torch: anybody may ask what a model folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replicas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FAMILIES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architecture name -> family (the configuration's model_type)."""
+
+_DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding settings; the last four only mean something for type "llama3".
+
+    Attributes:
+        rope_type: "default" or "llama3".
+        theta: Base of the frequencies.
+        factor: Divisor of the long wavelengths.
+        low_freq_factor: Wavelengths over original length / this are divided by ``factor``.
+        high_freq_factor: Wavelengths under original length / this stay as they are.
+        original_max_position_embeddings: Context length before scaling, in tokens.
+    """
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the engine and the torch generator need to know of a model.
+
+    Attributes:
+        name_or_path: Model folder.
+        architectures: Architecture names, the first one counts.
+        family: "llama", "mistral", "qwen2" or "qwen3".
+        num_hidden_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads; divides the query heads.
+        head_dim: Size of one head; need not be hidden_size / num_attention_heads.
+        hidden_size: Size of a token's hidden state.
+        intermediate_size: Size inside the MLP.
+        vocab_size: Rows of the embedding and of the logits.
+        max_position_embeddings: Longest context that the model was made for, in tokens.
+        rms_norm_eps: Added to the variance in every norm.
+        tie_word_embeddings: The output layer is the embedding.
+        qkv_bias: Query, key and value projections have biases.
+        o_bias: The attention's output projection has a bias.
+        mlp_bias: The three MLP projections have biases.
+        qk_norm: Queries and keys are normalised per head.
+        sliding_window: Tokens that a position sees, or None for all.
+        rope: Rotary embedding settings.
+        eos_token_id: Every token that ends a generation, from config.json, then
+            generation_config.json.
+        dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
+    """
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+    family: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    rope: RopeConfig
+    eos_token_id: tuple[int, ...]
+    dtype: str
+
+
+def load_hf_config(folder: str | Path) -> ModelConfig:
+    """Parse ``folder``/config.json (and generation_config.json for end tokens, if there).
+
+    Raises:
+        ConfigError: There is no config.json, it is not JSON, a key is missing or of the wrong type,
+            or the model needs something that is not supported; the message names it.
+    """
+    path = Path(folder)
+    raw = _read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    return parse_hf_config(raw, str(path), generation)
+
+
+def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed transformers object
+    """Take our own configuration as it is, or a transformers one by its ``to_dict()``.
+
+    Raises:
+        ConfigError: It is neither, or describes an unsupported model.
+    """
+    if isinstance(hf_config, ModelConfig):
+        return hf_config
+    if not hasattr(hf_config, "to_dict"):
+        raise ConfigError(
+            f"hf_config must be a ModelConfig or have to_dict(), got {type(hf_config).__name__}"
+        )
+    return parse_hf_config(hf_config.to_dict(), str(getattr(hf_config, "name_or_path", "")))
+
+
+def parse_hf_config(
+    raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Turn the dictionary of a config.json into a ``ModelConfig``.
+
+    Args:
+        raw: The parsed config.json.
+        name_or_path: Model folder, used in messages too.
+        generation: The parsed generation_config.json, if any.
+
+    Raises:
+        ConfigError: A key is missing or of the wrong type, or the model is not supported.
+    """
+    try:
+        return _parse(raw, name_or_path, generation or {})
+    except KeyError as error:
+        raise ConfigError(f"{name_or_path}/config.json has no {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name_or_path}/config.json: {error}") from error
+
+
+def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, Any]) -> ModelConfig:
+    architectures = tuple(raw.get("architectures") or ())
+    family = _family(raw, architectures, name_or_path)
+    _refuse_unsupported(raw, name_or_path)
+    heads = int(raw["num_attention_heads"])
+    hidden_size = int(raw["hidden_size"])
+    kv_heads = int(raw.get("num_key_value_heads", _DEFAULT_KV_HEADS.get(family)) or heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of {kv_heads=}")
+    head_dim = int(raw.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads))
+    if head_dim % 2:
+        raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
+    max_positions = int(raw.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS[family])
+    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        name_or_path=name_or_path,
+        architectures=architectures,
+        family=family,
+        num_hidden_layers=int(raw["num_hidden_layers"]),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=int(raw["intermediate_size"]),
+        vocab_size=int(raw["vocab_size"]),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        sliding_window=_sliding_window(raw, family),
+        rope=_rope(raw, max_positions),
+        eos_token_id=_eos_token_ids(raw, generation),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return raw
+
+
+def _family(raw: Mapping[str, Any], architectures: tuple[str, ...], name: str) -> str:
+    if not architectures:  # a bare configuration object knows only its type
+        family = str(raw.get("model_type", ""))
+        if family in FAMILIES.values():
+            return family
+    elif architectures[0] in FAMILIES:
+        return FAMILIES[architectures[0]]
+    found = architectures[0] if architectures else raw.get("model_type")
+    raise ConfigError(f"{name}: architecture {found!r} is not one of {', '.join(FAMILIES)}")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], name: str) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"{name}: hidden_act {activation!r} is not supported, only 'silu'")
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else "?"
+        raise ConfigError(f"{name}: weights quantised by {method!r} are not supported")
+    layer_types = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if layer_types:
+        raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")
+
+
+def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
+    """Return the window of the layers that have one, whichever layers those are."""
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    # Llama has no window, Mistral's is always on, Qwen's has a switch that defaults to off.
+    is_used = family == "mistral" or (family != "llama" and bool(raw.get("use_sliding_window")))
+    window = raw.get("sliding_window", 4096)  # transformers' default where the key is missing
+    return int(window) if is_used and window is not None else None
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Read ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(settings.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if any(isinstance(value, dict) for value in settings.values()):
+        raise ConfigError(f"rope settings per layer type ({', '.join(settings)}) are not supported")
+    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported, only 1")
+    if rope_type == "default":
+        return RopeConfig("default", theta)
+    if rope_type != "llama3":
+        raise ConfigError(f"rope type {rope_type!r} is not supported, only 'default' and 'llama3'")
+    return RopeConfig(
+        "llama3",
+        theta,
+        factor=float(settings["factor"]),
+        low_freq_factor=float(settings["low_freq_factor"]),
+        high_freq_factor=float(settings["high_freq_factor"]),
+        original_max_position_embeddings=int(
+            settings.get("original_max_position_embeddings") or max_positions
+        ),
+    )
+
+
+def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for source in (raw, generation):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                found[int(token_id)] = None
+    return tuple(found)

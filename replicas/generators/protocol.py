@@ -1,0 +1,472 @@
+"""What the engine asks of a model: the generator interface, its inputs and its capabilities.
+
+The text-only surface is Tenstorrent's vLLM generator interface: keyword names, shapes and dtypes
+are theirs, so that a class written for their vLLM plug-in fits as it is. What only some models can
+do (mixed batches, per-layer callbacks) is typed as further small protocols, so that a minimal
+generator stays minimal; image and encoder-decoder models are in ``multimodal.py``.
+
+Notation: N rows that prefill in this call; B = ``max_batch_size`` rows of the global decode batch;
+K = blocks per sequence in the page table; T tokens and R requests of a flat batch; V vocabulary
+size. A slot is a row of the global decode batch. A lane is the share of a generator that serves
+one data-parallel group: ``lane = slot // (max_batch_size // tt_data_parallel)``; block ids are
+lane-local.
+
+Source: tt-metal ``models/common/readiness_check/contract_vllm.py`` and vllm-tt-plugin
+``docs/DECODE_RELOAD_CONTRACT.md``, ``docs/MODEL_CAPABILITIES.md`` (decode contract 1).
+Nothing here computes, and nothing here imports torch or ttnn at run time.
+"""
+
+# The interface is fixed by other projects, so its methods keep all of their arguments.
+# ruff: noqa: PLR0913
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    Int32Array: TypeAlias = npt.NDArray[np.int32]
+    Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+KVCache: TypeAlias = Any
+"""What ``allocate_kv_cache`` returned. Opaque to the engine, which only hands it back; by custom
+``list[lane][layer] -> [k, v]``."""
+
+ForwardOutput: TypeAlias = Any
+"""Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
+int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were asked for; or device
+handles for ``read_decode_output`` when ``read_from_device`` is False."""
+
+LayerCallback: TypeAlias = Callable[[int], None]
+"""Called with the layer index, 0-based, once that layer's KV of the current forward is written."""
+
+KVCacheShape: TypeAlias = tuple[int, int, int, int]
+"""(num_blocks, num_kv_heads, block_size, head_dim); num_blocks is per lane and counts block 0."""
+
+
+class ModelCapabilities(TypedDict, total=False):
+    """What a generator class can do; a missing key means its default, unknown keys are ignored.
+
+    Attributes:
+        supports_prefix_caching: ``prefill_forward`` honours ``start_pos`` > 0. Default False.
+        supports_chunked_prefill: A prompt may be computed over several calls. Default False.
+        supports_async_decode: Decode may run ahead without ``reload_inputs``. Default False.
+        supports_sample_on_device: ``sampling_params`` is honoured. Default False.
+        supports_device_penalties: Device sampling applies penalties. Default True.
+        supports_device_grammar: Device sampling applies grammar masks. Default False.
+        max_device_top_k: Largest top-k of device sampling; None for no limit of its own.
+        output_tokens_per_step: Tokens a decode call yields per row. Default 1.
+        supports_spec_decode: Accepts draft tokens for verification. Default False.
+        supports_async_spec_decode: Does so while running ahead. Default False.
+        spec_requirements: What the model asks of a speculative plan.
+        spec_hidden_handoff: Hidden states are handed to the drafter on device. Default False.
+        fabric_config: Keyword arguments for the device fabric's set-up.
+        tt_adaptive_block_output: Adapts the number of output tokens per step. Default False.
+        tt_adaptive_block_max_prompt_tokens: Longest prompt for which it does.
+        tt_block_kv_extent_tokens: KV tokens that one block-output step may touch.
+        required_block_size: The only KV block size the model takes; missing for any.
+        supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
+        supports_layer_callback: Has ``set_layer_callback``. Ours; default False.
+    """
+
+    supports_prefix_caching: bool
+    supports_chunked_prefill: bool
+    supports_async_decode: bool
+    supports_sample_on_device: bool
+    supports_device_penalties: bool
+    supports_device_grammar: bool
+    max_device_top_k: int | None
+    output_tokens_per_step: int
+    supports_spec_decode: bool
+    supports_async_spec_decode: bool
+    spec_requirements: Mapping[str, object]
+    spec_hidden_handoff: bool
+    fabric_config: Mapping[str, object]
+    tt_adaptive_block_output: bool
+    tt_adaptive_block_max_prompt_tokens: int
+    tt_block_kv_extent_tokens: int
+    required_block_size: int
+    supports_mixed_batch: bool
+    supports_layer_callback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """The torch generator's ``mesh_device``: where and how it computes.
+
+    Attributes:
+        dtype: Of weights, activations and KV cache: float32, bfloat16, or float64 (an oracle).
+        load_format: "safetensors" reads the model folder's weights; "random" needs only its
+            config.json and draws normal(0, 0.02) weights.
+        seed: Seed of the random weights; equal seeds give equal weights in every dtype.
+        attention: "fast" batches decode rows; "reference" attends request by request.
+        progress: Called while loading with (stage, fraction done in 0..1); must be quick.
+    """
+
+    dtype: torch.dtype
+    load_format: Literal["safetensors", "random"] = "safetensors"
+    seed: int = 0
+    attention: Literal["fast", "reference"] = "fast"
+    progress: Callable[[str, float], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamplingParams:
+    """Sampling settings for sampling on device, one entry per row of the call.
+
+    Padding rows hold temperature 0.0, top_k 1, top_p 1.0, repetition_penalty 1.0, num_logprobs -2.
+    Source: ``TTSamplingParams`` of vllm-tt-plugin.
+
+    Attributes:
+        temperature: 0.0 is greedy.
+        top_k: Number of candidates kept.
+        top_p: Cumulative probability kept, in (0, 1].
+        presence_penalty: Added once per token already produced.
+        frequency_penalty: Added per occurrence of a token already produced.
+        repetition_penalty: Divides or multiplies the logits of tokens seen; 1.0 is off.
+        seed: Per-request seed, or None to draw one.
+        num_logprobs: Log-probabilities wanted; 0 for the sampled token only, -2 for none.
+        enable_log_probs: Whether any log-probability is wanted for the row.
+    """
+
+    temperature: Sequence[float]
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+    presence_penalty: Sequence[float]
+    frequency_penalty: Sequence[float]
+    repetition_penalty: Sequence[float]
+    seed: Sequence[int | None]
+    num_logprobs: Sequence[int]
+    enable_log_probs: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatBatch:
+    """Tokens of one step in a row: prefill chunks and decodes of R requests, request after request.
+
+    Arrays have exactly the stated lengths; a generator may read them only during the call.
+
+    Attributes:
+        request_indices: int32 (T,), row 0..R-1 of each token's request in scheduled order.
+        token_indices: int64 (T,), index of each token in the flattened persistent token table.
+        input_ids: int32 (T,), token ids.
+        positions: int64 (T,), position of each token in its sequence, 0-based.
+        block_table_indices: int64 (T,), index of each token's block in the flattened block table.
+        block_numbers: int32 (T,), lane-local block id that holds each token.
+        block_offsets: int32 (T,), row of each token inside its block.
+        slot_mapping: int64 (T,), lane-local KV position, block * block_size + offset.
+        query_start_loc: int32 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
+        seq_lens: int32 (R,), computed plus scheduled tokens.
+        num_computed_tokens: int32 (R,), tokens whose KV is already in the cache.
+        block_table: int32 (R, K), lane-local block ids; unused entries are 0, the null block.
+        dp_groups: int32 (R,), lane of each request.
+        logits_indices: int64 (S,), flat token indices whose logits are wanted, in output order.
+        adapter_ids: int32 (R,) adapter of each request, or None when no request has one.
+        num_reqs: R, at least 1.
+        num_tokens: T, at least R.
+        max_query_len: Most tokens that any request has in this batch.
+    """
+
+    request_indices: Int32Array
+    token_indices: Int64Array
+    input_ids: Int32Array
+    positions: Int64Array
+    block_table_indices: Int64Array
+    block_numbers: Int32Array
+    block_offsets: Int32Array
+    slot_mapping: Int64Array
+    query_start_loc: Int32Array
+    seq_lens: Int32Array
+    num_computed_tokens: Int32Array
+    block_table: Int32Array
+    dp_groups: Int32Array
+    logits_indices: Int64Array
+    adapter_ids: Int32Array | None
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+
+
+GeneratorT = TypeVar("GeneratorT", bound="GeneratorBase")
+
+
+class GeneratorBase(Protocol):
+    """Life of a model on a device: set up, cache, warm-up, output read-back."""
+
+    model_capabilities: ClassVar[ModelCapabilities]
+
+    @classmethod
+    def initialize_vllm_model(
+        cls: type[GeneratorT],
+        hf_config: Any,  # noqa: ANN401 - a transformers configuration, or ours: no common base
+        mesh_device: Any,  # noqa: ANN401 - CpuDevice, or a ttnn mesh that may not be imported here
+        max_batch_size: int,
+        *,
+        max_seq_len: int,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = None,
+    ) -> GeneratorT:
+        """Load the model onto the device.
+
+        Args:
+            hf_config: Model configuration with ``name_or_path`` (the model folder).
+            mesh_device: The device, a ttnn mesh or ``CpuDevice``.
+            max_batch_size: Rows of the global decode batch, all lanes together.
+            max_seq_len: Longest sequence in tokens, prompt and output.
+            tt_data_parallel: Number of lanes; divides ``max_batch_size``.
+            optimizations: None, "performance" or "accuracy"; a generator may ignore it.
+
+        Returns:
+            A generator ready for ``allocate_kv_cache``.
+
+        Raises:
+            ConfigError: The folder, configuration or weights do not fit this generator.
+        """
+        ...
+
+    def allocate_kv_cache(
+        self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int
+    ) -> KVCache:
+        """Allocate the paged KV cache of every lane, zeroed.
+
+        Args:
+            kv_cache_shape: (num_blocks, num_kv_heads, block_size, head_dim) per lane and layer;
+                num_blocks counts the null block 0.
+            dtype: Dtype of the cached keys and values.
+            num_layers: Layers to cache.
+
+        Returns:
+            The cache that the engine passes to every later call.
+        """
+        ...
+
+    def warmup_model_prefill(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Compile (and with ``enable_trace`` capture) prefill for every padded length.
+
+        Called twice, first with ``enable_trace`` False for both warm-ups, then True: compiling
+        after a capture may corrupt trace memory. Touches no block but the null block.
+        """
+        ...
+
+    def warmup_model_decode(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Compile (and capture) decode for (max_batch_size, 1) tokens and ``num_blocks`` columns.
+
+        ``num_blocks`` is the page table's width K. Touches no block but the null block.
+        """
+        ...
+
+    def read_decode_output(
+        self, tt_out: ForwardOutput, async_read: bool = True
+    ) -> tuple[ForwardOutput, Sequence[object]]:
+        """Start copying a decode's device output to the host.
+
+        Args:
+            tt_out: What ``decode_forward(read_from_device=False)`` returned.
+            async_read: Do not wait for the copy.
+
+        Returns:
+            (host output, events to wait for before it may be read).
+        """
+        ...
+
+    def process_decode_output_host(
+        self, tt_out: ForwardOutput, is_tokens: bool = False
+    ) -> ForwardOutput:
+        """Shape a host output into torch tensors; formatting only.
+
+        Args:
+            tt_out: First element of ``read_decode_output``, after its events.
+            is_tokens: It holds tokens sampled on device, not logits.
+
+        Returns:
+            Logits (B, 1, V) or tokens (B, 1).
+        """
+        ...
+
+
+class TextDecoder(Protocol):
+    """Decodes text; shared by text-only and image models."""
+
+    def decode_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        start_pos: torch.Tensor,
+        enable_trace: bool,
+        read_from_device: bool = True,
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        reload_inputs: bool = True,
+        reload_page_table: bool = False,
+        reload_sampling_params: bool = False,
+        reset_sampling_state: bool = False,
+        slot_remap: torch.Tensor | None = None,
+        **kwargs: object,
+    ) -> ForwardOutput:
+        """Compute one token of every live row of the whole padded batch; row == slot.
+
+        The four commands are decode contract 1, which a class declares with the class attribute
+        ``decode_input_update_contract = 1``. Never both reload flags; a reset implies
+        ``reload_inputs``. Without ``supports_async_decode`` every call has ``reload_inputs``.
+
+        Args:
+            tokens: int32 (B, 1) last token of each row; 0 in padding rows.
+            page_table: int32 (B, K) lane-local block ids, zero padded.
+            kv_cache: From ``allocate_kv_cache``.
+            start_pos: int32 (B,) position of that token; -1 marks a padding row, which is skipped:
+                no KV write, and its output is zero.
+            enable_trace: Replay the captured trace.
+            read_from_device: False returns device handles for ``read_decode_output``.
+            sampling_params: Sample on device, B entries; None returns logits.
+            page_tables_per_layer: See ``prefill_forward``.
+            reload_inputs: ``tokens``, ``start_pos`` and ``page_table`` are authoritative; otherwise
+                the device continues from what it sampled and only its own positions count.
+            reload_page_table: Only the page table changed.
+            reload_sampling_params: ``sampling_params`` changed.
+            reset_sampling_state: Start penalties and seeds of the rows afresh.
+            slot_remap: int32 (B,), row i takes over the device state of slot ``slot_remap[i]``,
+                applied once; None when no row moved.
+            **kwargs: Inputs of other model kinds, and token histories for device penalties.
+
+        Returns:
+            Logits float (B, 1, V), rows of position -1 zero.
+
+        Raises:
+            TypeError: The retired ``reset_batch`` was passed.
+        """
+        ...
+
+
+class Generator(GeneratorBase, TextDecoder, Protocol):
+    """A text-only decoder model."""
+
+    def prefill_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        prompt_lens: torch.Tensor,
+        start_pos: torch.Tensor,
+        empty_slots: Sequence[int],
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> ForwardOutput:
+        """Compute ``tokens[n, start_pos[n]:prompt_lens[n]]`` of every row and write their KV.
+
+        Args:
+            tokens: int32 (N, max(prompt_lens)), each prompt from position 0, right zero padded.
+            page_table: int32 (N, K) lane-local block ids, right zero padded.
+            kv_cache: From ``allocate_kv_cache``.
+            enable_trace: Replay a captured trace where the model has one.
+            prompt_lens: int (N,), END position of this chunk: computed plus scheduled tokens.
+            start_pos: int32 (N,), tokens whose KV is already in the cache (earlier chunks or a
+                prefix hit); the chunk starts there. 0 <= start_pos < prompt_lens.
+            empty_slots: N global slots that the rows will decode in. They name each row's lane (and
+                device state slot); they are not row numbers of this call.
+            sampling_params: Sample on device, one entry per row; None returns logits.
+            page_tables_per_layer: One page table per layer, for models whose layers cache
+                differently; None when ``page_table`` serves them all.
+            **kwargs: Inputs of other model kinds; a text-only model ignores them.
+
+        Returns:
+            Logits float (N, 1, V) of the last token of each chunk.
+        """
+        ...
+
+
+class SupportsTokenBudget(Protocol):
+    """A generator class that knows how much KV fits beside its weights."""
+
+    @classmethod
+    def get_max_tokens_all_users(
+        cls,
+        *,
+        model_name: str,
+        num_devices: int,
+        tt_data_parallel: int,
+        max_model_len: int,
+        max_num_seqs: int,
+    ) -> int:
+        """Return the KV tokens of one lane, all of its sequences together.
+
+        Args:
+            model_name: Model folder or hub name.
+            num_devices: Chips of the mesh.
+            tt_data_parallel: Lanes.
+            max_model_len: Longest sequence in tokens.
+            max_num_seqs: Slots of one lane.
+
+        Returns:
+            Token budget per lane. A class without this method gets 131,072.
+        """
+        ...
+
+
+class SupportsPerLayerKVCache(Protocol):
+    """A generator whose layers cache differently (sliding windows, shared layers)."""
+
+    def allocate_kv_cache_per_layer(
+        self, layers: Sequence[tuple[KVCacheShape, torch.dtype, int]]
+    ) -> KVCache:
+        """Allocate one cache per layer; used instead of ``allocate_kv_cache`` where present.
+
+        Args:
+            layers: (shape, dtype, tensor_idx) per layer; equal tensor_idx share a buffer.
+
+        Returns:
+            The cache, nested as by ``allocate_kv_cache``.
+        """
+        ...
+
+
+class SupportsMixedBatch(Protocol):
+    """Capability ``supports_mixed_batch``: prefill chunks and decodes in one pass."""
+
+    def forward_mixed(self, batch: FlatBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Compute every token of the batch, write its KV, attend causally within each request.
+
+        Args:
+            batch: The step's tokens, every lane's together.
+            kv_cache: From ``allocate_kv_cache``.
+
+        Returns:
+            Logits float (len(batch.logits_indices), V), in that order.
+        """
+        ...
+
+
+class SupportsLayerCallback(Protocol):
+    """Capability ``supports_layer_callback``: tells when a layer's KV is in the cache."""
+
+    def set_layer_callback(self, fn: LayerCallback | None) -> None:
+        """Call ``fn(layer)`` in later forwards after that layer's KV is written; None stops it.
+
+        It runs on the calling thread, between layers, and not during warm-up.
+        """
+        ...

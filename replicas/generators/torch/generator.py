@@ -1,0 +1,358 @@
+"""The torch generator: the generator interface over one paged transformer on the CPU.
+
+Lanes share the weights and one forward pass; each has blocks of its own in the cache. There is no
+trace, no device sampling and no state between calls, so rows may move between slots freely.
+"""
+
+# The interface is fixed by other projects, so its methods keep all of their arguments.
+# ruff: noqa: PLR0913
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from replicas.errors import ConfigError
+from replicas.generators.model_config import to_model_config
+from replicas.generators.protocol import CpuDevice, ModelCapabilities
+from replicas.generators.torch.attention import BACKENDS
+from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
+from replicas.generators.torch.kv_cache import TorchKVCache
+from replicas.generators.torch.loader import load_weights
+from replicas.generators.torch.model import PagedTransformer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.protocol import (
+        DeviceSamplingParams,
+        FlatBatch,
+        Generator,
+        KVCache,
+        KVCacheShape,
+        LayerCallback,
+        SupportsLayerCallback,
+        SupportsMixedBatch,
+        SupportsTokenBudget,
+    )
+    from replicas.generators.torch.inputs import Int64Array, PagedBatch
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_LOAD_FORMATS = ("safetensors", "random")
+_DEFAULT_TOKEN_BUDGET = 131072
+
+
+class TorchGenerator:
+    """Llama, Mistral, Qwen2 and Qwen3 behind the generator interface.
+
+    Owner: the model's weights and the layer callback. The KV cache belongs to the caller.
+    """
+
+    model_capabilities: ClassVar[ModelCapabilities] = {
+        "supports_prefix_caching": True,
+        "supports_chunked_prefill": True,
+        "supports_async_decode": False,
+        "supports_sample_on_device": False,
+        "supports_device_penalties": False,
+        "supports_device_grammar": False,
+        "output_tokens_per_step": 1,
+        "supports_spec_decode": False,
+        "supports_mixed_batch": True,
+        "supports_layer_callback": True,
+    }
+    decode_input_update_contract: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: PagedTransformer,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        num_lanes: int,
+    ) -> None:
+        """Wrap a loaded model; use ``initialize_vllm_model`` to load one."""
+        self._config = config
+        self._model = model
+        self._dtype = dtype
+        self._logits_dtype = torch.promote_types(dtype, torch.float32)
+        self._max_batch_size = max_batch_size
+        self._num_lanes = num_lanes
+        self._on_layer: LayerCallback | None = None
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,  # noqa: ANN401 - ModelConfig, or a transformers configuration
+        mesh_device: CpuDevice,
+        max_batch_size: int,
+        *,
+        max_seq_len: int,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = None,
+    ) -> TorchGenerator:
+        """Load a model; see ``GeneratorBase.initialize_vllm_model``.
+
+        Raises:
+            ConfigError: The model, device or sizes cannot work together; says which.
+            ModelLoadError: The weights are not those that the configuration implies.
+        """
+        config = to_model_config(hf_config)
+        _check_device(mesh_device)
+        _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
+        weights = load_weights(config, mesh_device)
+        attention = BACKENDS[mesh_device.attention]()
+        model = PagedTransformer(config, weights, max_seq_len, attention)
+        return cls(config, model, mesh_device.dtype, max_batch_size, tt_data_parallel)
+
+    @classmethod
+    def get_max_tokens_all_users(
+        cls,
+        *,
+        model_name: str,
+        num_devices: int,
+        tt_data_parallel: int,
+        max_model_len: int,
+        max_num_seqs: int,
+    ) -> int:
+        """Return enough for every slot of a lane at full length, within the default budget."""
+        return min(_DEFAULT_TOKEN_BUDGET, max_model_len * max_num_seqs)
+
+    def allocate_kv_cache(
+        self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int
+    ) -> TorchKVCache:
+        """Allocate a zeroed cache; see ``GeneratorBase.allocate_kv_cache``.
+
+        Raises:
+            ConfigError: Heads, head size, layers or dtype are not the model's.
+        """
+        config = self._config
+        wanted = (config.num_key_value_heads, config.head_dim, config.num_hidden_layers)
+        given = (kv_cache_shape[1], kv_cache_shape[3], num_layers)
+        if given != wanted or dtype != self._dtype:
+            raise ConfigError(
+                f"KV cache of (kv heads, head size, layers) {given} in {dtype} for a model of "
+                f"{wanted} in {self._dtype}"
+            )
+        return TorchKVCache(kv_cache_shape, dtype, num_layers, self._num_lanes)
+
+    def warmup_model_prefill(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Run one prompt of a block through the null block."""
+        cache = _checked(kv_cache)
+        zeros = np.zeros((1, cache.block_size), dtype=np.int64)
+        ends = np.array([cache.block_size])
+        batch = from_prefill(zeros, zeros, 0 * ends, ends, 0 * ends, cache.block_size)
+        self._forward(batch, cache, None)
+
+    def warmup_model_decode(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Decode a full batch in the null block."""
+        cache = _checked(kv_cache)
+        zeros = np.zeros(max_batch_size, dtype=np.int64)
+        batch = from_decode(zeros, zeros[:, None], zeros, zeros, cache.block_size)
+        self._forward(batch, cache, None)
+
+    def prefill_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        prompt_lens: torch.Tensor,
+        start_pos: torch.Tensor,
+        empty_slots: Sequence[int],
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Prefill; see ``Generator.prefill_forward``.
+
+        Returns:
+            (N, 1, V) float32, or float64 for a float64 model.
+
+        Raises:
+            ValueError: A chunk or slot is out of range, or an option is not supported.
+        """
+        _refuse_options(sampling_params, page_tables_per_layer)
+        cache = _checked(kv_cache)
+        slots = _int64(empty_slots)
+        if slots.min() < 0 or slots.max() >= self._max_batch_size:
+            raise ValueError(f"empty_slots {slots} for a batch of {self._max_batch_size}")
+        batch = from_prefill(
+            _int64(tokens),
+            _int64(page_table),
+            _int64(start_pos),
+            _int64(prompt_lens),
+            self._space(cache).first_blocks(slots),
+            cache.block_size,
+        )
+        return self._forward(batch, cache, self._on_layer).unsqueeze(1)
+
+    def decode_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        start_pos: torch.Tensor,
+        enable_trace: bool,
+        read_from_device: bool = True,
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        reload_inputs: bool = True,
+        reload_page_table: bool = False,
+        reload_sampling_params: bool = False,
+        reset_sampling_state: bool = False,
+        slot_remap: torch.Tensor | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Decode; see ``Generator.decode_forward``.
+
+        Returns:
+            (B, 1, V) float32, or float64 for a float64 model; zero where the position is -1.
+
+        Raises:
+            TypeError: ``reset_batch`` was passed.
+            ValueError: The batch is not ``max_batch_size`` rows, or an option is not supported.
+        """
+        if "reset_batch" in kwargs:
+            raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
+        if not reload_inputs:
+            raise ValueError("needs reload_inputs: supports_async_decode is False")
+        _refuse_options(sampling_params, page_tables_per_layer)
+        cache = _checked(kv_cache)
+        positions = _int64(start_pos)
+        if len(positions) != self._max_batch_size:
+            raise ValueError(f"{len(positions)} rows for a batch of {self._max_batch_size}")
+        live = np.flatnonzero(positions >= 0)
+        logits = torch.zeros(len(positions), 1, self._config.vocab_size, dtype=self._logits_dtype)
+        if len(live):
+            batch = from_decode(
+                _int64(tokens)[live, 0],
+                _int64(page_table)[live],
+                positions[live],
+                self._space(cache).first_blocks(live),
+                cache.block_size,
+            )
+            logits[torch.from_numpy(live), 0] = self._forward(batch, cache, self._on_layer)
+        return logits
+
+    def forward_mixed(self, batch: FlatBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Run prefill chunks and decodes in one pass; see ``SupportsMixedBatch.forward_mixed``.
+
+        Returns:
+            (len(batch.logits_indices), V) float32, or float64 for a float64 model.
+        """
+        cache = _checked(kv_cache)
+        return self._forward(from_flat(batch, self._space(cache)), cache, self._on_layer)
+
+    def set_layer_callback(self, fn: LayerCallback | None) -> None:
+        """See ``SupportsLayerCallback.set_layer_callback``."""
+        self._on_layer = fn
+
+    def read_decode_output(
+        self,
+        tt_out: torch.Tensor,
+        async_read: bool = True,
+    ) -> tuple[torch.Tensor, list[object]]:
+        """Return the logits and no events."""
+        return tt_out, []
+
+    def process_decode_output_host(
+        self, tt_out: torch.Tensor, is_tokens: bool = False
+    ) -> torch.Tensor:
+        """Return the logits as they are.
+
+        Raises:
+            ValueError: Tokens were asked for; nothing is sampled here.
+        """
+        if is_tokens:
+            raise ValueError("the torch generator does not sample")
+        return tt_out
+
+    def _space(self, cache: TorchKVCache) -> BlockSpace:
+        slots_per_lane = self._max_batch_size // self._num_lanes
+        return BlockSpace(cache.num_blocks, cache.block_size, slots_per_lane)
+
+    def _forward(
+        self, batch: PagedBatch, cache: TorchKVCache, on_layer: LayerCallback | None
+    ) -> torch.Tensor:
+        # Made outside inference mode: callers may then change their logits in place.
+        shape = (len(batch.logits_indices), self._config.vocab_size)
+        logits = torch.empty(shape, dtype=self._logits_dtype)
+        with torch.inference_mode():
+            logits.copy_(self._model.forward(batch, cache, on_layer))
+        return logits
+
+
+def _check_device(device: CpuDevice) -> None:
+    if not isinstance(device, CpuDevice):
+        raise ConfigError(f"the torch generator runs on a CpuDevice, not {type(device).__name__}")
+    if device.dtype not in _DTYPES:
+        raise ConfigError(f"dtype {device.dtype} is not one of {', '.join(map(str, _DTYPES))}")
+    if device.attention not in BACKENDS:
+        raise ConfigError(f"attention {device.attention!r} is not one of {', '.join(BACKENDS)}")
+    if device.load_format not in _LOAD_FORMATS:
+        known = ", ".join(_LOAD_FORMATS)
+        raise ConfigError(f"load_format {device.load_format!r} is not one of {known}")
+
+
+def _check_sizes(
+    config: ModelConfig, max_batch_size: int, max_seq_len: int, num_lanes: int
+) -> None:
+    if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
+        raise ConfigError(
+            f"{max_batch_size=} must be a positive multiple of tt_data_parallel {num_lanes}, and "
+            f"{max_seq_len=} positive"
+        )
+    window = config.sliding_window
+    if window is not None and window < max_seq_len:
+        raise ConfigError(
+            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}; "
+            f"set max_seq_len to {window} or less"
+        )
+
+
+def _checked(kv_cache: KVCache) -> TorchKVCache:
+    if not isinstance(kv_cache, TorchKVCache):
+        raise TypeError(f"kv_cache must come from allocate_kv_cache, got {type(kv_cache).__name__}")
+    return kv_cache
+
+
+def _refuse_options(
+    sampling_params: DeviceSamplingParams | None,
+    page_tables_per_layer: Sequence[torch.Tensor] | None,
+) -> None:
+    if sampling_params is not None:
+        raise ValueError("sampling_params given, but supports_sample_on_device is False")
+    if page_tables_per_layer is not None:
+        raise ValueError("page_tables_per_layer given, but every layer uses page_table")
+
+
+def _int64(values: torch.Tensor | Sequence[int]) -> Int64Array:
+    return np.asarray(values, dtype=np.int64)
+
+
+if TYPE_CHECKING:  # fails type checking when the class and the protocols part ways
+    _generator: type[Generator] = TorchGenerator
+    _mixed: type[SupportsMixedBatch] = TorchGenerator
+    _callback: type[SupportsLayerCallback] = TorchGenerator
+    _budget: type[SupportsTokenBudget] = TorchGenerator

@@ -1,0 +1,153 @@
+"""Bring the generator's three input forms to one: tokens in a row over a lane-free block space.
+
+Padded prefill rows, the padded decode batch and the flat mixed batch all become a ``PagedBatch``.
+Lanes vanish here: block ``b`` of lane ``l`` becomes ``l * num_blocks + b``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy.typing as npt
+
+    from replicas.generators.protocol import FlatBatch
+
+    Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpace:
+    """How lane-local blocks and global slots map to the cache.
+
+    Attributes:
+        num_blocks: Blocks per lane, with the null block.
+        block_size: Tokens per block.
+        slots_per_lane: ``max_batch_size // tt_data_parallel``.
+    """
+
+    num_blocks: int
+    block_size: int
+    slots_per_lane: int
+
+    def first_blocks(self, slots: Int64Array) -> Int64Array:
+        """Return the global id of block 0 of each slot's lane."""
+        first: Int64Array = slots // self.slots_per_lane * self.num_blocks
+        return first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """One forward pass: T tokens of R requests, request after request.
+
+    Attributes:
+        input_ids: int64 (T,).
+        positions: int64 (T,), position of each token in its sequence.
+        kv_positions: int64 (T,), where its KV goes: global block * block_size + offset.
+        query_start_loc: int64 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
+        seq_lens: int64 (R,), tokens of each request after this pass, the new ones included.
+        block_table: int64 (R, K), global block ids.
+        logits_indices: int64 (S,), tokens whose logits are wanted.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_positions: torch.Tensor
+    query_start_loc: Int64Array
+    seq_lens: Int64Array
+    block_table: Int64Array
+    logits_indices: torch.Tensor
+
+
+def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
+    """Convert the engine's flat batch."""
+    first_blocks = batch.dp_groups.astype(np.int64) * space.num_blocks
+    first_of_token = first_blocks[batch.request_indices]
+    return PagedBatch(
+        input_ids=torch.from_numpy(batch.input_ids.astype(np.int64)),
+        positions=torch.from_numpy(batch.positions),
+        kv_positions=torch.from_numpy(batch.slot_mapping + first_of_token * space.block_size),
+        query_start_loc=batch.query_start_loc.astype(np.int64),
+        seq_lens=batch.seq_lens.astype(np.int64),
+        block_table=batch.block_table + first_blocks[:, None],
+        logits_indices=torch.from_numpy(batch.logits_indices),
+    )
+
+
+def from_prefill(
+    tokens: Int64Array,
+    page_table: Int64Array,
+    starts: Int64Array,
+    ends: Int64Array,
+    first_blocks: Int64Array,
+    block_size: int,
+) -> PagedBatch:
+    """Convert padded prefill rows.
+
+    Args:
+        tokens: (N, longest) prompts from position 0.
+        page_table: (N, K) lane-local blocks.
+        starts: (N,) first position of each chunk.
+        ends: (N,) end position of each chunk.
+        first_blocks: (N,) global id of block 0 of each row's lane.
+        block_size: Tokens per block.
+
+    Raises:
+        ValueError: A chunk is empty, or ends past its row of tokens or its page table.
+    """
+    num_scheduled = ends - starts
+    width = min(tokens.shape[1], page_table.shape[1] * block_size)
+    if num_scheduled.min() < 1 or starts.min() < 0 or ends.max() > width:
+        raise ValueError(f"prefill chunks {starts} to {ends} do not fit in rows of {width} tokens")
+    query_start_loc = np.concatenate(([0], np.cumsum(num_scheduled)))
+    rows = np.repeat(np.arange(len(starts)), num_scheduled)
+    positions = np.arange(len(rows)) - np.repeat(query_start_loc[:-1] - starts, num_scheduled)
+    return _from_positions(
+        tokens[rows, positions], rows, positions, page_table + first_blocks[:, None], block_size
+    )
+
+
+def from_decode(
+    tokens: Int64Array,
+    page_table: Int64Array,
+    positions: Int64Array,
+    first_blocks: Int64Array,
+    block_size: int,
+) -> PagedBatch:
+    """Convert the live rows of a decode batch; arguments as in ``from_prefill``, one token a row.
+
+    Raises:
+        ValueError: A position lies past its page table.
+    """
+    width = page_table.shape[1] * block_size
+    if positions.max() >= width:
+        raise ValueError(f"decode position {positions.max()} does not fit in {width} tokens")
+    rows = np.arange(len(positions))
+    return _from_positions(tokens, rows, positions, page_table + first_blocks[:, None], block_size)
+
+
+def _from_positions(
+    input_ids: Int64Array,
+    rows: Int64Array,
+    positions: Int64Array,
+    block_table: Int64Array,
+    block_size: int,
+) -> PagedBatch:
+    """Assemble a batch whose rows' tokens are contiguous and want one logit each."""
+    blocks = block_table[rows, positions // block_size]
+    ends = np.searchsorted(rows, np.arange(len(block_table)), side="right")
+    return PagedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        positions=torch.from_numpy(positions),
+        kv_positions=torch.from_numpy(blocks * block_size + positions % block_size),
+        query_start_loc=np.concatenate(([0], ends)),
+        seq_lens=positions[ends - 1] + 1,
+        block_table=block_table,
+        logits_indices=torch.from_numpy(ends - 1),
+    )

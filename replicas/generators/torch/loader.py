@@ -1,0 +1,257 @@
+"""Read or draw a model's weights and fuse them for the forward pass.
+
+Decides which weight names a configuration implies; a folder that holds other names or shapes is
+refused. Knows Hugging Face names and safetensors files; computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from replicas.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.protocol import CpuDevice
+
+Shape: TypeAlias = tuple[int, ...]
+Fetch: TypeAlias = Callable[[str], torch.Tensor]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_NAMES_IN_MESSAGE = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer. Matrices are (out, in); a bias is None where the model has none.
+
+    Attributes:
+        input_norm: (hidden,).
+        qkv: (heads + 2 * kv_heads) * head_dim rows: queries, keys, values.
+        qkv_bias: As many entries as ``qkv`` has rows.
+        qk_norm: (heads + kv_heads, head_dim) norm weight per head, or None.
+        o: (hidden, heads * head_dim).
+        o_bias: (hidden,).
+        post_norm: (hidden,), before the MLP.
+        gate_up: (2 * intermediate, hidden): gate, then up.
+        gate_up_bias: (2 * intermediate,).
+        down: (hidden, intermediate).
+        down_bias: (hidden,).
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelWeights:
+    """A whole model.
+
+    Attributes:
+        embedding: (vocabulary, hidden).
+        layers: In order.
+        final_norm: (hidden,).
+        lm_head: (vocabulary, hidden); the embedding itself when tied.
+    """
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+def expected_weights(config: ModelConfig) -> dict[str, Shape]:
+    """Return the Hugging Face name and shape of every weight, in a fixed order."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(config.num_hidden_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+
+    def linear(name: str, rows: int, columns: int, has_bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    linear("self_attn.q_proj", q_size, hidden, config.qkv_bias)
+    linear("self_attn.k_proj", kv_size, hidden, config.qkv_bias)
+    linear("self_attn.v_proj", kv_size, hidden, config.qkv_bias)
+    linear("self_attn.o_proj", hidden, q_size, config.o_bias)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
+    linear("mlp.up_proj", inner, hidden, config.mlp_bias)
+    linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+    return shapes
+
+
+def load_weights(config: ModelConfig, device: CpuDevice) -> ModelWeights:
+    """Load, or draw, and fuse every weight in the device's dtype.
+
+    Args:
+        config: The model; its ``name_or_path`` is the folder.
+        device: Dtype, load format, seed and progress callback ("weights", fraction).
+
+    Raises:
+        ModelLoadError: The folder has no safetensors file, a file cannot be read, or names or
+            shapes differ from what the configuration implies; the message names them.
+    """
+    shapes = expected_weights(config)
+    if device.load_format == "random":
+        return _assemble(config, device, _random_source(shapes, device.seed))
+    with _open_safetensors(Path(config.name_or_path), shapes) as fetch:
+        return _assemble(config, device, fetch)
+
+
+def _random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
+    """Draw each weight from its own stream, so that the order of fetching does not matter."""
+    order = {name: index for index, name in enumerate(shapes)}
+
+    def fetch(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        stream = torch.Generator().manual_seed(seed * len(order) + order[name])
+        return torch.randn(shape, generator=stream) * 0.02
+
+    return fetch
+
+
+@contextmanager
+def _open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetch]:
+    """Open every file of the folder, check names and shapes, and yield a reader by name."""
+    with ExitStack() as stack:
+        try:
+            files = [
+                stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)
+            ]
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"cannot read the weights in {folder}: {error}") from error
+        holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+        _check_names(folder, shapes, holder)
+        wrong = [
+            f"{name} {found} instead of {shape}"
+            for name, shape in shapes.items()
+            if (found := tuple(holder[name].get_slice(name).get_shape())) != shape
+        ]
+        if wrong:
+            raise ModelLoadError(f"weights in {folder} have other shapes: {_listed(wrong)}")
+        yield lambda name: holder[name].get_tensor(name)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index} has no usable weight_map: {error!r}") from error
+        return [folder / name for name in sorted(names)]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise ModelLoadError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _check_names(folder: Path, shapes: Mapping[str, Shape], found: Mapping[str, object]) -> None:
+    missing = [name for name in shapes if name not in found]
+    if missing:
+        raise ModelLoadError(f"weights missing in {folder}: {_listed(missing)}")
+    unexpected = [name for name in found if name not in shapes and not _is_redundant(name)]
+    if unexpected:
+        raise ModelLoadError(f"unexpected weights in {folder}: {_listed(unexpected)}")
+
+
+def _is_redundant(name: str) -> bool:
+    """Tell names that some checkpoints carry although the configuration implies their values.
+
+    ``lm_head.weight`` gets here only when the embeddings are tied.
+    """
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES_IN_MESSAGE])
+    more = len(names) - _MAX_NAMES_IN_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _assemble(config: ModelConfig, device: CpuDevice, fetch: Fetch) -> ModelWeights:
+    def get(name: str) -> torch.Tensor:
+        return fetch(name).to(device.dtype).contiguous()
+
+    embedding = get("model.embed_tokens.weight")
+    layers = []
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        layers.append(_fuse_layer(config, partial(_get_under, get, prefix)))
+        if device.progress is not None:
+            device.progress("weights", (index + 1) / config.num_hidden_layers)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(layers),
+        final_norm=get("model.norm.weight"),
+        lm_head=embedding if config.tie_word_embeddings else get("lm_head.weight"),
+    )
+
+
+def _get_under(get: Fetch, prefix: str, name: str) -> torch.Tensor:
+    return get(prefix + name)
+
+
+def _fuse_layer(config: ModelConfig, get: Fetch) -> LayerWeights:
+    def joined(names: tuple[str, ...], suffix: str) -> torch.Tensor:
+        return torch.cat([get(f"{name}.{suffix}") for name in names])
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return LayerWeights(
+        input_norm=get("input_layernorm.weight"),
+        qkv=joined(qkv, "weight"),
+        qkv_bias=joined(qkv, "bias") if config.qkv_bias else None,
+        qk_norm=_fuse_qk_norm(config, get) if config.qk_norm else None,
+        o=get("self_attn.o_proj.weight"),
+        o_bias=get("self_attn.o_proj.bias") if config.o_bias else None,
+        post_norm=get("post_attention_layernorm.weight"),
+        gate_up=joined(gate_up, "weight"),
+        gate_up_bias=joined(gate_up, "bias") if config.mlp_bias else None,
+        down=get("mlp.down_proj.weight"),
+        down_bias=get("mlp.down_proj.bias") if config.mlp_bias else None,
+    )
+
+
+def _fuse_qk_norm(config: ModelConfig, get: Fetch) -> torch.Tensor:
+    q_norm = get("self_attn.q_norm.weight").expand(config.num_attention_heads, -1)
+    k_norm = get("self_attn.k_norm.weight").expand(config.num_key_value_heads, -1)
+    return torch.cat((q_norm, k_norm))

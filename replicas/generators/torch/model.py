@@ -1,0 +1,124 @@
+"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 over a paged KV cache.
+
+One pass serves prefill chunks and decodes alike. The order of operations and of casts is that of
+transformers, so that float32 results agree.
+
+Dimensions: T tokens, H query heads, G KV heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from replicas.generators.torch.rope import RopeTable, rotate
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.protocol import LayerCallback
+    from replicas.generators.torch.attention import Attend, AttentionBackend
+    from replicas.generators.torch.inputs import PagedBatch
+    from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.loader import LayerWeights, ModelWeights
+
+
+class PagedTransformer:
+    """A decoder model.
+
+    Owner: nothing that changes but the attention back end's scratch; the KV cache is the caller's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        max_seq_len: int,
+        attention: AttentionBackend,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+        self._rope = RopeTable(config.rope, config.head_dim, max_seq_len, weights.embedding.dtype)
+
+    def forward(
+        self, batch: PagedBatch, cache: TorchKVCache, on_layer: LayerCallback | None = None
+    ) -> torch.Tensor:
+        """Compute every token, write its KV, and return the wanted logits.
+
+        Args:
+            batch: The tokens of the pass.
+            cache: Written at ``batch.kv_positions``, read through ``batch.block_table``.
+            on_layer: Called with each layer's index once its KV is written.
+
+        Returns:
+            (len(batch.logits_indices), V) in the model's dtype.
+        """
+        config, weights = self._config, self._weights
+        x = functional.embedding(batch.input_ids, weights.embedding)
+        cos, sin = self._rope.at(batch.positions)
+        kv_rows = _kv_rows(batch.kv_positions, cache.block_size, config.num_key_value_heads)
+        attend = self._attention.prepare(batch, cache.block_size, config.num_key_value_heads)
+        for index, layer in enumerate(weights.layers):
+            normed = _rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            q, k, v = self._project(normed, layer, cos, sin)
+            k_plane, v_plane = cache.planes[index]
+            _write(k_plane, kv_rows, k)
+            _write(v_plane, kv_rows, v)
+            if on_layer is not None:
+                on_layer(index)
+            x = x + _attention_output(attend, q, k_plane, v_plane, layer)
+            x = x + _mlp(_rms_norm(x, layer.post_norm, config.rms_norm_eps), layer)
+        last = x.index_select(0, batch.logits_indices)
+        last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
+        return functional.linear(last, weights.lm_head)
+
+    def _project(
+        self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries (T, H, D), keys (T, G, D), both rotated, and values (T, G, D)."""
+        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
+        heads = functional.linear(x, layer.qkv, layer.qkv_bias).view(
+            len(x), num_heads + 2 * num_kv_heads, self._config.head_dim
+        )
+        qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if layer.qk_norm is not None:
+            qk = _rms_norm(qk, layer.qk_norm, self._config.rms_norm_eps)
+        qk = rotate(qk, cos, sin)
+        return qk[:, :num_heads], qk[:, num_heads:], v
+
+
+def _kv_rows(kv_positions: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
+    """Return the rows (T * G,) of a plane seen as (P * G * S, D) that tokens' heads live in."""
+    blocks = kv_positions // block_size
+    offsets = kv_positions - blocks * block_size
+    heads = torch.arange(num_kv_heads)
+    rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+    return rows.view(-1)
+
+
+def _write(plane: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
+    head_dim = plane.shape[-1]
+    plane.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def _attention_output(
+    attend: Attend,
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    layer: LayerWeights,
+) -> torch.Tensor:
+    return functional.linear(attend(q, k_plane, v_plane).flatten(1), layer.o, layer.o_bias)
+
+
+def _mlp(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+    gate, up = functional.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)

@@ -1,0 +1,66 @@
+"""Rotary position embeddings: frequencies, the cosine and sine table, and the rotation.
+
+Every rounding step follows transformers, so that float32 results agree with it bit for bit; in
+float64 the angles are computed in float64 from the same float32 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Return the angle per position of each pair of channels, float32 (head_dim / 2,).
+
+    Source: transformers ``modeling_rope_utils.py``, types "default" and "llama3".
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "default":
+        return inv_freq
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / inv_freq
+    is_long = wavelengths > original / rope.low_freq_factor
+    is_short = wavelengths < original / rope.high_freq_factor
+    # Between the two limits the divisor fades from ``factor`` to 1.
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (original / wavelengths - rope.low_freq_factor) / span
+    scaled = torch.where(is_long, inv_freq / rope.factor, inv_freq)
+    faded = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where(~is_long & ~is_short, faded, scaled)
+
+
+class RopeTable:
+    """Cosines and sines of every position, computed once.
+
+    Owner: two tensors (max_seq_len, head_dim / 2) in the model's dtype.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
+    ) -> None:
+        """Fill the table for positions 0..max_seq_len-1."""
+        wide = torch.promote_types(dtype, torch.float32)
+        positions = torch.arange(max_seq_len, dtype=wide)
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
+        self._cos = angles.cos().to(dtype)
+        self._sin = angles.sin().to(dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin), each (T, 1, head_dim / 2), for int64 positions (T,)."""
+        return (
+            self._cos.index_select(0, positions).unsqueeze(1),
+            self._sin.index_select(0, positions).unsqueeze(1),
+        )
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads (T, heads, head_dim); channel i is paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,157 @@
+"""Reading config.json: today's keys, older keys, and what is refused."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from replicas.errors import ConfigError
+from replicas.generators.model_config import (
+    RopeConfig,
+    load_hf_config,
+    parse_hf_config,
+    to_model_config,
+)
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def parse(**changes):
+    return parse_hf_config(RAW | changes, "folder")
+
+
+def test_a_minimal_configuration_gets_the_defaults_of_its_family():
+    config = parse()
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.max_position_embeddings == 2048
+    assert config.rope == RopeConfig("default", 10000.0)
+    assert config.eos_token_id == ()
+    assert not config.tie_word_embeddings
+
+
+def test_reading_a_folder_agrees_with_transformers(model):
+    theirs, ours = model.hf_config, model.config
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for name in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.name_or_path == str(model.folder)
+    assert ours.dtype == "float32"
+
+
+def test_a_transformers_object_reads_like_its_folder(tiny):
+    model = tiny("llama3-rope")
+    ours = to_model_config(model.hf_config)
+    blank = {"name_or_path": "", "architectures": (), "dtype": ""}
+    assert replace(ours, **blank) == replace(model.config, **blank)
+    assert to_model_config(model.config) is model.config
+
+
+def test_older_keys_mean_the_same():
+    new = parse(
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, dtype="bfloat16"
+    )
+    for key in ("type", "rope_type"):
+        old = parse(rope_theta=5e5, rope_scaling={key: "llama3", **LLAMA3}, torch_dtype="bfloat16")
+        assert old == new
+    assert new.rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64)
+    assert new.dtype == "bfloat16"
+    assert parse(rope_theta=5e5, rope_scaling=None).rope == RopeConfig("default", 5e5)
+
+
+def test_end_tokens_come_from_both_files_once_each(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW | {"eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert load_hf_config(tmp_path).eos_token_id == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": 8}, None),
+        (MISTRAL, 4096),
+        (MISTRAL | {"sliding_window": 8}, 8),
+        (MISTRAL | {"sliding_window": None}, None),
+        (QWEN2 | {"sliding_window": 8}, None),
+        (QWEN2 | {"sliding_window": 8, "use_sliding_window": False}, None),
+        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, 8),
+        (
+            QWEN2
+            | {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            None,
+        ),
+    ],
+)
+def test_a_window_counts_where_the_family_uses_it(changes, window):
+    assert parse(**changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not one of Llama",
+        ),
+        ({"architectures": []}, "architecture None"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {}}}, "per layer type"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 15}, "odd"),
+        ({"hidden_size": "wide"}, "invalid literal"),
+        ({"hidden_size": None}, "config.json: "),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**changes)
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError, match=r"folder/config.json has no 'vocab_size'"):
+        parse_hf_config({key: value for key, value in RAW.items() if key != "vocab_size"}, "folder")
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "no JSON object")])
+def test_a_broken_file_is_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_hf_config(tmp_path)
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        load_hf_config(tmp_path)
+
+
+def test_an_object_that_is_no_configuration_is_refused():
+    with pytest.raises(ConfigError, match="got SimpleNamespace"):
+        to_model_config(SimpleNamespace())

@@ -1,0 +1,130 @@
+"""The torch generator computes what transformers computes, however its work is cut up."""
+
+import math
+
+import pytest
+import torch
+
+from replicas.generators.torch.rope import inverse_frequencies
+from tests.replicas.generators.conftest import NUM_NEW, PROMPTS, make_generator
+from tests.replicas.generators.paged_loop import PagedLoop
+
+LAYOUTS = {"one lane": (1, 8, 16), "four lanes": (4, 2, 32)}
+
+
+def paged_loop(model, lanes, slots_per_lane, block_size, dtype=torch.float32, **device):
+    generator = make_generator(
+        model.config, dtype, max_batch_size=8, tt_data_parallel=lanes, **device
+    )
+    loop = PagedLoop(
+        generator,
+        model.config,
+        num_lanes=lanes,
+        slots_per_lane=slots_per_lane,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    # Whatever was not written for a sequence must not reach it: every other entry is a NaN.
+    loop.fill(math.nan)
+    return loop
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+@pytest.mark.parametrize("chunk", [None, 7], ids=["whole", "chunked"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_greedy_tokens_equal_those_of_transformers(model, layout, chunk, mixed):
+    assert model.margin > 1e-4
+    sequences = paged_loop(model, *layout).generate(PROMPTS, NUM_NEW, chunk=chunk, mixed=mixed)
+    assert [sequence.output for sequence in sequences] == model.outputs
+
+
+def test_the_models_say_more_than_one_thing(model):
+    assert len({tuple(output) for output in model.outputs}) == len(PROMPTS)
+    assert len({token for output in model.outputs for token in output}) > 2 * NUM_NEW
+
+
+@pytest.mark.parametrize("attention", ["fast", "reference"])
+def test_teacher_forced_float64_logits_equal_those_of_transformers(model, attention):
+    loop = paged_loop(model, 4, 2, 32, torch.float64, attention=attention)
+    generator = loop.generator
+    texts = [list(prompt) + out for prompt, out in zip(PROMPTS, model.outputs, strict=True)]
+    sequences = [loop.add(text, 1) for text in texts]
+    logits = [[] for _ in texts]
+    for num_tokens in (3, 1, 60):
+        live = [s for s in sequences if s.num_computed_tokens < len(texts[sequences.index(s)])]
+        counts = [min(num_tokens, s.num_prompt_tokens - s.num_computed_tokens) for s in live]
+        batch = loop.flat_batch(live, counts, every=True)
+        parts = generator.forward_mixed(batch, loop.cache).split(counts)
+        for sequence, count, part in zip(live, counts, parts, strict=True):
+            sequence.num_computed_tokens += count
+            logits[sequences.index(sequence)].append(part)
+    for text, parts in zip(texts, logits, strict=True):
+        found, wanted = torch.cat(parts), model.oracle(text)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+def test_float64_decode_logits_equal_those_of_transformers(model, mixed):
+    loop = paged_loop(model, 1, 8, 16, torch.float64)
+    for sequence in loop.generate(PROMPTS, 4, chunk=9, mixed=mixed):
+        wanted = model.oracle(sequence.token_ids[:-1])[-4:]
+        torch.testing.assert_close(torch.stack(sequence.logits), wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_float32_logits_are_close_to_the_float64_oracle(model):
+    sequences = paged_loop(model, 1, 8, 16).generate(PROMPTS, 4)
+    for sequence in sequences:
+        wanted = model.oracle(sequence.token_ids[:-1])[-4:]
+        found = torch.stack(sequence.logits)
+        assert found.dtype == torch.float32
+        assert (found.double() - wanted).abs().max() < 1e-4
+
+
+def test_bfloat16_logits_are_float32_and_near_the_oracle(model):
+    sequences = paged_loop(model, 1, 8, 16, torch.bfloat16).generate(PROMPTS, 2, mixed=True)
+    for sequence in sequences:
+        wanted = model.oracle(sequence.token_ids[:-1])[-2:]
+        found = torch.stack(sequence.logits)
+        assert found.dtype == torch.float32
+        spread = wanted.std()
+        assert (found - wanted).abs().mean() < 0.1 * spread
+
+
+def test_rotary_frequencies_equal_those_of_transformers_bit_for_bit(model):
+    found = inverse_frequencies(model.config.rope, model.config.head_dim)
+    assert torch.equal(found, model.inv_freq)
+
+
+def test_reference_attention_generates_the_same_tokens(tiny):
+    for case in ("llama-gqa", "qwen3"):
+        model = tiny(case)
+        for mixed in (False, True):
+            loop = paged_loop(model, 2, 4, 32, attention="reference")
+            sequences = loop.generate(PROMPTS, NUM_NEW, chunk=7, mixed=mixed)
+            assert [sequence.output for sequence in sequences] == model.outputs
+
+
+@pytest.mark.parametrize("attention", ["fast", "reference"])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30], ids=str)
+def test_garbage_outside_a_sequence_changes_no_bit(tiny, garbage, attention):
+    def run(value):
+        loop = paged_loop(tiny("llama-gqa"), 1, 8, 16, attention=attention)
+        loop.fill(value)
+        sequences = loop.generate(PROMPTS, 4, chunk=7)
+        return torch.stack([torch.stack(sequence.logits) for sequence in sequences])
+
+    assert torch.equal(run(garbage), run(0.0))
+
+
+def test_two_decodes_in_one_group_do_not_mix_when_one_has_nan(tiny):
+    """A sequence whose own KV went bad spoils itself only."""
+    loop = paged_loop(tiny("llama-gqa"), 1, 8, 16)
+    good, bad = (loop.add(PROMPTS[0], 3) for _ in range(2))
+    loop.step_prefill([good, bad])
+    for k, v in loop.cache[0]:
+        k[bad.block_ids[0], :, 1] = math.nan
+        v[bad.block_ids[0], :, 1] = math.nan
+    loop.step_decode([good, bad])
+    assert bad.logits[-1].isnan().all()
+    assert good.output == tiny("llama-gqa").outputs[0][:2]

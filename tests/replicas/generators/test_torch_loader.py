@@ -1,0 +1,152 @@
+"""Loading: sharded, tied and random weights, and folders that hold the wrong thing."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replicas.errors import ModelLoadError
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.protocol import CpuDevice
+from replicas.generators.torch.loader import expected_weights, load_weights
+from tests.replicas.generators.conftest import make_generator
+from tests.replicas.generators.paged_loop import PagedLoop
+from tests.replicas.generators.tiny_models import save_model
+
+FLOAT32 = CpuDevice(torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model("llama-gqa", tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+
+
+def tensors(weights):
+    for layer in weights.layers:
+        for name in layer.__dataclass_fields__:
+            yield getattr(layer, name)
+    yield from (weights.embedding, weights.final_norm, weights.lm_head)
+
+
+def same(one, two):
+    pairs = zip(tensors(one), tensors(two), strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def test_sharded_weights_equal_those_of_one_file(folder, tmp_path_factory):
+    sharded = tmp_path_factory.mktemp("sharded")
+    save_model("llama-gqa", sharded, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    whole = load_weights(load_hf_config(folder), FLOAT32)
+    assert same(load_weights(load_hf_config(sharded), FLOAT32), whole)
+
+
+def test_a_sharded_model_generates_what_transformers_does(tiny, tmp_path):
+    model = tiny("llama-gqa")
+    save_model("llama-gqa", tmp_path, max_shard_size="50KB")
+    config = load_hf_config(tmp_path)
+    loop = PagedLoop(make_generator(config), config, slots_per_lane=8)
+    assert loop.generate([range(1, 38)], 12)[0].output == model.outputs[0]
+
+
+def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
+    save_model("llama-tied", tmp_path)
+
+    def repeat(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    rewrite(tmp_path, repeat)
+    weights = load_weights(load_hf_config(tmp_path), FLOAT32)
+    assert weights.lm_head is weights.embedding
+
+
+def test_missing_weights_are_named(folder):
+    rewrite(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"missing in .*: model\.layers\.1\.mlp\.up_proj"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_many_missing_weights_are_counted(folder):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 5}))
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.3.* and 10 more"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_unexpected_weights_are_named(folder):
+    def add_bias(weights):
+        weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+    rewrite(folder, add_bias)
+    with pytest.raises(ModelLoadError, match=r"unexpected .*layers\.0\.self_attn\.q_proj\.bias"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(folder):
+    def shrink(weights):
+        weights["model.norm.weight"] = torch.ones(32)
+
+    rewrite(folder, shrink)
+    message = re.escape("model.norm.weight (32,) instead of (64,)")
+    with pytest.raises(ModelLoadError, match=message):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_a_broken_file_is_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ModelLoadError, match="cannot read the weights in"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}'])
+def test_a_broken_index_is_refused(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match="no usable weight_map"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_a_missing_shard_is_refused(folder):
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match="model-00002-of-00002"):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_random_weights_need_only_the_configuration_and_follow_the_seed(folder):
+    (folder / "model.safetensors").unlink()
+    config = load_hf_config(folder)
+
+    def draw(seed, dtype=torch.float32):
+        return load_weights(config, CpuDevice(dtype, load_format="random", seed=seed))
+
+    first = draw(1)
+    assert same(draw(1), first)
+    assert not torch.equal(draw(2).embedding, first.embedding)
+    assert torch.equal(draw(1, torch.bfloat16).embedding, first.embedding.bfloat16())
+    assert first.layers[0].qkv.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(first.layers[0].qkv, first.layers[1].qkv)
+    assert first.final_norm.eq(1).all()
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen2", "qwen3", "mistral"])
+def test_expected_names_and_shapes_are_those_that_transformers_saves(tiny, case):
+    saved = load_file(tiny(case).folder / "model.safetensors")
+    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert expected_weights(tiny(case).config) == found

@@ -1,0 +1,104 @@
+"""Tiny random-weight models of every family, made and saved by transformers itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+_COMMON = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
+    "llama-biases": (
+        "Llama",
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3-rope": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE}),
+    "llama-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32}),
+}
+"""Case name -> (transformers class prefix, settings besides the common ones)."""
+
+
+def make_model(case: str) -> Any:
+    """Build a model in float32 whose norms and biases are not the usual ones and zeros."""
+    prefix, settings = CASES[case]
+    config = getattr(transformers, f"{prefix}Config")(**_COMMON, **settings)
+    torch.manual_seed(sum(case.encode()))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(case: str, folder: Path, max_shard_size: str = "1GB") -> Any:
+    """Build a model, save it in Hugging Face form, and return it."""
+    model = make_model(case)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def in_true_float64(model: Any) -> Any:
+    """Make a model compute in float64 throughout.
+
+    transformers casts to float32 inside norms and rotary embeddings whatever the model's dtype;
+    an oracle must not, so these two kinds of module get the same formulas without the casts.
+    """
+    model = model.double()
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            module.forward = _norm(module)
+        elif name.endswith("RotaryEmbedding"):
+            # model.double() rounded nothing: float32 frequencies are exact in float64.
+            module.forward = _rotary(module.inv_freq)
+    return model
+
+
+def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return module.weight * (x * torch.rsqrt(variance + module.variance_epsilon))
+
+    return forward
+
+
+def _rotary(
+    inv_freq: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].double() * inv_freq
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos(), both.sin()
+
+    return forward
