@@ -1,0 +1,313 @@
+"""Asynchronous client of any number of engine processes: the ingress of a cluster, and `AsyncLLM`.
+
+Owner of the connections and of the map from (engine, request) to stream; everything on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from replicas.codec import decode_engine_frame, encode
+from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
+from replicas.errors import EngineDeadError, EngineError
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    EngineMetrics,
+    Hello,
+    Utility,
+    UtilityResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replicas.messages import (
+        ClientMessage,
+        EngineDescription,
+        EngineEvent,
+        EngineFrame,
+        EngineSnapshot,
+    )
+
+
+Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError]"]
+"""Events of one request, each with the stream of the engine that it came from."""
+
+
+class EngineStream:
+    """Events of one request on one engine, in order.
+
+    Owner: the coroutine that opened it; it must `close` it.
+    """
+
+    def __init__(self, link: _EngineLink, request_id: str, inbox: Inbox | None = None) -> None:
+        self._link = link
+        self.request_id = request_id
+        self._inbox: Inbox = asyncio.Queue() if inbox is None else inbox
+
+    @property
+    def incarnation(self) -> str:
+        """The engine's incarnation."""
+        return self._link.description.incarnation
+
+    async def get(self) -> EngineEvent:
+        """Wait for the next event.
+
+        Raises:
+            EngineDeadError: The engine is gone; nothing more will come.
+        """
+        _, event = await self._inbox.get()
+        if isinstance(event, EngineDeadError):
+            self.put(event)
+            raise event
+        return event
+
+    def close(self, *, abort: bool) -> None:
+        """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
+        if self._link.streams.pop(self.request_id, None) is not None and abort:
+            self._link.send(Abort([self.request_id]))
+
+    def put(self, event: EngineEvent | EngineDeadError) -> None:
+        """Called by the link only."""
+        self._inbox.put_nowait((self, event))
+
+
+class AsyncMPClient:
+    """Talks to any number of engine processes from one event loop.
+
+    Owner of the connections and of the map from request to stream; all on one loop.
+
+    Args:
+        on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
+        on_dead: Called once with (incarnation, reason) when an engine is lost; its streams have
+            been told already.
+    """
+
+    def __init__(
+        self,
+        on_snapshot: Callable[[str, EngineSnapshot], None] = lambda _incarnation, _snapshot: None,
+        on_dead: Callable[[str, str], None] = lambda _incarnation, _reason: None,
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._identity = secrets.token_bytes(8)
+        self._links: dict[str, _EngineLink] = {}
+        self._on_snapshot = on_snapshot
+        self._on_dead = on_dead
+        self._call_ids = itertools.count(1)
+
+    async def connect(self, description: EngineDescription) -> None:
+        """Connect to an engine and wait for its first snapshot; a known one is left as it is.
+
+        Raises:
+            EngineDeadError: It did not answer within `CONNECT_S`.
+        """
+        if description.incarnation in self._links:
+            return
+        link = _EngineLink(self._context, self._identity, description, self._on_snapshot, self._lost)
+        self._links[description.incarnation] = link
+        try:
+            await asyncio.wait_for(link.start(), CONNECT_S)
+        except (asyncio.TimeoutError, EngineDeadError) as error:
+            self._links.pop(description.incarnation, None)
+            await link.close()
+            raise EngineDeadError(f"engine {description.incarnation} does not answer") from error
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        """Engines that are connected."""
+        return frozenset(self._links)
+
+    def open_stream(
+        self,
+        incarnation: str,
+        request_id: str,
+        message: ClientMessage,
+        inbox: Inbox | None = None,
+    ) -> EngineStream:
+        """Send the message that starts a request on an engine and listen to what comes back.
+
+        Args:
+            incarnation: The engine.
+            request_id: The request that `message` is about.
+            message: What to send.
+            inbox: Where its events go, each with the stream it came from, for a request that runs
+                on two engines; None reads them with `EngineStream.get`.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        link = self._link(incarnation)
+        stream = EngineStream(link, request_id, inbox)
+        assert request_id not in link.streams, f"{request_id} is open on {incarnation}"
+        link.streams[request_id] = stream
+        link.send(message)
+        return stream
+
+    def send(self, incarnation: str, message: ClientMessage) -> None:
+        """Send a message about a request that is open already.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        self._link(incarnation).send(message)
+
+    async def metrics(self, incarnation: str) -> EngineMetrics:
+        """Every counter of an engine.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "metrics"), EngineMetrics)
+
+    async def disconnect(self, incarnation: str) -> None:
+        """Close the connection to an engine; open streams end with `EngineDeadError`."""
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            link.fail("disconnected")
+            await link.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for incarnation in list(self._links):
+            await self.disconnect(incarnation)
+        self._context.term()
+
+    def _link(self, incarnation: str) -> _EngineLink:
+        link = self._links.get(incarnation)
+        if link is None:
+            raise EngineDeadError(f"engine {incarnation} is not connected")
+        return link
+
+    async def _call(self, incarnation: str, method: str) -> object:
+        result = await self._link(incarnation).call(Utility(next(self._call_ids), method))
+        if result.error is not None:
+            raise EngineError(result.error)
+        return result.result
+
+    def _lost(self, link: _EngineLink, reason: str) -> None:
+        if self._links.pop(link.description.incarnation, None) is not None:
+            link.fail(reason)
+            self._on_dead(link.description.incarnation, reason)
+            link.close_soon()
+
+
+class _EngineLink:
+    """Both sockets of one engine, the tasks that read them, and the open streams."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        identity: bytes,
+        description: EngineDescription,
+        on_snapshot: Callable[[str, EngineSnapshot], None],
+        on_lost: Callable[[_EngineLink, str], None],
+    ) -> None:
+        self.description = description
+        self.streams: dict[str, EngineStream] = {}
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._on_snapshot = on_snapshot
+        self._on_lost = on_lost
+        self._input = connect_dealer(context, identity, description.input_endpoint)
+        self._output = connect_dealer(context, identity, description.output_endpoint)
+        self._monitor = self._input.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._first_frame = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Say hello until the engine answers."""
+        self._tasks = {asyncio.create_task(self._read()), asyncio.create_task(self._watch())}
+        while not self._first_frame.is_set():
+            self.send(Hello(PROTOCOL_VERSION))
+            try:
+                await asyncio.wait_for(self._first_frame.wait(), HELLO_S)
+            except asyncio.TimeoutError:
+                if self._is_closed:
+                    raise EngineDeadError("connection lost") from None
+
+    def send(self, message: ClientMessage) -> None:
+        """Queue a message; lost if the engine is."""
+        if not self._is_closed:
+            self._input.send(encode(message))
+
+    async def call(self, message: Utility) -> UtilityResult:
+        """Send a utility call and wait for its result.
+
+        Raises:
+            EngineDeadError: The engine is lost meanwhile.
+        """
+        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = future
+        self.send(message)
+        try:
+            return await future
+        finally:
+            self._calls.pop(message.call_id, None)
+
+    def fail(self, reason: str) -> None:
+        """Tell every open stream and call that the engine is gone."""
+        error = EngineDeadError(f"engine {self.description.incarnation} is gone: {reason}")
+        for stream in self.streams.values():
+            stream.put(error)
+        self.streams.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def close_soon(self) -> None:
+        """Close from inside one of the link's own tasks."""
+        if not self._is_closed:
+            task = asyncio.ensure_future(self.close())
+            self._tasks.add(task)
+
+    async def close(self) -> None:
+        """Close the sockets and end the tasks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        self._input.disable_monitor()
+        for socket in (self._monitor, self._input, self._output):
+            socket.close(linger=0)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                raw = await asyncio.wait_for(self._output.recv(), SILENCE_S)
+            except asyncio.TimeoutError:
+                self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
+                return
+            self._take(decode_engine_frame(raw))
+
+    async def _watch(self) -> None:
+        parse_monitor_message(await self._monitor.recv_multipart())
+        self._on_lost(self, "its connection broke")
+
+    def _take(self, frame: EngineFrame) -> None:
+        if frame.incarnation != self.description.incarnation:
+            self._on_lost(self, "another engine answers at its address")
+            return
+        if frame.snapshot is not None:
+            self._on_snapshot(frame.incarnation, frame.snapshot)
+        self._first_frame.set()
+        for event in frame.events:
+            if isinstance(event, UtilityResult):
+                future = self._calls.get(event.call_id)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            else:
+                stream = self.streams.get(event.request_id)
+                if stream is not None:
+                    stream.put(event)

@@ -1,0 +1,101 @@
+"""AsyncLLM: one engine process behind an asyncio interface; the single-engine online face."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.async_client import AsyncMPClient
+from replicas.errors import RequestFailedError, RequestRefusedError
+from replicas.launch import start_engine
+from replicas.llm_engine import CompletionOutput, RequestOutput, to_token_ids
+from replicas.messages import AddRequest, EngineRequest, Refused, TokenOutput
+from replicas.output_processor import OutputProcessor
+from replicas.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from replicas.config import EngineConfig
+    from replicas.launch import EngineHandle
+    from replicas.llm_engine import Prompt
+    from replicas.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An engine process and its client; make it with `AsyncLLM.start`, end it with `shutdown`."""
+
+    def __init__(self, handle: EngineHandle, client: AsyncMPClient, tokenizer: Tokenizer) -> None:
+        self._handle = handle
+        self._client = client
+        self._tokenizer = tokenizer
+        self._counter = itertools.count()
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncLLM:
+        """Start the engine and wait until it is ready.
+
+        Raises:
+            EngineStartError: It could not start; says why.
+        """
+        tokenizer = Tokenizer.from_folder(config.model)
+        handle = await asyncio.to_thread(start_engine, config)
+        client = AsyncMPClient()
+        try:
+            await client.connect(handle.description)
+        except BaseException:
+            handle.stop()
+            raise
+        return cls(handle, client, tokenizer)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt; yields the same, growing output after every step that added to it.
+
+        Leaving the iteration early drops the request in the engine.
+
+        Raises:
+            InvalidRequestError: The prompt or a parameter can never work.
+            RequestRefusedError: The engine did not take it.
+            EngineDeadError: The engine died.
+        """
+        sampling_params.validate()
+        description = self._handle.description
+        token_ids = to_token_ids(prompt, self._tokenizer, description.max_model_len)
+        if sampling_params.seed is None:
+            sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
+        request = EngineRequest(f"request-{next(self._counter)}", token_ids, sampling_params)
+        output = RequestOutput(
+            request.request_id, prompt if isinstance(prompt, str) else None, token_ids, [CompletionOutput()]
+        )
+        processor = OutputProcessor(
+            self._tokenizer, request, frozenset(description.eos_token_ids)
+        )
+        stream = self._client.open_stream(
+            description.incarnation, request.request_id, AddRequest(request)
+        )
+        try:
+            while not output.finished:
+                event = await stream.get()
+                if isinstance(event, Refused):
+                    raise RequestRefusedError(event.reason, event.message)
+                if not isinstance(event, TokenOutput):
+                    continue
+                if event.finish_reason == "error":
+                    raise RequestFailedError(event.error or "the engine gave no reason")
+                delta = processor.take(event)
+                if delta is not None:
+                    output.apply(delta, processor.num_cached_tokens)
+                    yield output
+        finally:
+            stream.close(abort=True)
+
+    async def shutdown(self) -> None:
+        """Close the connection and end the engine."""
+        await self._client.close()
+        await asyncio.to_thread(self._handle.stop)

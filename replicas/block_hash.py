@@ -1,0 +1,39 @@
+"""Chain hash of full KV blocks: one definition for the engine's prefix cache and for the router.
+
+`h_i = xxh3_128(h_{i-1} or salt, token ids of block i as little-endian int32)`: equal hashes mean equal
+prefixes, so that a block can be found without comparing what came before it.
+Source of the scheme: vLLM v1/core/kv_cache_utils.py (chain with parent), with raw int32 bytes in
+place of a serialised tuple.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes = b""
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
+
+    Args:
+        hashes: Hashes of the first `len(hashes)` blocks; grown in place.
+        token_ids: All tokens so far.
+        block_size: Tokens per block.
+        salt: Starts the chain: equal tokens under another salt never share a block.
+    """
+    start, full = len(hashes), len(token_ids) // block_size
+    if start >= full:
+        return
+    raw = np.asarray(token_ids[start * block_size : full * block_size], dtype="<i4").tobytes()
+    width = 4 * block_size
+    parent = hashes[-1] if hashes else salt
+    for i in range(full - start):
+        parent = xxhash.xxh3_128_digest(parent + raw[i * width : (i + 1) * width])
+        hashes.append(parent)

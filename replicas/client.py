@@ -1,0 +1,262 @@
+"""Synchronous clients of an engine: in process, and over ZMQ to a process of its own.
+
+`InprocClient` steps the engine core on the caller's thread (debugging, tests). `SyncMPClient` starts an
+engine process and owns it (offline `LLM`). The asynchronous one is `replicas.async_client`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import zmq
+
+from replicas.codec import decode_engine_frame, encode
+from replicas.dealer import CONNECT_S, HELLO_S, connect_dealer
+from replicas.engine.core import EngineCore
+from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
+from replicas.launch import start_engine
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    EngineMetrics,
+    Hello,
+    Refused,
+    TokenOutput,
+    Utility,
+    UtilityResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from replicas.config import EngineConfig
+    from replicas.messages import ClientMessage, EngineEvent, EngineRequest
+
+class EngineClient(Protocol):
+    """What `LLMEngine` asks of a client: requests in, token outputs out."""
+
+    @property
+    def description(self) -> EngineFacts:
+        """The engine's limits."""
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: The engine cannot ever run it.
+        """
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests; no further output of them comes."""
+
+    def get_outputs(self) -> list[TokenOutput]:
+        """Outputs of at least one step; blocks while requests run.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+
+    def metrics(self) -> EngineMetrics:
+        """Every counter of the engine."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks."""
+
+    def shutdown(self) -> None:
+        """End the engine. Idempotent."""
+
+
+class EngineFacts(Protocol):
+    """The part of an engine's description that a front end needs."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class _InprocFacts(msgspec.Struct, frozen=True):
+    model: str
+    max_model_len: int
+    vocab_size: int
+
+
+class InprocClient:
+    """Runs the engine core on the caller's thread: every call of `get_outputs` is one step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
+    ) -> None:
+        self.core = EngineCore(config, progress=progress)
+        self.description: EngineFacts = _InprocFacts(
+            config.model, self.core.max_model_len, self.core.facts.vocab_size
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """See `EngineClient`."""
+        self.core.handle(b"", AddRequest(request), time.monotonic())
+        self._take_outputs()
+
+    def abort(self, request_ids: list[str]) -> None:
+        """See `EngineClient`."""
+        self.core.handle(b"", Abort(request_ids), time.monotonic())
+
+    def get_outputs(self) -> list[TokenOutput]:
+        """See `EngineClient`."""
+        self.core.step(time.monotonic())
+        return self._take_outputs()
+
+    def metrics(self) -> EngineMetrics:
+        """See `EngineClient`."""
+        return self.core.metrics(time.monotonic())
+
+    def reset_prefix_cache(self) -> None:
+        """See `EngineClient`."""
+        self.core.handle(b"", Utility(0, "reset_prefix_cache"), time.monotonic())
+        self.core.take_events()
+
+    def shutdown(self) -> None:
+        """See `EngineClient`."""
+        self.core.shutdown()
+
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs = []
+        for event in self.core.take_events().get(b"", []):
+            if isinstance(event, Refused):
+                raise RequestRefusedError(event.reason, event.message)
+            if isinstance(event, TokenOutput):
+                outputs.append(event)
+        return outputs
+
+
+class SyncMPClient:
+    """Starts an engine process; a thread of this process reads its outputs into a queue.
+
+    Args:
+        config: The engine's configuration.
+        env: The engine's environment; None inherits.
+        progress: Called with (stage, fraction done) while the engine starts.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        env: Mapping[str, str] | None = None,
+        progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
+    ) -> None:
+        self._handle = start_engine(config, env=env, progress=progress)
+        self.description: EngineFacts = self._handle.description
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events: queue.SimpleQueue[EngineEvent | EngineDeadError] = queue.SimpleQueue()
+        self._refusals: dict[str, Refused] = {}
+        self._call_ids = itertools.count(1)
+        identity = secrets.token_bytes(8)
+        self._input = connect_dealer(self._context, identity, self._handle.description.input_endpoint)
+        self._greeted = threading.Event()
+        self._reader = threading.Thread(
+            target=self._read,
+            args=(connect_dealer(self._context, identity, self._handle.description.output_endpoint),),
+            name="engine-outputs",
+            daemon=True,
+        )
+        self._reader.start()
+        self._greet()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; a refusal is raised by the next `get_outputs`."""
+        self._send(AddRequest(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """See `EngineClient`."""
+        self._send(Abort(request_ids))
+
+    def get_outputs(self) -> list[TokenOutput]:
+        """See `EngineClient`.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+            RequestRefusedError: The engine did not take a request.
+        """
+        outputs = []
+        event = self._next_event()
+        while True:
+            if isinstance(event, Refused):
+                raise RequestRefusedError(event.reason, event.message)
+            if isinstance(event, TokenOutput):
+                outputs.append(event)
+            if outputs and self._events.empty():
+                return outputs
+            event = self._next_event()
+
+    def metrics(self) -> EngineMetrics:
+        """See `EngineClient`; only between generations, as outputs that arrive meanwhile are kept."""
+        return msgspec.convert(self._call("metrics"), EngineMetrics)
+
+    def reset_prefix_cache(self) -> None:
+        """See `EngineClient`."""
+        self._call("reset_prefix_cache")
+
+    def shutdown(self) -> None:
+        """See `EngineClient`."""
+        if self._context.closed:
+            return
+        self._handle.stop()
+        self._reader.join(timeout=2.0)
+        self._input.close(linger=0)
+        self._context.term()
+
+    def _send(self, message: ClientMessage) -> None:
+        self._input.send(encode(message))
+
+    def _greet(self) -> None:
+        deadline_s = time.monotonic() + CONNECT_S
+        while not self._greeted.wait(HELLO_S):
+            self._send(Hello(PROTOCOL_VERSION))
+            if time.monotonic() > deadline_s or not self._handle.is_alive:
+                raise EngineDeadError("the engine started but did not answer")
+
+    def _call(self, method: str) -> object:
+        call_id = next(self._call_ids)
+        self._send(Utility(call_id, method))
+        kept: list[EngineEvent] = []
+        while True:
+            event = self._next_event()
+            if isinstance(event, UtilityResult) and event.call_id == call_id:
+                for other in kept:
+                    self._events.put(other)
+                if event.error is not None:
+                    raise EngineError(event.error)
+                return event.result
+            kept.append(event)
+
+    def _next_event(self) -> EngineEvent:
+        event = self._events.get()
+        if isinstance(event, EngineDeadError):
+            self._events.put(event)
+            raise event
+        return event
+
+    def _read(self, socket: zmq.Socket[bytes]) -> None:
+        """Output thread: frames to events until the engine ends."""
+        try:
+            while self._handle.is_alive:
+                if not socket.poll(250):
+                    continue
+                frame = decode_engine_frame(socket.recv())
+                self._greeted.set()
+                for event in frame.events:
+                    self._events.put(event)
+        finally:
+            socket.close(linger=0)
+        self._events.put(EngineDeadError("the engine process has ended; its log says why"))

@@ -1,0 +1,94 @@
+"""Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
+
+from typing import Literal
+
+import msgspec
+
+from replicas.errors import ConfigError
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that an engine is told; what it computes itself travels as arguments.
+
+    Attributes:
+        model: Folder of the model, absolute.
+        generator: None (the generator registered for the model's architecture) or "module:Class".
+        load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json only.
+        weights_seed: Seed of random weights.
+        dtype: Compute and KV dtype; "auto" takes the checkpoint's.
+        attention: Attention back end of the torch generator.
+        max_model_len: Longest sequence, prompt and output together; None takes the model's.
+        max_batch_size: Decode slots of the engine, over all lanes.
+        tt_data_parallel: Lanes (DP groups) that the engine drives in lock-step.
+        block_size: Tokens per KV block.
+        kv_cache_memory_bytes: Memory for the KV caches of all lanes together.
+        num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`.
+        max_num_batched_tokens: Token budget of one step.
+        max_num_waiting: Most sequences that wait for a slot; None is unbounded (offline use).
+        enable_chunked_prefill: Whether a prompt may be computed over several steps; None, as for the
+            next two: if the generator can.
+        enable_prefix_caching: Whether full blocks are found again by their hash.
+        mixed_batches: Whether prefill chunks and decodes share a pass; otherwise a step is all one or
+            all the other.
+        prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many
+            prefill steps may follow each other while sequences wait to decode.
+        num_threads: Compute threads of the generator; None leaves the library's default.
+        kv_connector: None, "p2p", or "module:Class" of a KV connector.
+        kv_endpoint: Where the connector listens; port * takes a free one.
+        reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
+        seed: Base of the seeds that the engine mints for requests without one.
+    """
+
+    model: str
+    generator: str | None = None
+    load_format: Literal["safetensors", "random"] = "safetensors"
+    weights_seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    attention: Literal["fast", "reference"] = "fast"
+    max_model_len: int | None = None
+    max_batch_size: int = 32
+    tt_data_parallel: int = 1
+    block_size: int = 32
+    kv_cache_memory_bytes: int = 256 * 2**20
+    num_blocks: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_waiting: int | None = None
+    enable_chunked_prefill: bool | None = None
+    enable_prefix_caching: bool | None = None
+    mixed_batches: bool | None = None
+    prefill_steps_per_decode_step: int = 1
+    num_threads: int | None = None
+    kv_connector: str | None = None
+    kv_endpoint: str = "tcp://127.0.0.1:*"
+    reservation_timeout_s: float = 120.0
+    seed: int = 0
+
+    def validate(self) -> None:
+        """Check what can be checked without the model.
+
+        Raises:
+            ConfigError: A value is out of range or two values exclude each other; names both.
+        """
+        for name in (
+            "max_batch_size", "tt_data_parallel", "block_size", "kv_cache_memory_bytes",
+            "max_num_batched_tokens", "prefill_steps_per_decode_step",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_batch_size % self.tt_data_parallel:
+            raise ConfigError(
+                f"max_batch_size {self.max_batch_size} is not a multiple of "
+                f"tt_data_parallel {self.tt_data_parallel}"
+            )
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_batch_size "
+                f"{self.max_batch_size}: a full decode step would not fit"
+            )
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
+
+    @property
+    def slots_per_group(self) -> int:
+        """Decode slots of one DP group."""
+        return self.max_batch_size // self.tt_data_parallel

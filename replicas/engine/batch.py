@@ -1,0 +1,212 @@
+"""The persistent batch: token table, block tables and counters of every slot, and the inputs made of them.
+
+Owner: the model runner. Pure numpy. Rows are slots and stay where they are, so that a decode step's
+padded tensors are views of the tables and a TT trace sees constant shapes.
+One table feeds two forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes in
+one pass, and the two padded forms of Tenstorrent's generator interface.
+Source of the flat form: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`.
+
+Dimensions: B slots; M longest sequence; K blocks per sequence; R scheduled requests; T their tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replicas.generators.protocol import FlatBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from replicas.engine.step import NewSequence, ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """Arguments of `prefill_forward`: one row per prefilling sequence.
+
+    Attributes:
+        tokens: int32 (N, max(prompt_lens)), zero padded on the right.
+        page_table: int32 (N, K), padded with the null block.
+        start_pos: int32 (N,), tokens already in the cache.
+        prompt_lens: int64 (N,), end position of this chunk.
+        empty_slots: The N global slots.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    page_table: npt.NDArray[np.int32]
+    start_pos: npt.NDArray[np.int32]
+    prompt_lens: npt.NDArray[np.int64]
+    empty_slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Arguments of `decode_forward`: the whole padded batch, row == slot.
+
+    Attributes:
+        tokens: int32 (B, 1), 0 in rows that do not decode.
+        start_pos: int32 (B,), -1 in rows that do not decode.
+        page_table: int32 (B, K); all null in rows that do not decode.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    start_pos: npt.NDArray[np.int32]
+    page_table: npt.NDArray[np.int32]
+
+
+class PersistentBatch:
+    """Tables of all slots; `apply` takes a step's changes over.
+
+    Args:
+        max_batch_size: B.
+        max_model_len: M, in tokens.
+        block_size: Tokens per block.
+        table_width: K; None takes ceil(M / block_size).
+    """
+
+    def __init__(
+        self, max_batch_size: int, max_model_len: int, block_size: int, table_width: int | None = None
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        width = -(-max_model_len // block_size)
+        self.table_width = width if table_width is None else table_width
+        assert self.table_width >= width, f"{table_width=} is less than {width}"
+        self.token_ids = np.zeros((max_batch_size, max_model_len), dtype=np.int32)
+        self.block_table = np.zeros((max_batch_size, self.table_width), dtype=np.int32)
+        self.num_tokens = np.zeros(max_batch_size, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_batch_size, dtype=np.int32)
+        self.num_computed_tokens = np.zeros(max_batch_size, dtype=np.int32)
+        self.num_blocks = np.zeros(max_batch_size, dtype=np.int32)
+        self.dp_groups = np.zeros(max_batch_size, dtype=np.int32)
+        self.temperature = np.zeros(max_batch_size, dtype=np.float32)
+        self.top_k = np.zeros(max_batch_size, dtype=np.int32)
+        self.top_p = np.ones(max_batch_size, dtype=np.float32)
+        self.seed = np.zeros(max_batch_size, dtype=np.int64)
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Take over new sequences and new blocks; call before the inputs are built."""
+        for seq in batch.new:
+            self._put(seq)
+        for slot, block_ids in batch.appended_blocks:
+            self._append_blocks(slot, block_ids)
+
+    def advance(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> None:
+        """Record what a step computed and sampled; -1 samples nothing."""
+        for slot, count, token_id in zip(
+            batch.slots, batch.num_scheduled_tokens, token_ids, strict=True
+        ):
+            self.num_computed_tokens[slot] += count
+            if token_id >= 0 and self.num_tokens[slot] < self.max_model_len:
+                self.token_ids[slot, self.num_tokens[slot]] = token_id
+                self.num_tokens[slot] += 1
+
+    def samples(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """(R,) bool: rows whose last known token is computed in this step, so that they sample."""
+        return np.equal(self.num_computed_tokens[slots] + counts, self.num_tokens[slots])
+
+    def flat_inputs(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> FlatBatch:
+        """The flat form of a step.
+
+        Args:
+            slots: (R,) rows that run, in order.
+            counts: (R,) tokens to compute for each.
+        """
+        num_reqs, num_tokens = len(slots), int(counts.sum())
+        computed = self.num_computed_tokens[slots]
+        ends = np.cumsum(counts, dtype=np.int32)
+        request_indices = np.repeat(np.arange(num_reqs, dtype=np.int32), counts)
+        offsets_in_request = np.arange(num_tokens, dtype=np.int64) - np.repeat(ends - counts, counts)
+        positions = computed[request_indices] + offsets_in_request
+        rows = slots[request_indices].astype(np.int64)
+        token_indices = positions + rows * self.max_model_len
+        block_table_indices = rows * self.table_width + positions // self.block_size
+        block_numbers = self.block_table.reshape(-1)[block_table_indices]
+        block_offsets = (positions % self.block_size).astype(np.int32)
+        query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
+        query_start_loc[1:] = ends
+        return FlatBatch(
+            request_indices=request_indices,
+            token_indices=token_indices,
+            input_ids=self.token_ids.reshape(-1)[token_indices],
+            positions=positions,
+            block_table_indices=block_table_indices,
+            block_numbers=block_numbers,
+            block_offsets=block_offsets,
+            slot_mapping=block_numbers.astype(np.int64) * self.block_size + block_offsets,
+            query_start_loc=query_start_loc,
+            seq_lens=(computed + counts).astype(np.int32),
+            num_computed_tokens=computed,
+            block_table=self.block_table[slots],
+            dp_groups=self.dp_groups[slots],
+            logits_indices=(ends[self.samples(slots, counts)] - 1).astype(np.int64),
+            adapter_ids=None,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=int(counts.max()),
+        )
+
+    def prefill_inputs(
+        self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> PrefillInputs:
+        """The padded form of a prefill step."""
+        start_pos = self.num_computed_tokens[slots]
+        prompt_lens = (start_pos + counts).astype(np.int64)
+        width = int(prompt_lens.max())
+        tokens = self.token_ids[slots, :width]
+        tokens[np.arange(width)[None, :] >= prompt_lens[:, None]] = 0
+        return PrefillInputs(
+            tokens, self.block_table[slots], start_pos, prompt_lens, [int(s) for s in slots]
+        )
+
+    def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
+        """The padded form of a decode step: every slot, whether it runs or not."""
+        tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
+        start_pos = np.full(len(self.num_tokens), -1, dtype=np.int32)
+        page_table = np.zeros_like(self.block_table)
+        start_pos[slots] = self.num_computed_tokens[slots]
+        tokens[slots, 0] = self.token_ids[slots, start_pos[slots]]
+        page_table[slots] = self.block_table[slots]
+        return DecodeInputs(tokens, start_pos, page_table)
+
+    def _put(self, seq: NewSequence) -> None:
+        slot, count = seq.slot, len(seq.token_ids)
+        self.token_ids[slot, :count] = seq.token_ids
+        self.num_tokens[slot] = count
+        self.num_prompt_tokens[slot] = seq.num_prompt_tokens
+        self.num_computed_tokens[slot] = seq.num_computed_tokens
+        self.block_table[slot] = 0
+        self.num_blocks[slot] = 0
+        self._append_blocks(slot, seq.block_ids)
+        self.dp_groups[slot] = seq.dp_group
+        self.temperature[slot] = seq.temperature
+        self.top_k[slot] = seq.top_k
+        self.top_p[slot] = seq.top_p
+        self.seed[slot] = seq.seed
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[slot])
+        self.block_table[slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[slot] = start + len(block_ids)
+
+
+def causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
+    """(T, L) bool: which positions of its own sequence each token may attend to, L the longest context.
+
+    In a step of first chunks L is the longest query and every request can use the first rows of one
+    shared triangle; `shared_causal_mask` gives that form.
+    """
+    length = int(batch.seq_lens.max())
+    return np.arange(length)[None, :] <= batch.positions[:, None]
+
+
+def shared_causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
+    """(Q, Q) bool triangle, Q = max_query_len, that serves every request of a step of first chunks."""
+    assert not batch.num_computed_tokens.any(), "only for steps without computed tokens"
+    return np.tri(batch.max_query_len, dtype=np.bool_)

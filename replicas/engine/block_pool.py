@@ -1,0 +1,127 @@
+"""KV blocks of one DP group: ids, reference counts, free order and the prefix index.
+
+Owner: the scheduler, on the engine's core thread. Pure: it moves numbers, never KV bytes.
+A block is in exactly one of three states: held (reference count > 0), cached (count 0, hash known,
+found by `find_prefix`, evictable) or free (count 0, no hash).
+Source of the scheme: vLLM v1/core/block_pool.py (null block, lazy eviction in LRU order, duplicates
+not merged so that block tables only ever grow).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NULL_BLOCK = 0
+"""Target of all padding in a page table; never handed out."""
+
+
+class BlockPool:
+    """Hands out, shares, finds and takes back the blocks of one DP group.
+
+    Args:
+        num_blocks: Blocks including the null block, >= 2.
+        enable_prefix_caching: Whether full blocks are indexed by hash.
+    """
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+        assert num_blocks >= 2, f"{num_blocks=}"
+        self._enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_by_hash: dict[bytes, int] = {}
+        # Front is evicted first. An OrderedDict gives O(1) pop, append and removal from the middle.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    def __repr__(self) -> str:
+        return f"BlockPool(free={self.num_free_blocks}/{self.num_blocks}, cached={len(self._block_by_hash)})"
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks: all but the null block."""
+        return len(self._ref_counts) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` can hand out: free or cached without a holder."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, evicting the least recently freed cached ones as needed.
+
+        The caller checks `num_free_blocks` first: asking for more is a bug.
+        """
+        assert 0 <= count <= len(self._free), f"{count=} {self!r}"
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._forget_hash(block_id)
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference to each block.
+
+        Blocks go to the back of the free order deepest first, so that the end of a prefix is
+        evicted before its beginning; blocks nobody can find again go to the front.
+        """
+        for block_id in reversed(block_ids):
+            assert self._ref_counts[block_id] > 0, f"block {block_id} freed twice"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def find_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Block ids of the longest cached prefix of `block_hashes`; takes no reference."""
+        found: list[int] = []
+        for block_hash in block_hashes:
+            block_id = self._block_by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_evictable(self, block_ids: Sequence[int]) -> int:
+        """How many of these cached blocks count as free now and would stop doing so once shared."""
+        return sum(self._ref_counts[b] == 0 for b in block_ids)
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Take one more reference to each cached block."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def cache(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full, computed block findable; a second block of the same hash stays private."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is not held"
+        if self._enable_prefix_caching and block_hash not in self._block_by_hash:
+            self._forget_hash(block_id)
+            self._hashes[block_id] = block_hash
+            self._block_by_hash[block_hash] = block_id
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every hash; held blocks stay held."""
+        self._block_by_hash.clear()
+        self._hashes = [None] * len(self._hashes)
+
+    def check_invariants(self) -> None:
+        """Every block in exactly one state; index and hashes agree."""
+        assert NULL_BLOCK not in self._free
+        assert self._ref_counts[NULL_BLOCK] == 0
+        for block_id in range(1, len(self._ref_counts)):
+            assert self._ref_counts[block_id] >= 0
+            assert (self._ref_counts[block_id] == 0) == (block_id in self._free), block_id
+        for block_hash, block_id in self._block_by_hash.items():
+            assert self._hashes[block_id] == block_hash
+        assert sum(h is not None for h in self._hashes) == len(self._block_by_hash)
+
+    def _forget_hash(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._block_by_hash[block_hash]
+            self._hashes[block_id] = None

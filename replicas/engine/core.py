@@ -1,0 +1,374 @@
+"""Engine core: one step is schedule → run → update; everything else brings work to it.
+
+Owner: the engine's core thread (or the caller's, in process). It holds the scheduler and the
+scheduler side of the KV connector, talks to the device only through the executor, and reads no
+socket. Outputs are collected per client until `take_events`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_transfer.connector import ConnectorSettings, SaveProgress, load_connector
+from kv_transfer.errors import TransferError
+from replicas.engine.executor import UniProcExecutor
+from replicas.engine.scheduler import Scheduler
+from replicas.engine.sequence import Sequence
+from replicas.errors import ConfigError
+from replicas.kv_sizing import derive_max_model_len
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    Drain,
+    EngineMetrics,
+    EngineSnapshot,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+    TransferCounters,
+    Utility,
+    UtilityResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_transfer.connector import (
+        ConnectorMeta,
+        KVConnectorScheduler,
+        TransferResults,
+        TransferStats,
+    )
+    from kv_transfer.layout import KVLayout
+    from replicas.config import EngineConfig
+    from replicas.engine.step import ScheduledBatch, StepResult
+    from replicas.engine.worker import ModelFacts
+    from replicas.messages import EngineEvent, RefusalReason
+
+CoreMessage = AddRequest | LoadKV | Activate | Abort | Drain | Utility
+
+_REFUSALS: dict[RefusalReason, str] = {
+    "no_slot": "no decode slot is free in the asked DP group",
+    "no_blocks": "the KV cache has no room for the prompt now",
+    "queue_full": "the queue is full",
+    "draining": "the engine is draining",
+    "duplicate": "a request of this id is live already",
+}
+
+
+class EngineCore:
+    """One engine; see the module docstring.
+
+    Args:
+        config: The engine's configuration, validated here.
+        incarnation: Random id of this start.
+        notify: Called from any thread when a step is due although no message came.
+        progress: Called with (stage, fraction done) while the model loads.
+
+    Raises:
+        ConfigError: The configuration and the model do not fit; says which numbers.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str = "local",
+        notify: Callable[[], None] = lambda: None,
+        progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
+    ) -> None:
+        config.validate()
+        self._executor = UniProcExecutor(config, incarnation, notify, progress)
+        self._executor.collective_rpc("init_device")
+        self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
+        config = self.config = _resolve_capabilities(config, self.facts)
+        self.max_model_len = derive_max_model_len(
+            config, self.facts.max_position_embeddings, self.facts.num_blocks
+        )
+        listening: tuple[str, KVLayout] | None = self._executor.collective_rpc(
+            "initialize_kv_cache", self.facts.num_blocks, self.max_model_len
+        )[0]
+        self._executor.collective_rpc("warm_up")
+        self.kv_endpoint: str | None = None
+        self.kv_layout: KVLayout | None = None
+        if listening is not None:
+            self.kv_endpoint, self.kv_layout = listening
+        self._connector = self._create_connector(incarnation)
+        self._scheduler = Scheduler(
+            config,
+            num_blocks=self.facts.num_blocks,
+            max_model_len=self.max_model_len,
+            eos_token_ids=frozenset(self.facts.eos_token_ids),
+            connector=self._connector,
+        )
+        self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
+        self._num_steps = 0
+        self._scheduled_tokens = 0
+        self._device_s = 0.0
+        self._host_s = 0.0
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def handle(self, client: bytes, message: CoreMessage, now_s: float) -> None:
+        """Take one client message; answers appear in `take_events`."""
+        match message:
+            case AddRequest():
+                self._add(client, message, now_s)
+            case LoadKV():
+                self._load(client, message)
+            case Activate():
+                self._scheduler.activate(message.request_id, message.token_ids)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._scheduler.abort(request_id)
+            case Drain():
+                self._scheduler.drain()
+            case Utility():
+                self._events[client].append(self._call_utility(message, now_s))
+
+    def client_gone(self, client: bytes) -> None:
+        """Drop everything that a client asked for."""
+        self._scheduler.abort_client(client)
+        self._events.pop(client, None)
+
+    def take_events(self) -> dict[bytes, list[EngineEvent]]:
+        """All events since the last call, per client, in order."""
+        events, self._events = self._events, defaultdict(list)
+        return events
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def step(self, now_s: float) -> bool:
+        """Schedule, run, update.
+
+        Args:
+            now_s: Monotonic clock.
+
+        Returns:
+            Whether anything ran: False means that only a message, `notify` or a deadline
+            (`next_deadline_s`) can change that.
+        """
+        started = time.perf_counter()
+        for seq in self._scheduler.expire(now_s):
+            self._fail(seq, "the reservation lapsed before its KV came")
+        batch = self._scheduler.schedule()
+        meta = self._connector_meta(batch)
+        if batch is None and meta is None:
+            return False
+        result, transfers = self._executor.collective_rpc("execute_model", batch, meta, now_s)[0]
+        if batch is not None:
+            self._update(batch, result)
+        if transfers:
+            self._finish_transfers(transfers)
+        device_s = result.device_s if result is not None else 0.0
+        self._device_s += device_s
+        self._host_s += time.perf_counter() - started - device_s
+        return batch is not None
+
+    def has_work(self) -> bool:
+        """Whether a step may have something to do right now."""
+        return self._scheduler.has_work() or (
+            self._connector is not None and self._connector.has_pending_work()
+        )
+
+    def next_deadline_s(self) -> float | None:
+        """When a step is due although nothing arrives; None if never."""
+        return self._scheduler.next_deadline_s()
+
+    # --- views ---------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Requests that run, wait, or still have blocks lent to another engine."""
+        return self._scheduler.num_live
+
+    def snapshot(self, seq: int) -> EngineSnapshot:
+        """What is left, as of now."""
+        return EngineSnapshot(
+            seq,
+            self._scheduler.is_draining,
+            self._scheduler.num_waiting,
+            self._scheduler.num_waiting_tokens,
+            self._num_steps,
+            self._scheduler.group_snapshots(),
+        )
+
+    def metrics(self, now_s: float) -> EngineMetrics:
+        """Every counter, taken between two steps."""
+        stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
+        return EngineMetrics(
+            num_waiting=self._scheduler.num_waiting,
+            num_steps=self._num_steps,
+            scheduled_tokens=self._scheduled_tokens,
+            device_seconds=self._device_s,
+            host_seconds=self._host_s,
+            groups=self._scheduler.group_counters(),
+            transfer=_transfer_counters(stats),
+        )
+
+    def check_invariants(self) -> None:
+        """See `Scheduler.check_invariants`."""
+        self._scheduler.check_invariants()
+
+    def shutdown(self) -> None:
+        """Close the device and the connector."""
+        self._executor.collective_rpc("shutdown")
+
+    # --- internals -----------------------------------------------------------------------------
+
+    def _create_connector(self, incarnation: str) -> KVConnectorScheduler | None:
+        if self.config.kv_connector is None or self.kv_layout is None:
+            return None
+        settings = ConnectorSettings(incarnation=incarnation, bind=self.config.kv_endpoint)
+        connector = load_connector(self.config.kv_connector)
+        return connector.create_scheduler(settings, self.kv_layout)
+
+    def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
+        request = message.request
+        problem = self._problem(message)
+        if problem is not None:
+            self._events[client].append(Refused(request.request_id, "invalid", problem))
+            return
+        seq = Sequence(
+            request, message.mode, client, list(request.prompt_token_ids), dp_group=message.dp_group
+        )
+        try:
+            if message.mode == "decode":
+                refusal = self._scheduler.reserve(seq, now_s)
+            else:
+                refusal = self._scheduler.add(seq, message.ticket)
+        except TransferError as error:
+            self._events[client].append(Refused(request.request_id, "invalid", str(error)))
+            return
+        self._events[client].append(
+            Refused(request.request_id, refusal, _REFUSALS[refusal])
+            if refusal is not None
+            else Accepted(request.request_id, seq.dp_group, seq.slot, max(seq.num_cached_tokens, 0))
+        )
+
+    def _problem(self, message: AddRequest) -> str | None:
+        """Why a request can never run here, or None."""
+        request = message.request
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            return "the prompt is empty"
+        if num_prompt >= self.max_model_len:
+            return (
+                f"the prompt has {num_prompt} tokens and max_model_len is {self.max_model_len}: "
+                "there is no room for output"
+            )
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.facts.vocab_size:
+            return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
+        if not -1 <= message.dp_group < self.config.tt_data_parallel:
+            return f"dp_group {message.dp_group} does not exist: there are {self.config.tt_data_parallel}"
+        if (message.mode == "prefill") != (message.ticket is not None):
+            return "mode prefill needs a ticket, and only that mode takes one"
+        if message.mode != "local" and self._connector is None:
+            return "this engine has no KV connector; set kv_connector"
+        return None
+
+    def _load(self, client: bytes, message: LoadKV) -> None:
+        try:
+            self._scheduler.load(message.request_id, message.ticket)
+        except TransferError as error:
+            self._events[client].append(
+                KVLoaded(message.request_id, message.ticket.epoch, str(error))
+            )
+
+    def _connector_meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
+        """The connector's part of the step, or None when it has nothing at stake."""
+        if self._connector is None:
+            return None
+        if self._connector.num_inflight == 0 and not self._connector.has_pending_work():
+            return None
+        progress = []
+        if batch is not None:
+            progress = [
+                SaveProgress(seq.request_id, seq.dp_group, tuple(seq.block_ids), num_tokens)
+                for seq, num_tokens in self._scheduler.progress(batch)
+            ]
+        return self._connector.build_connector_meta(progress)
+
+    def _update(self, batch: ScheduledBatch, result: StepResult) -> None:
+        self._num_steps += 1
+        self._scheduled_tokens += batch.num_tokens
+        for seq, output in self._scheduler.update(batch, result):
+            self._events[seq.client].append(output)
+
+    def _finish_transfers(self, transfers: TransferResults) -> None:
+        assert self._connector is not None
+        self._connector.update_connector_output(transfers)
+        for request_id in transfers.sent:
+            self._scheduler.release_held(request_id)
+        for request_id in transfers.received:
+            self._tell_loaded(self._scheduler.kv_received(request_id), None)
+        for request_id, reason in transfers.failed.items():
+            self._tell_loaded(self._scheduler.kv_failed(request_id), reason.value)
+
+    def _tell_loaded(self, seq: Sequence | None, failure: str | None) -> None:
+        if seq is not None:
+            self._events[seq.client].append(KVLoaded(seq.request_id, seq.load_epoch, failure))
+
+    def _fail(self, seq: Sequence, error: str) -> None:
+        self._events[seq.client].append(
+            TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
+        )
+
+    def _call_utility(self, message: Utility, now_s: float) -> UtilityResult:
+        match message.method:
+            case "metrics":
+                return UtilityResult(message.call_id, self.metrics(now_s))
+            case "reset_prefix_cache":
+                self._scheduler.reset_prefix_cache()
+                return UtilityResult(message.call_id, True)
+            case unknown:
+                return UtilityResult(message.call_id, error=f"no utility method {unknown!r}")
+
+
+def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
+    """The configuration with every "whatever the generator can" decided.
+
+    Raises:
+        ConfigError: The configuration asks for what the generator says it cannot do.
+    """
+    can = {
+        "enable_prefix_caching": facts.supports_prefix_caching,
+        "enable_chunked_prefill": facts.supports_chunked_prefill,
+        "mixed_batches": facts.supports_mixed_batch,
+    }
+    for name, supported in can.items():
+        if getattr(config, name) and not supported:
+            raise ConfigError(f"{name} is on but the generator does not support it; leave it out or set it to false")
+    decided = {n: supported if getattr(config, n) is None else getattr(config, n) for n, supported in can.items()}
+    return msgspec.structs.replace(config, **decided)
+
+
+def _transfer_counters(stats: TransferStats | None) -> TransferCounters:
+    if stats is None:
+        return TransferCounters()
+    return TransferCounters(
+        transfers={
+            "send": {"ok": stats.num_sent, "failed": sum(stats.send_failures.values())},
+            "receive": {"ok": stats.num_received, "failed": sum(stats.receive_failures.values())},
+        },
+        failures=_sum_counts(stats.send_failures, stats.receive_failures),
+        bytes={"send": stats.bytes_sent, "receive": stats.bytes_received},
+        blocks={"send": stats.blocks_sent, "receive": stats.blocks_received},
+        num_inflight=stats.num_inflight_sends + stats.num_inflight_loads,
+        num_leased_blocks=stats.num_leased_blocks,
+        seconds=dict(stats.stage_seconds),
+    )
+
+
+def _sum_counts(*counts: dict[str, int]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for key, value in count.items():
+            total[key] = total.get(key, 0) + value
+    return total

@@ -1,0 +1,38 @@
+"""Executor: the engine core's only way to its workers.
+
+One worker in this process today; several processes for tensor and pipeline parallelism take the same
+calls, which is why arguments and results are plain values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from replicas.engine.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replicas.config import EngineConfig
+
+
+class UniProcExecutor:
+    """Runs one worker on the caller's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str,
+        notify: Callable[[], None],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self._worker = Worker(config, incarnation, notify, progress)
+
+    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every worker and return their results in rank order.
+
+        Args:
+            method: Name of a public method of `Worker`.
+            *args: Its arguments.
+        """
+        return [getattr(self._worker, method)(*args)]

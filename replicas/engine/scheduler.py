@@ -1,0 +1,725 @@
+"""Continuous batching: which sequences advance in the next step, and by how many tokens.
+
+Owner of the waiting and running sequences, the block pools and the slot table; it lives on the
+engine's core thread. Pure: time enters as `now_s`, KV bytes and tensors are elsewhere.
+There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step
+advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
+after preemption and KV that came from another engine are all that one rule.
+Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
+last running sequence by recompute).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import TransferError
+from replicas.block_hash import extend_block_hashes
+from replicas.engine.block_pool import BlockPool
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.slots import SlotTable
+from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.messages import GroupCounters, GroupSnapshot, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kv_transfer.connector import KVConnectorScheduler
+    from kv_transfer.ticket import Ticket
+    from replicas.config import EngineConfig
+    from replicas.engine.step import StepKind, StepResult
+    from replicas.messages import FinishReason, RefusalReason
+
+
+class _GroupStats:
+    """Running totals of one DP group."""
+
+    __slots__ = (
+        "finished",
+        "generation_tokens",
+        "num_preemptions",
+        "prefix_hits",
+        "prefix_queries",
+        "prompt_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.num_preemptions = 0
+        self.finished: dict[str, int] = {}
+
+
+class _StepPlan:
+    """The step that is being put together."""
+
+    def __init__(self, kind: StepKind, budget: int) -> None:
+        self.kind = kind
+        self.budget = budget
+        self.sequences: list[Sequence] = []
+        self.counts: list[int] = []
+        self.appended: list[tuple[int, list[int]]] = []
+
+    def takes(self, num_new_tokens: int) -> bool:
+        """Whether a sequence with so many tokens to compute belongs into a step of this kind."""
+        if self.kind == "mixed":
+            return True
+        return (num_new_tokens == 1) == (self.kind == "decode")
+
+    def add(self, seq: Sequence, count: int) -> None:
+        self.sequences.append(seq)
+        self.counts.append(count)
+        self.budget -= count
+
+
+class Scheduler:
+    """Decides each step; see the module docstring.
+
+    Args:
+        config: The engine's configuration, every None that depends on the generator decided.
+        num_blocks: Blocks of each DP group, null block included.
+        max_model_len: Longest sequence in tokens.
+        eos_token_ids: The model's end tokens.
+        connector: Scheduler side of the KV connector, if the engine has one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
+        groups = config.tt_data_parallel
+        self._config = config
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._connector = connector
+        self._pools = [
+            BlockPool(num_blocks, enable_prefix_caching=bool(config.enable_prefix_caching))
+            for _ in range(groups)
+        ]
+        self._slots = SlotTable(groups, config.slots_per_group)
+        self._stats = [_GroupStats() for _ in range(groups)]
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        # Finished here, but another engine still reads or writes their blocks.
+        self._held: dict[str, Sequence] = {}
+        self._num_waiting_tokens = 0
+        # Queued sequences by the group that they ask for; index -1 counts those that ask for none.
+        self._num_waiting_in = [0] * (groups + 1)
+        self._prefill_streak = 0
+        self._draining = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Scheduler(waiting={len(self._waiting)}, running={len(self._running)}, "
+            f"reserved={self._num_reserved()}, held={len(self._held)}, {self._slots!r}, {self._pools!r})"
+        )
+
+    # --- requests in ---------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, ticket: Ticket | None = None) -> RefusalReason | None:
+        """Queue a sequence of mode local or prefill, or say why not.
+
+        Args:
+            seq: A new sequence; `dp_group` is the asked group or -1.
+            ticket: For mode prefill: who may fetch its KV.
+
+        Raises:
+            TransferError: The connector cannot use this ticket; nothing was queued.
+        """
+        refusal = self._refusal(seq)
+        if refusal is not None:
+            return refusal
+        limit = self._config.max_num_waiting
+        if limit is not None and len(self._waiting) >= limit + self._num_empty_slots():
+            return "queue_full"
+        if ticket is not None:
+            assert self._connector is not None
+            self._connector.on_new_request(seq.request_id, ticket)
+        self._sequences[seq.request_id] = seq
+        self._enqueue(seq)
+        return None
+
+    def reserve(self, seq: Sequence, now_s: float) -> RefusalReason | None:
+        """Take a slot and blocks for a sequence whose prompt is computed elsewhere, or say why not.
+
+        Blocks for the whole prompt and the first decode step are taken at once, so that a transfer
+        never waits for memory. Leading blocks that are cached here need not be sent.
+        """
+        refusal = self._refusal(seq)
+        if refusal is not None:
+            return refusal
+        group = self._choose_group(seq)
+        if group is None:
+            return "no_slot"
+        hits = self._find_prefix(seq, group)
+        if not self._fits(group, seq.num_tokens + 1, hits):
+            return "no_blocks"
+        self._sequences[seq.request_id] = seq
+        self._admit(seq, group, hits, seq.num_tokens + 1)
+        seq.status = SequenceStatus.RESERVED
+        seq.deadline_s = now_s + self._config.reservation_timeout_s
+        return None
+
+    def load(self, request_id: str, ticket: Ticket) -> None:
+        """Start fetching a reserved sequence's KV, after the end of a transfer under way.
+
+        Unknown ids, and sequences that wait for no KV any more, are ignored.
+
+        Raises:
+            TransferError: The connector cannot use this ticket; the reservation stands.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.status is not SequenceStatus.RESERVED or self._connector is None:
+            return
+        if seq.is_loading:
+            seq.next_ticket = ticket
+            self._connector.cancel(request_id)
+            return
+        self._connector.on_new_request(request_id, ticket)
+        num_external, _ = self._connector.get_num_new_matched_tokens(
+            request_id, seq.num_computed_tokens
+        )
+        self._connector.update_state_after_alloc(
+            request_id, seq.dp_group, seq.block_ids, num_external or 0
+        )
+        seq.is_loading = True
+        seq.load_epoch = ticket.epoch
+
+    def activate(self, request_id: str, token_ids: list[int]) -> None:
+        """Let a reserved sequence run: from its KV once that is here, or on its own without tokens.
+
+        Args:
+            request_id: The reserved sequence; unknown ids are ignored.
+            token_ids: Output tokens that the client has already; empty: compute the prompt here.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.status is not SequenceStatus.RESERVED or seq.is_activated:
+            return
+        seq.is_activated = True
+        seq.token_ids.extend(token_ids)
+        if not token_ids and seq.is_loading and self._connector is not None:
+            self._connector.cancel(request_id)
+        self._start_if_ready(seq)
+
+    def kv_received(self, request_id: str) -> Sequence | None:
+        """The prompt's KV is in the reserved blocks; only now may anybody find those blocks.
+
+        Returns:
+            The live sequence that was waiting for it, if any.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            self.release_held(request_id)
+            return None
+        seq.is_loading = False
+        seq.next_ticket = None
+        seq.num_computed_tokens = seq.num_prompt_tokens
+        self._cache_full_blocks(seq)
+        self._start_if_ready(seq)
+        return seq
+
+    def kv_failed(self, request_id: str) -> Sequence | None:
+        """The KV will not come by this ticket and nothing more is written for it.
+
+        An activated sequence computes its prompt here; another one goes on with its next ticket, or
+        waits for one.
+
+        Returns:
+            The live sequence whose client should know, if any.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            self.release_held(request_id)
+            return None
+        seq.is_loading = False
+        ticket, seq.next_ticket = seq.next_ticket, None
+        if ticket is not None and not seq.is_activated:
+            seq.load_epoch = ticket.epoch
+            try:
+                self.load(request_id, ticket)
+            except TransferError:
+                return seq
+            return None
+        self._start_if_ready(seq)
+        return seq
+
+    def release_held(self, request_id: str) -> None:
+        """Free blocks that another engine has fetched, or will not fetch any more."""
+        seq = self._held.pop(request_id, None)
+        if seq is not None:
+            self._pools[seq.dp_group].free(seq.block_ids)
+            seq.block_ids = []
+
+    def drain(self) -> None:
+        """Refuse every new sequence from now on."""
+        self._draining = True
+
+    # --- requests out --------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> None:
+        """Drop a sequence wherever it is; unknown ids are ignored."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._finish(seq, "abort")
+        elif request_id in self._held and self._connector is not None:
+            self._connector.cancel(request_id)
+
+    def abort_client(self, client: bytes) -> None:
+        """Drop every sequence of a client that is gone."""
+        for seq in [*self._sequences.values(), *self._held.values()]:
+            if seq.client == client:
+                self.abort(seq.request_id)
+
+    def expire(self, now_s: float) -> list[Sequence]:
+        """Give up reservations that nobody activated in time; returns them, finished."""
+        lapsed = [
+            s
+            for s in self._sequences.values()
+            if s.status is SequenceStatus.RESERVED and not s.is_activated and now_s >= s.deadline_s
+        ]
+        for seq in lapsed:
+            self._finish(seq, "error")
+        return lapsed
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether `schedule` could find something to run."""
+        return bool(self._waiting or self._running)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Put the next step together: running sequences first, then waiting ones.
+
+        Returns:
+            The step, or None when nothing can run now.
+        """
+        for kind in self._kinds_to_try():
+            plan = _StepPlan(kind, self._config.max_num_batched_tokens)
+            preempted = self._advance_running(plan)
+            if not preempted and kind != "decode":
+                self._admit_waiting(plan)
+            if plan.sequences:
+                self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
+                return self._build(plan)
+        return None
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[tuple[Sequence, TokenOutput]]:
+        """Take over what a step gave.
+
+        Args:
+            batch: What `schedule` returned.
+            result: What the worker made of it.
+
+        Returns:
+            One output for each sequence that got a token.
+        """
+        by_slot = {seq.slot: seq for seq in self._running}
+        outputs = []
+        for slot, count, token_id in zip(
+            batch.slots, batch.num_scheduled_tokens, result.token_ids, strict=True
+        ):
+            seq = by_slot[slot]
+            seq.num_computed_tokens += count
+            self._cache_full_blocks(seq)
+            if token_id >= 0:
+                outputs.append((seq, self._append_token(seq, token_id)))
+        return outputs
+
+    # --- views ---------------------------------------------------------------------------------
+
+    def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
+        """Prefill-mode sequences of a step, each with the tokens computed once the step has run."""
+        by_slot = {seq.slot: seq for seq in self._running}
+        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+            seq = by_slot[slot]
+            if seq.mode == "prefill":
+                yield seq, seq.num_computed_tokens + count
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The live sequence of this id, if any."""
+        return self._sequences.get(request_id)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next reservation lapses."""
+        deadlines = [
+            s.deadline_s
+            for s in self._sequences.values()
+            if s.status is SequenceStatus.RESERVED and not s.is_activated
+        ]
+        return min(deadlines, default=None)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new sequences are refused."""
+        return self._draining
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that are not finished, and finished ones whose blocks are still held."""
+        return len(self._sequences) + len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that the queued sequences have to compute."""
+        return self._num_waiting_tokens
+
+    def group_snapshots(self) -> list[GroupSnapshot]:
+        """What each DP group has left."""
+        running, reserved = self._count_by_group()
+        return [
+            GroupSnapshot(
+                self._slots.num_empty(g),
+                pool.num_free_blocks,
+                running[g],
+                reserved[g],
+                self._num_waiting_in[g],
+            )
+            for g, pool in enumerate(self._pools)
+        ]
+
+    def group_counters(self) -> list[GroupCounters]:
+        """Totals and gauges of each DP group."""
+        running, reserved = self._count_by_group()
+        return [
+            GroupCounters(
+                num_running=running[g],
+                num_reserved=reserved[g],
+                num_slots=self._config.slots_per_group,
+                num_empty_slots=self._slots.num_empty(g),
+                num_blocks=pool.num_blocks,
+                num_free_blocks=pool.num_free_blocks,
+                prompt_tokens=stats.prompt_tokens,
+                generation_tokens=stats.generation_tokens,
+                prefix_cache_queries=stats.prefix_queries,
+                prefix_cache_hits=stats.prefix_hits,
+                num_preemptions=stats.num_preemptions,
+                requests_finished=dict(stats.finished),
+            )
+            for g, (pool, stats) in enumerate(zip(self._pools, self._stats, strict=True))
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; what runs is not touched."""
+        for pool in self._pools:
+            pool.reset_prefix_cache()
+
+    def check_invariants(self) -> None:
+        """Every block and slot has exactly the holders that the sequences say."""
+        self._slots.check_invariants()
+        for pool in self._pools:
+            pool.check_invariants()
+        holders = [*self._sequences.values(), *self._held.values()]
+        for group, pool in enumerate(self._pools):
+            used = {b for s in holders if s.dp_group == group for b in s.block_ids}
+            assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
+        with_slot = [s for s in self._sequences.values() if s.slot >= 0]
+        assert len({s.slot for s in with_slot}) == len(with_slot)
+        assert len(with_slot) == len(self._running) + self._num_reserved()
+        assert self._num_waiting_tokens == sum(s.num_new_tokens for s in self._waiting)
+        for seq in self._waiting:
+            assert seq.slot < 0
+            assert not seq.block_ids
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def _refusal(self, seq: Sequence) -> RefusalReason | None:
+        if self._draining:
+            return "draining"
+        if seq.request_id in self._sequences or seq.request_id in self._held:
+            return "duplicate"
+        return None
+
+    def _enqueue(self, seq: Sequence, *, front: bool = False) -> None:
+        seq.status = SequenceStatus.WAITING
+        self._count_waiting(seq, 1)
+        if front:
+            self._waiting.appendleft(seq)
+        else:
+            self._waiting.append(seq)
+
+    def _count_waiting(self, seq: Sequence, sign: int) -> None:
+        self._num_waiting_tokens += sign * seq.num_new_tokens
+        self._num_waiting_in[seq.dp_group] += sign
+
+    def _find_prefix(self, seq: Sequence, group: int) -> list[int]:
+        """Cached leading blocks; at least one token is left to compute, for its logits."""
+        if not self._config.enable_prefix_caching:
+            return []
+        block_size = self._config.block_size
+        extend_block_hashes(seq.block_hashes, seq.token_ids, block_size)
+        return self._pools[group].find_prefix(seq.block_hashes[: (seq.num_tokens - 1) // block_size])
+
+    def _choose_group(self, seq: Sequence) -> int | None:
+        """The asked DP group, or the one with the most empty slots, then free blocks; None if full."""
+        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
+        open_groups = [g for g in asked if self._slots.num_empty(g)]
+        return max(
+            open_groups,
+            key=lambda g: (self._slots.num_empty(g), self._pools[g].num_free_blocks, -g),
+            default=None,
+        )
+
+    def _fits(self, group: int, num_tokens: int, hits: list[int]) -> bool:
+        pool = self._pools[group]
+        num_new_blocks = self._num_blocks_for(num_tokens) - len(hits)
+        return num_new_blocks + pool.num_evictable(hits) <= pool.num_free_blocks
+
+    def _admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
+        """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
+        pool = self._pools[group]
+        pool.share(hits)
+        seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
+        seq.num_cached_blocks = len(hits)
+        seq.num_computed_tokens = len(hits) * self._config.block_size
+        seq.dp_group = group
+        seq.slot = self._slots.take(group)
+        if seq.num_cached_tokens < 0:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self._stats[group].prefix_queries += seq.num_prompt_tokens
+            self._stats[group].prefix_hits += seq.num_computed_tokens
+
+    def _start_if_ready(self, seq: Sequence) -> None:
+        """Move a reserved sequence to running once it is activated and no transfer is under way."""
+        if not seq.is_activated or seq.is_loading or seq.status is not SequenceStatus.RESERVED:
+            return
+        # The last known token is always computed here: its logits give the next one.
+        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+        seq.status = SequenceStatus.RUNNING
+        self._running.append(seq)
+
+    # --- planning ------------------------------------------------------------------------------
+
+    def _kinds_to_try(self) -> tuple[StepKind, ...]:
+        if self._config.mixed_batches:
+            return ("mixed",)
+        decodes_wait = any(s.num_new_tokens == 1 for s in self._running)
+        if decodes_wait and self._prefill_streak >= self._config.prefill_steps_per_decode_step:
+            return ("decode", "prefill")
+        return ("prefill", "decode")
+
+    def _advance_running(self, plan: _StepPlan) -> bool:
+        """Schedule running sequences in order; returns whether any was preempted."""
+        preempted = False
+        for seq in list(self._running):
+            if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq.num_new_tokens):
+                continue
+            count = self._clip(seq.num_new_tokens, plan.budget)
+            if count == 0:
+                continue
+            needed = self._num_blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids)
+            pool = self._pools[seq.dp_group]
+            while needed > pool.num_free_blocks and seq.status is SequenceStatus.RUNNING:
+                self._preempt(self._last_running(seq.dp_group))
+                preempted = True
+            if seq.status is SequenceStatus.RUNNING:
+                self._append_blocks(plan, seq, needed)
+                plan.add(seq, count)
+        return preempted
+
+    def _admit_waiting(self, plan: _StepPlan) -> None:
+        """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
+        skipped: list[Sequence] = []
+        full_groups: set[int] = set()
+        while self._waiting and plan.budget > 0 and len(full_groups) < len(self._pools):
+            seq = self._waiting.popleft()
+            self._count_waiting(seq, -1)
+            if seq.dp_group not in full_groups and self._try_admit(plan, seq):
+                continue
+            skipped.append(seq)
+            if seq.dp_group < 0:
+                break
+            full_groups.add(seq.dp_group)
+        for seq in reversed(skipped):
+            self._enqueue(seq, front=True)
+
+    def _try_admit(self, plan: _StepPlan, seq: Sequence) -> bool:
+        group = self._choose_group(seq)
+        if group is None:
+            return False
+        hits = self._find_prefix(seq, group)
+        count = self._clip(seq.num_tokens - len(hits) * self._config.block_size, plan.budget)
+        # The whole prompt must fit, or two half-done prompts could starve each other.
+        if count == 0 or not self._fits(group, seq.num_tokens, hits):
+            return False
+        self._admit(seq, group, hits, seq.num_tokens)
+        seq.status = SequenceStatus.RUNNING
+        self._running.append(seq)
+        plan.add(seq, count)
+        return True
+
+    def _clip(self, num_new_tokens: int, budget: int) -> int:
+        if num_new_tokens <= budget:
+            return num_new_tokens
+        return budget if self._config.enable_chunked_prefill else 0
+
+    def _append_blocks(self, plan: _StepPlan, seq: Sequence, count: int) -> None:
+        if count <= 0:
+            return
+        block_ids = self._pools[seq.dp_group].allocate(count)
+        seq.block_ids.extend(block_ids)
+        if seq.is_known_to_runner:
+            plan.appended.append((seq.slot, block_ids))
+
+    def _last_running(self, group: int) -> Sequence:
+        return next(s for s in reversed(self._running) if s.dp_group == group)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take everything from a sequence; it computes its tokens again when there is room."""
+        self._running.remove(seq)
+        if self._connector is not None:
+            self._connector.request_preempted(seq.request_id)
+        self._release(seq)
+        seq.num_preemptions += 1
+        self._stats[seq.dp_group].num_preemptions += 1
+        self._enqueue(seq, front=True)
+
+    def _build(self, plan: _StepPlan) -> ScheduledBatch:
+        new = []
+        for seq in plan.sequences:
+            if not seq.is_known_to_runner:
+                new.append(_new_sequence(seq))
+                seq.is_known_to_runner = True
+        return ScheduledBatch(
+            plan.kind, [s.slot for s in plan.sequences], plan.counts, new, plan.appended
+        )
+
+    # --- results and endings -------------------------------------------------------------------
+
+    def _append_token(self, seq: Sequence, token_id: int) -> TokenOutput:
+        index = seq.num_output_tokens
+        seq.token_ids.append(token_id)
+        stats = self._stats[seq.dp_group]
+        stats.generation_tokens += 1
+        if index == 0:
+            stats.prompt_tokens += seq.num_prompt_tokens
+        reason, stop_reason = self._finish_reason(seq, token_id)
+        output = TokenOutput(
+            seq.request_id, index, [token_id], reason, stop_reason, max(seq.num_cached_tokens, 0)
+        )
+        if reason is not None:
+            self._finish(seq, reason)
+        elif seq.mode == "prefill":
+            self._hand_over(seq)
+        return output
+
+    def _finish_reason(self, seq: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        sampling = seq.request.sampling
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
+            return "stop", None
+        if token_id in sampling.stop_token_ids:
+            return "stop", token_id
+        if seq.num_output_tokens >= sampling.max_tokens or seq.num_tokens >= self._max_model_len:
+            return "length", None
+        return None, None
+
+    def _hand_over(self, seq: Sequence) -> None:
+        """Prefill is done: free the slot, keep the blocks until the ticket's holder has them."""
+        assert self._connector is not None
+        self._running.remove(seq)
+        del self._sequences[seq.request_id]
+        self._count_finished(seq, "handed_over")
+        self._retire(seq, hold=self._connector.request_finished(seq.request_id, seq.block_ids))
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence for good; every path out of the engine but `_hand_over` comes here."""
+        if seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+            self._count_waiting(seq, -1)
+        elif seq.status is SequenceStatus.RUNNING:
+            self._running.remove(seq)
+        del self._sequences[seq.request_id]
+        self._count_finished(seq, reason)
+        hold = False
+        if self._connector is not None:
+            self._connector.cancel(seq.request_id)
+            hold = self._connector.request_finished(seq.request_id, seq.block_ids)
+        self._retire(seq, hold=hold)
+
+    def _retire(self, seq: Sequence, *, hold: bool) -> None:
+        seq.status = SequenceStatus.FINISHED
+        if hold:
+            self._give_back_slot(seq)
+            self._held[seq.request_id] = seq
+        else:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Give back blocks and slot; the sequence keeps its tokens."""
+        self._give_back_slot(seq)
+        if seq.block_ids:
+            self._pools[seq.dp_group].free(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed_tokens = 0
+        seq.num_cached_blocks = 0
+
+    def _give_back_slot(self, seq: Sequence) -> None:
+        if seq.slot >= 0:
+            self._slots.give_back(seq.slot)
+            seq.slot = -1
+        seq.is_known_to_runner = False
+
+    def _cache_full_blocks(self, seq: Sequence) -> None:
+        """Index the blocks that have just become full and computed."""
+        full = seq.num_computed_tokens // self._config.block_size
+        if full <= seq.num_cached_blocks or not self._config.enable_prefix_caching:
+            return
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self._config.block_size)
+        pool = self._pools[seq.dp_group]
+        for i in range(seq.num_cached_blocks, full):
+            pool.cache(seq.block_ids[i], seq.block_hashes[i])
+        seq.num_cached_blocks = full
+
+    def _count_finished(self, seq: Sequence, reason: str) -> None:
+        finished = self._stats[max(seq.dp_group, 0)].finished
+        finished[reason] = finished.get(reason, 0) + 1
+
+    # --- counting ------------------------------------------------------------------------------
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_size)
+
+    def _num_empty_slots(self) -> int:
+        return sum(self._slots.num_empty(g) for g in range(len(self._pools)))
+
+    def _num_reserved(self) -> int:
+        return sum(s.status is SequenceStatus.RESERVED for s in self._sequences.values())
+
+    def _count_by_group(self) -> tuple[list[int], list[int]]:
+        running = [0] * len(self._pools)
+        reserved = [0] * len(self._pools)
+        for seq in self._sequences.values():
+            if seq.status is SequenceStatus.RUNNING:
+                running[seq.dp_group] += 1
+            elif seq.status is SequenceStatus.RESERVED:
+                reserved[seq.dp_group] += 1
+        return running, reserved
+
+
+def _new_sequence(seq: Sequence) -> NewSequence:
+    sampling = seq.request.sampling
+    return NewSequence(
+        slot=seq.slot,
+        dp_group=seq.dp_group,
+        token_ids=list(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed_tokens=seq.num_computed_tokens,
+        block_ids=list(seq.block_ids),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed or 0,
+    )

@@ -1,0 +1,98 @@
+"""The engine's mutable record of one request.
+
+Owner: the scheduler, on the engine's core thread; nothing else writes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_transfer.ticket import Ticket
+    from replicas.messages import EngineRequest, RequestMode
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is; only the scheduler moves it."""
+
+    WAITING = "waiting"
+    """In the queue: no slot, no blocks."""
+    RUNNING = "running"
+    """Holds a slot and blocks and is advanced step by step."""
+    RESERVED = "reserved"
+    """Holds a slot and blocks for its whole prompt, whose KV comes from another engine."""
+    FINISHED = "finished"
+    """Over; its blocks may outlive it while another engine fetches them."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine.
+
+    Attributes:
+        request: What was asked; never changes.
+        mode: Which part of it runs here.
+        client: Opaque id of the client that gets its outputs.
+        token_ids: Prompt, then output.
+        num_computed_tokens: Tokens whose KV is in the cache.
+        block_ids: Block table: the block of token t is `block_ids[t // block_size]`.
+        block_hashes: Chain hashes of the full blocks of `token_ids`.
+        num_cached_blocks: Leading blocks that the prefix index already knows.
+        dp_group: Its DP group; the asked one or -1 until admitted.
+        slot: Its slot, or -1.
+        num_cached_tokens: Prompt tokens found in the prefix cache when it was first admitted.
+        is_loading: RESERVED only: a transfer into its blocks is under way.
+        next_ticket: RESERVED only: replaces the transfer under way as soon as that has ended.
+        load_epoch: RESERVED only: epoch of the ticket in use.
+        is_activated: RESERVED only: the client said to start.
+        deadline_s: RESERVED only: when the reservation lapses.
+        num_preemptions: How often it lost its blocks.
+        is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it whole.
+    """
+
+    request: EngineRequest
+    mode: RequestMode
+    client: bytes
+    token_ids: list[int]
+    dp_group: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    slot: int = -1
+    num_cached_tokens: int = -1
+    is_loading: bool = False
+    next_ticket: Ticket | None = None
+    load_epoch: int = 0
+    is_activated: bool = False
+    deadline_s: float = 0.0
+    num_preemptions: int = 0
+    is_known_to_runner: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, here or on the engine that did the prefill."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.num_tokens - self.num_computed_tokens

@@ -1,0 +1,188 @@
+"""Worker: owns one device (or one rank of a mesh), its model, its KV memory and its KV connector side.
+
+Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
+`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then `execute_model` per step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from kv_transfer.connector import ConnectorSettings, load_connector
+from kv_transfer.layout import KVLayout
+from replicas.engine.runner import ModelRunner
+from replicas.engine.step import StepResult
+from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.protocol import CpuDevice
+from replicas.generators.registry import resolve_generator
+from replicas.generators.torch.kv_io import TorchKVIO
+from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, resolve_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_transfer.connector import ConnectorMeta, KVConnectorWorker, TransferResults, TransferStats
+    from replicas.config import EngineConfig
+    from replicas.engine.step import ScheduledBatch
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.protocol import Generator, ModelCapabilities
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core has to know of a loaded model.
+
+    Attributes:
+        max_position_embeddings: Positions that the model was made for.
+        vocab_size: Token ids are below this.
+        eos_token_ids: End tokens of the model's configuration.
+        num_blocks: KV blocks per lane that fit, null block included.
+        bytes_per_block: Bytes of one block over all layers, K and V.
+        supports_mixed_batch: Prefill chunks and decodes may share a pass.
+        supports_chunked_prefill: A prompt may be computed over several calls.
+        supports_prefix_caching: A prefill may start after cached tokens.
+    """
+
+    max_position_embeddings: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    bytes_per_block: int
+    supports_mixed_batch: bool
+    supports_chunked_prefill: bool
+    supports_prefix_caching: bool
+
+
+class Worker:
+    """One device's half of an engine; see the module docstring.
+
+    Args:
+        config: The engine's configuration.
+        incarnation: Id of this start of the engine, named by tickets.
+        notify: Wakes the engine's core thread; may be called from any thread.
+        progress: Called with (stage, fraction done) during start.
+    """
+
+    _generator: Generator
+    _runner: ModelRunner
+    _hf_config: ModelConfig
+    _device: CpuDevice
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str,
+        notify: Callable[[], None],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._notify = notify
+        self._progress = progress
+        self._connector: KVConnectorWorker | None = None
+
+    def init_device(self) -> None:
+        """Open the device and build the communication groups; on the CPU, set the thread count."""
+        if self._config.num_threads is not None:
+            torch.set_num_threads(self._config.num_threads)
+        self._hf_config = load_hf_config(self._config.model)
+        self._device = CpuDevice(
+            dtype=_DTYPES[resolve_dtype(self._config, self._hf_config)],
+            load_format=self._config.load_format,
+            seed=self._config.weights_seed,
+            attention=self._config.attention,
+            progress=self._progress,
+        )
+
+    def load_model(self) -> ModelFacts:
+        """Load the weights and measure how many KV blocks fit."""
+        config, hf = self._config, self._hf_config
+        generator_class = resolve_generator(config.generator or hf.architectures[0])
+        self._generator = generator_class.initialize_vllm_model(
+            hf,
+            self._device,
+            config.max_batch_size,
+            max_seq_len=config.max_model_len or hf.max_position_embeddings,
+            tt_data_parallel=config.tt_data_parallel,
+        )
+        capabilities: ModelCapabilities = generator_class.model_capabilities
+        return ModelFacts(
+            max_position_embeddings=hf.max_position_embeddings,
+            vocab_size=hf.vocab_size,
+            eos_token_ids=list(hf.eos_token_id),
+            num_blocks=num_blocks_per_lane(config, hf),
+            bytes_per_block=bytes_per_block(config, hf),
+            supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
+            supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
+            supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
+        )
+
+    def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> tuple[str, KVLayout] | None:
+        """Allocate the KV caches and, with a connector, start listening.
+
+        Args:
+            num_blocks: Blocks per lane, null block included.
+            max_model_len: Longest sequence in tokens.
+
+        Returns:
+            The connector's endpoint and the layout of its blocks, or None without a connector.
+        """
+        hf, config = self._hf_config, self._config
+        shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
+        kv_cache = self._generator.allocate_kv_cache(shape, self._device.dtype, hf.num_hidden_layers)
+        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len)
+        if config.kv_connector is None:
+            return None
+        layout = KVLayout(
+            num_layers=hf.num_hidden_layers,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=hf.head_dim,
+            block_size=config.block_size,
+            dtype=str(self._device.dtype).removeprefix("torch."),
+            rope="hf",
+            model_fingerprint=model_fingerprint(config),
+        )
+        settings = ConnectorSettings(incarnation=self._incarnation, bind=config.kv_endpoint)
+        self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
+        self._connector.register_kv_caches(TorchKVIO(kv_cache, layout))
+        return self._connector.endpoint, layout
+
+    def warm_up(self) -> None:
+        """Run every shape once before the first request does."""
+        self._progress("warm up", 0.0)
+        self._runner.warm_up()
+        self._progress("warm up", 1.0)
+
+    def execute_model(
+        self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
+    ) -> tuple[StepResult | None, TransferResults | None]:
+        """Run one step: inject arrived KV, forward, extract new KV.
+
+        Args:
+            batch: What to compute; None when there are only transfers to serve.
+            meta: The connector's part of the step; None without a connector.
+            now_s: Monotonic clock.
+        """
+        connector = self._connector
+        if connector is not None and meta is not None:
+            connector.start_load_kv(meta, now_s)
+        result = self._runner.run(batch) if batch is not None else None
+        if connector is None or meta is None:
+            return result, None
+        connector.mark_ready(meta, now_s)
+        connector.wait_for_save()
+        return result, connector.get_transfer_results(now_s)
+
+    def transfer_stats(self, now_s: float) -> TransferStats | None:
+        """Totals of the KV connector, if there is one."""
+        return self._connector.stats(now_s) if self._connector is not None else None
+
+    def shutdown(self) -> None:
+        """Close the connector and the device."""
+        if self._connector is not None:
+            self._connector.close(deadline_s=2.0)

@@ -1,0 +1,77 @@
+"""How many KV blocks fit: arithmetic only, so that a configuration can be refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from replicas.config import EngineConfig
+    from replicas.generators.model_config import ModelConfig
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+"""Element sizes of the dtypes that an engine computes in."""
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """The engine's dtype; "auto" is the checkpoint's, where half precision or none becomes bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    return model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
+
+
+def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of one KV block over all layers, K and V."""
+    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    return elements * config.block_size * DTYPE_BYTES[resolve_dtype(config, model)]
+
+
+def num_blocks_per_lane(config: EngineConfig, model: ModelConfig) -> int:
+    """KV blocks of each lane, null block included: the configured count, or what the bytes hold.
+
+    Raises:
+        ConfigError: The configured bytes hold no usable block; says the numbers.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    size = bytes_per_block(config, model)
+    count = config.kv_cache_memory_bytes // config.tt_data_parallel // size
+    if count < 2:
+        raise ConfigError(
+            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds no KV block for each of "
+            f"{config.tt_data_parallel} lanes: a block takes {size} bytes"
+        )
+    return count
+
+
+def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
+    """Longest sequence that the model and one lane's KV cache allow.
+
+    Args:
+        config: The engine's configuration.
+        model_limit: Positions that the model was made for.
+        num_blocks: KV blocks of a lane, null block included.
+
+    Raises:
+        ConfigError: The asked length exceeds what the model or the KV cache holds; both numbers.
+    """
+    asked = config.max_model_len if config.max_model_len is not None else model_limit
+    if asked > model_limit:
+        raise ConfigError(
+            f"max_model_len {asked} exceeds the model's limit of {model_limit} positions; "
+            "lower max_model_len"
+        )
+    room = (num_blocks - 1) * config.block_size
+    if asked > room:
+        raise ConfigError(
+            f"max_model_len {asked} does not fit the KV cache, which holds {room} tokens per lane "
+            f"({num_blocks - 1} blocks of {config.block_size}); "
+            "raise kv_cache_memory_bytes or lower max_model_len"
+        )
+    if config.enable_chunked_prefill is False and config.max_num_batched_tokens < asked:
+        raise ConfigError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len "
+            f"{asked} and chunked prefill is off: the longest prompt could never run"
+        )
+    return asked

@@ -1,0 +1,187 @@
+"""LLM: offline generation from a model folder, with a progress bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from replicas.client import InprocClient, SyncMPClient
+from replicas.config import EngineConfig
+from replicas.errors import ModelLoadError
+from replicas.llm_engine import LLMEngine
+from replicas.sampling_params import SamplingParams
+from replicas.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from replicas.client import EngineClient
+    from replicas.llm_engine import Prompt, RequestOutput
+    from replicas.messages import EngineMetrics
+
+_KV_BYTES_OFFLINE = 512 * 2**20
+"""Default KV memory offline, where one engine has the host to itself."""
+
+
+class LLM:
+    """A model, ready to generate; a context manager that ends the engine.
+
+    Args:
+        model: Folder of the model.
+        multiprocess: Run the engine in a process of its own; False steps it on this thread.
+        skip_tokenizer_init: Work on token ids only.
+        seed: Base of the seeds of requests that bring none.
+        **engine_options: Further fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: The options and the model do not fit.
+        EngineStartError: The engine process could not start; says why.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        multiprocess: bool = True,
+        skip_tokenizer_init: bool = False,
+        seed: int = 0,
+        **engine_options: Any,  # noqa: ANN401 - fields of EngineConfig, checked by it
+    ) -> None:
+        engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
+        config = EngineConfig(model=str(model), **engine_options)
+        config.validate()
+        self._tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(model)
+        with _progress_bar() as bar:
+            task = bar.add_task("starting", total=1.0)
+
+            def show(stage: str, fraction: float) -> None:
+                bar.update(task, description=stage, completed=fraction)
+
+            client: EngineClient = (
+                SyncMPClient(config, progress=show) if multiprocess else InprocClient(config, show)
+            )
+        self._client = client
+        self.llm_engine = LLMEngine(client, self._tokenizer, seed)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: One prompt or several, each text or a list of token ids.
+            sampling_params: For all of them, or one for each; None takes the defaults.
+            use_tqdm: Show a progress bar.
+
+        Returns:
+            The finished requests, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: A prompt or a parameter can never work; nothing has run.
+            EngineDeadError: The engine died.
+        """
+        batch = _as_list(prompts)
+        params = _one_for_each(sampling_params, len(batch))
+        request_ids: list[str] = []
+        try:
+            for prompt, param in zip(batch, params, strict=True):
+                request_ids.append(self.llm_engine.add_request(prompt, param))
+            return self._run(request_ids, show=use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(request_ids)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation through the model's chat template.
+
+        Args:
+            messages: Turns with `role` and `content`.
+            sampling_params: How to generate.
+            use_tqdm: Show a progress bar.
+        """
+        if self._tokenizer is None:
+            raise ModelLoadError("chat needs a tokenizer; do not skip its initialisation")
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, unless it was skipped."""
+        return self._tokenizer
+
+    def get_metrics(self) -> EngineMetrics:
+        """Every counter of the engine; call it between generations."""
+        return self._client.metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks."""
+        self._client.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the engine. Idempotent."""
+        self._client.shutdown()
+
+    def _run(self, request_ids: list[str], *, show: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with _progress_bar(disable=not show) as bar:
+            task = bar.add_task("generating", total=len(request_ids))
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        bar.advance(task)
+        return [finished[r] for r in request_ids]
+
+
+def _progress_bar(*, disable: bool = False) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        disable=disable,
+        transient=True,
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts")
+    return list(params)

@@ -1,0 +1,198 @@
+"""LLMEngine: requests in, whole outputs out, one `step` at a time, over any synchronous client.
+
+Owner: the caller's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.errors import InvalidRequestError
+from replicas.messages import EngineRequest
+from replicas.output_processor import OutputProcessor
+from replicas.philox import mint_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.client import EngineClient
+    from replicas.messages import FinishReason, TokenOutput
+    from replicas.output_processor import OutputDelta
+    from replicas.sampling_params import SamplingParams
+    from replicas.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """The generated part of a request, as far as it has come.
+
+    Attributes:
+        index: Which of the request's completions, 0.
+        text: Its text.
+        token_ids: Its tokens, an end token included.
+        finish_reason: Why it ended, or None.
+        stop_reason: The stop string or token id that ended it, if one did.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and what came of it so far.
+
+    Attributes:
+        request_id: Its id.
+        prompt: Its text, or None when token ids were given.
+        prompt_token_ids: Its prompt as tokens.
+        outputs: One completion.
+        finished: Whether nothing more will come.
+        num_cached_tokens: Prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+    def apply(self, delta: OutputDelta, num_cached_tokens: int) -> None:
+        """Add what one step brought."""
+        output = self.outputs[0]
+        output.text += delta.text
+        output.token_ids.extend(delta.token_ids)
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason
+        self.finished = delta.finish_reason is not None
+        self.num_cached_tokens = num_cached_tokens
+
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+
+def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
+    """The prompt as tokens, checked for room.
+
+    Raises:
+        InvalidRequestError: It is empty, leaves no room for output, or is text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequestError("prompt", "a text prompt needs a tokenizer; give token ids")
+        token_ids = tokenizer.encode(prompt)
+    else:
+        token_ids = list(prompt)
+    if not token_ids:
+        raise InvalidRequestError("prompt", "the prompt is empty")
+    if len(token_ids) >= max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}: "
+            "there is no room for output",
+        )
+    return token_ids
+
+
+class LLMEngine:
+    """Runs requests to completion, step by step.
+
+    Args:
+        client: The engine.
+        tokenizer: The model's tokenizer; None works on token ids only.
+        seed: Base of the seeds of requests that bring none.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._counter = itertools.count()
+        self._eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
+        self._requests: dict[str, tuple[RequestOutput, OutputProcessor]] = {}
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: Text or token ids.
+            sampling_params: How to continue it.
+            request_id: Unique among the live ones; None makes one.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidRequestError: The prompt or a parameter can never work.
+        """
+        sampling_params.validate()
+        max_model_len = self._client.description.max_model_len
+        token_ids = to_token_ids(prompt, self._tokenizer, max_model_len)
+        if not 0 <= min(token_ids) <= max(token_ids) < self._client.description.vocab_size:
+            raise InvalidRequestError("prompt", "a prompt token id is outside the vocabulary")
+        count = next(self._counter)
+        request_id = f"request-{count}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise InvalidRequestError("request_id", f"request {request_id!r} is running already")
+        if sampling_params.seed is None:
+            seed = mint_seed(self._seed, count)
+            sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
+        request = EngineRequest(request_id, token_ids, sampling_params)
+        output = RequestOutput(
+            request_id, prompt if isinstance(prompt, str) else None, token_ids, [CompletionOutput()]
+        )
+        self._requests[request_id] = (
+            output, OutputProcessor(self._tokenizer, request, self._eos_token_ids),
+        )  # fmt: skip
+        self._client.add_request(request)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the outputs of at least one engine step.
+
+        Returns:
+            The requests that got something new; finished ones are forgotten here.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        changed: dict[str, RequestOutput] = {}
+        for output in self._client.get_outputs():
+            self._take(output, changed)
+        return list(changed.values())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to wait for."""
+        return bool(self._requests)
+
+    def abort_request(self, request_ids: Sequence[str]) -> None:
+        """Drop requests; unknown ids are ignored."""
+        known = [r for r in request_ids if self._requests.pop(r, None) is not None]
+        if known:
+            self._client.abort(known)
+
+    def _take(self, output: TokenOutput, changed: dict[str, RequestOutput]) -> None:
+        found = self._requests.get(output.request_id)
+        if found is None:
+            return
+        request_output, processor = found
+        delta = processor.take(output)
+        if delta is None:
+            return
+        request_output.apply(delta, processor.num_cached_tokens)
+        changed[output.request_id] = request_output
+        if request_output.finished:
+            del self._requests[output.request_id]
+            if delta.is_stopped_here:
+                self._client.abort([output.request_id])

@@ -1,0 +1,295 @@
+"""Wire structs between an engine and its clients: msgpack, tagged, positional, never pickled.
+
+Client to engine: one `ClientMessage` a frame. Engine to client: one `EngineFrame` per engine step and
+client, in order, on one socket, so that a snapshot never overtakes the tokens it was taken after.
+Appending a field keeps older peers working; anything else raises `PROTOCOL_VERSION`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.ticket import Ticket
+from replicas.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+RequestMode = Literal["local", "prefill", "decode"]
+"""local: prompt and output here. prefill: prompt here, first token out, KV kept for a ticket's holder.
+decode: a slot and blocks are reserved, the prompt's KV comes from elsewhere."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
+
+
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One sequence to generate.
+
+    Attributes:
+        request_id: Unique among the client's live requests.
+        prompt_token_ids: At least one token id.
+        sampling: Validated parameters with a seed.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A client introduces itself; the engine answers with a snapshot on the client's output socket."""
+
+    protocol_version: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Run a request, or reserve for it; answered by `Accepted` or `Refused`.
+
+    Attributes:
+        request: What to generate.
+        mode: Which part of it runs here.
+        dp_group: The DP group to use, or -1 for the engine's choice.
+        ticket: For mode prefill: who may fetch the prompt's KV.
+    """
+
+    request: EngineRequest
+    mode: RequestMode = "local"
+    dp_group: int = -1
+    ticket: Ticket | None = None
+
+
+class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Fetch the KV of a reserved request with this ticket; a later ticket replaces an earlier one."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
+    """Start decoding a reserved request.
+
+    Attributes:
+        request_id: The reserved request.
+        token_ids: Tokens that prefill already sampled and the client already has; empty: no
+            prefill will come, run the prompt here.
+    """
+
+    request_id: str
+    token_ids: list[int]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Drop these requests; slots and blocks are free at the next step. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+    """Refuse new requests from now on; what runs goes on."""
+
+
+class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
+    """Call a method of the engine core by name; answered by `UtilityResult`.
+
+    Attributes:
+        call_id: Chosen by the client.
+        method: One of the core's utility methods.
+        args: msgpack-able arguments.
+    """
+
+    call_id: int
+    method: str
+    args: list[object] = []
+
+
+ClientMessage = Hello | AddRequest | LoadKV | Activate | Abort | Drain | Utility
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=False):
+    """The engine took the request.
+
+    Attributes:
+        request_id: The request.
+        dp_group: Its DP group, or -1 while it waits for one.
+        slot: Its global slot, or -1 while it waits for one.
+        num_cached_tokens: Prompt tokens whose KV was found here (mode decode: need not be sent).
+    """
+
+    request_id: str
+    dp_group: int
+    slot: int
+    num_cached_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
+    """The engine did not take the request and keeps nothing of it."""
+
+    request_id: str
+    reason: RefusalReason
+    message: str
+
+
+class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc=False):
+    """How the transfer into a reserved request ended.
+
+    Attributes:
+        request_id: The reserved request.
+        epoch: Of the ticket that this is about.
+        failure: None, or the connector's reason; the reservation stands in either case.
+    """
+
+    request_id: str
+    epoch: int
+    failure: str | None
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
+    """New tokens of one request.
+
+    Attributes:
+        request_id: The request.
+        index: Output index of the first of `token_ids`; lets a reader drop duplicates.
+        token_ids: New tokens, possibly none with a finish reason.
+        finish_reason: Set on the last output of a request.
+        stop_reason: The stop token id that ended it, if one did.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        error: With finish_reason "error": what happened.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_result"):
+    """Answer to `Utility`: a msgpack-able result, or what went wrong."""
+
+    call_id: int
+    result: object = None
+    error: str | None = None
+
+
+EngineEvent = Accepted | Refused | KVLoaded | TokenOutput | UtilityResult
+
+
+class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Load of one DP group.
+
+    Attributes:
+        num_empty_slots: Decode positions that are free.
+        num_free_blocks: KV blocks that are free or evictable.
+        num_running: Sequences that hold a slot and run.
+        num_reserved: Sequences that hold a slot and wait for their KV.
+        num_waiting: Queued sequences that will run in this group.
+    """
+
+    num_empty_slots: int
+    num_free_blocks: int
+    num_running: int
+    num_reserved: int
+    num_waiting: int
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine has left: the authority's own view, ordered by `seq` within an incarnation."""
+
+    seq: int
+    draining: bool
+    num_waiting: int
+    num_waiting_tokens: int
+    num_steps: int
+    groups: list[GroupSnapshot]
+
+
+class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one engine step has for one client; empty as a heartbeat."""
+
+    incarnation: str
+    events: list[EngineEvent] = []
+    snapshot: EngineSnapshot | None = None
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is, fixed for its lifetime; what it has left is in its snapshots.
+
+    Attributes:
+        incarnation: Random id of this start of the engine.
+        input_endpoint: ROUTER socket that takes `ClientMessage` frames.
+        output_endpoint: ROUTER socket that sends `EngineFrame` frames.
+        kv_endpoint: Where its KV connector listens, or None.
+        kv_layout_hash: Equal on two engines if their KV blocks are interchangeable, or None.
+        bytes_per_block: Bytes of one KV block over all layers.
+        model: Folder that it serves.
+        max_model_len: Longest sequence.
+        vocab_size: Token ids are below this.
+        eos_token_ids: The model's end tokens.
+        block_size: Tokens per block.
+        dp_groups: Number of DP groups.
+        slots_per_group: Decode slots of each.
+        blocks_per_group: Usable KV blocks of each (null block not counted).
+        max_num_batched_tokens: Token budget of a step.
+        pid: Process id on its host.
+    """
+
+    incarnation: str
+    input_endpoint: str
+    output_endpoint: str
+    kv_endpoint: str | None
+    kv_layout_hash: str | None
+    bytes_per_block: int
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    dp_groups: int
+    slots_per_group: int
+    blocks_per_group: int
+    max_num_batched_tokens: int
+    pid: int
+
+
+class GroupCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of one DP group since the engine started."""
+
+    num_running: int
+    num_reserved: int
+    num_slots: int
+    num_empty_slots: int
+    num_blocks: int
+    num_free_blocks: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    requests_finished: dict[str, int]
+
+
+class TransferCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """KV transfers of one engine since it started; `direction` is "send" or "receive"."""
+
+    transfers: dict[str, dict[str, int]] = {}
+    failures: dict[str, int] = {}
+    bytes: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    num_inflight: int = 0
+    num_leased_blocks: int = 0
+    seconds: dict[str, float] = {}
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """All counters of one engine, taken between two steps."""
+
+    num_waiting: int
+    num_steps: int
+    scheduled_tokens: int
+    device_seconds: float
+    host_seconds: float
+    groups: list[GroupCounters]
+    transfer: TransferCounters

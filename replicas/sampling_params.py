@@ -1,0 +1,69 @@
+"""Sampling parameters of one request: values only, checked once, the same offline and online."""
+
+import math
+
+import msgspec
+
+from replicas.errors import InvalidRequestError
+
+GREEDY_EPS = 1e-5
+"""Temperatures below this are greedy, as in vLLM."""
+
+_INT64 = 2**63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """How the next token is chosen and when generation ends.
+
+    Attributes:
+        max_tokens: Most tokens to generate, >= 1.
+        temperature: 0 (greedy) to 2.
+        top_p: Nucleus mass, in (0, 1]; 1 is off.
+        top_k: Keep the k most likely tokens; 0 or -1 is off.
+        seed: Key of the counter-based random numbers (int64); None: the front end mints one.
+        stop: Text that ends generation; cut from the output unless `include_stop_str_in_output`.
+        stop_token_ids: Token ids that end generation, besides the model's own end tokens.
+        ignore_eos: Do not end at the model's end tokens.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop_str_in_output: Keep the stop string at the end of the text.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_EPS
+
+    def validate(self) -> None:
+        """Check every range.
+
+        Raises:
+            InvalidRequestError: A value is outside its documented range; `param` names it.
+        """
+        self._validate_numbers()
+        if any(not s for s in self.stop):
+            raise InvalidRequestError("stop", "stop strings must not be empty")
+        if any(t < 0 for t in self.stop_token_ids):
+            raise InvalidRequestError("stop_token_ids", "stop_token_ids must not be negative")
+
+    def _validate_numbers(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidRequestError("max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
+            raise InvalidRequestError("temperature", f"temperature must be in [0, 2], got {self.temperature}")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise InvalidRequestError("top_p", f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise InvalidRequestError("top_k", f"top_k must be -1, 0 or at least 1, got {self.top_k}")
+        if self.seed is not None and not -_INT64 <= self.seed < _INT64:
+            raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")

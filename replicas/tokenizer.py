@@ -1,0 +1,298 @@
+"""Text to token ids and back: a Hugging Face tokenizer folder without importing transformers.
+
+Owner: nothing that changes; a `Tokenizer` is immutable after loading and may be shared by threads.
+Importing transformers costs seconds in every process, so the folder's files are read here, with
+the library that transformers itself wraps. It does not stream text: `replicas.detokenizer` does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from replicas.errors import InvalidRequestError, ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2.parser import Parser
+
+_SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+class ChatTemplateError(InvalidRequestError):
+    """These messages cannot become a prompt; the message is the template's own, or says why."""
+
+
+class Tokenizer:
+    """A model folder's tokenizer, chat template and end tokens.
+
+    Attributes:
+        backend: The tokenizer of the `tokenizers` library.
+        vocab_size: Token ids that the model takes are 0..vocab_size-1. The model's own number
+            where config.json has it, since an id beyond it has no embedding row.
+        eos_token_ids: Ids that end generation, from generation_config.json (else config.json)
+            and the tokenizer's own end token. May be empty.
+        special_tokens: Name to text, for one "bos_token" -> "<s>"; chat templates read them.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+    ) -> None:
+        self.backend = backend
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.special_tokens = dict(special_tokens)
+        self._chat_template = None if chat_template is None else _compile(chat_template)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model folder.
+
+        Args:
+            path: Folder with tokenizer.json; tokenizer_config.json, chat_template.jinja,
+                generation_config.json and config.json are read where they exist.
+
+        Raises:
+            ModelLoadError: No tokenizer.json, or a file that cannot be read; names the file.
+        """
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(
+            {**_read_json(folder / "special_tokens_map.json"), **config}
+        )
+        backend = _load_backend(folder / "tokenizer.json", special_tokens)
+        model_config = _read_json(folder / "config.json")
+        return cls(
+            backend,
+            vocab_size=_vocab_size(backend, model_config),
+            eos_token_ids=_eos_token_ids(
+                backend,
+                _read_json(folder / "generation_config.json"),
+                model_config,
+                special_tokens.get("eos_token"),
+            ),
+            special_tokens=special_tokens,
+            chat_template=_chat_template(folder, config),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work at all."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids, with the special tokens that the model expects around it.
+
+        Releases the GIL while it works, so a long text may be encoded in another thread.
+        """
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turn token ids into text; ids without a token give nothing, broken bytes U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token ("Ġthe"); "" for an id without a token."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> str:
+        """Render a conversation as the prompt text that the model was trained on.
+
+        Args:
+            messages: Role and content of each turn; keys whose value is None are left out.
+            add_generation_prompt: End with the header of the assistant's next turn.
+            kwargs: Further variables of the template, for one `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: No template in the folder, no messages, a reserved variable in
+                `kwargs`, or the template refuses these messages.
+        """
+        if self._chat_template is None:
+            raise ChatTemplateError(
+                "messages",
+                "the model's folder has no chat template; add chat_template.jinja to it, "
+                "or send a plain prompt to /v1/completions",
+            )
+        if not messages:
+            raise ChatTemplateError("messages", "messages must hold at least one message")
+        if reserved := _RESERVED_KWARGS & kwargs.keys():
+            raise ChatTemplateError(
+                "chat_template_kwargs", f"chat_template_kwargs may not set {sorted(reserved)}"
+            )
+        turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        variables: dict[str, object] = {"tools": None, "documents": None}
+        variables |= {**self.special_tokens, **kwargs}
+        try:
+            return self._chat_template.render(
+                variables, messages=turns, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, *_TEMPLATE_ARITHMETIC) as error:
+            raise ChatTemplateError("messages", f"the chat template failed: {error}") from error
+
+
+_TEMPLATE_ARITHMETIC = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What a template's own expressions raise when a message or variable is not what it expects."""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty when there is no such file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} does not hold a JSON object")
+    return content
+
+
+def _load_backend(file: Path, special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """The tokenizer, with the named special tokens known as such.
+
+    tokenizer.json alone says which of them `encode` adds: tokenizer_config.json's add_bos_token
+    and add_eos_token count only for folders without it.
+    Source: transformers 5 PreTrainedTokenizerBase._from_pretrained.
+    """
+    if not file.is_file():
+        raise ModelLoadError(
+            f"no {file.name} in {file.parent}: convert the model's tokenizer to one file with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...), or name another folder"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower for a bad file
+        raise ModelLoadError(f"cannot read {file}: {error}") from error
+    # A file may carry the truncation and padding of its training run; a server wants neither.
+    backend.no_truncation()
+    backend.no_padding()
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([text for text in special_tokens.values() if text not in known])
+    return backend
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens, each given as text or as {"content": text, ...}."""
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            found[name] = text
+    return found
+
+
+def _vocab_size(backend: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> int:
+    text_config = model_config.get("text_config") or model_config
+    size = text_config.get("vocab_size")
+    return size if isinstance(size, int) else max(backend.get_vocab().values(), default=-1) + 1
+
+
+def _eos_token_ids(
+    backend: tokenizers.Tokenizer,
+    generation_config: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    eos_token: str | None,
+) -> frozenset[int]:
+    text_config = model_config.get("text_config") or {}
+    declared: int | list[int] = next(
+        (
+            config["eos_token_id"]
+            for config in (generation_config, model_config, text_config)
+            if config.get("eos_token_id") is not None
+        ),
+        [],
+    )
+    ids = set(declared if isinstance(declared, list) else [declared])
+    if eos_token is not None and (eos_id := backend.token_to_id(eos_token)) is not None:
+        ids.add(eos_id)
+    return frozenset(ids)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's template or its "default" one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks training masks; here it only renders."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance-level set
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean local time
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja2's own filter would escape HTML characters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _compile(chat_template: str) -> jinja2.Template:
+    """Compile a template in the sandbox that Hugging Face templates are written for.
+
+    Raises:
+        ModelLoadError: The template is not valid jinja2.
+    """
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(chat_template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
