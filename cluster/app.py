@@ -1,0 +1,39 @@
+"""The application that a Ray Serve config file names: `import_path: cluster.app:build`.
+
+Turns the file's `args` into one deployment per pool and the ingress in front of them. Everything
+that can be known to be wrong is refused here, so that `serve status` shows the reason seconds
+after `serve deploy`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import load_cluster_config
+from cluster.deployments import ingress_deployment, pool_deployment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray.serve import Application
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """Build the Serve application.
+
+    Args:
+        args: The application's `args`, fields of `cluster.config.ClusterConfig`.
+
+    Returns:
+        The ingress bound to one deployment per pool, each named after its first role.
+
+    Raises:
+        ClusterConfigError: The args cannot work; names the keys.
+    """
+    config = load_cluster_config(args)
+    # Deployments get the plain mapping and check it again: no class of ours is pickled into them.
+    plain = dict(args)
+    pools = {
+        role: pool_deployment(role, pool).bind(plain, role) for role, pool in config.pools.items()
+    }
+    return ingress_deployment(config).bind(plain, **pools)

@@ -1,0 +1,146 @@
+"""The `ttserve` command: a local server, a check of config files, offline generation.
+
+Every command imports what it needs when it runs, so that `ttserve --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="ttserve",
+    help="Serve large language models from pools of prefill and decode replicas.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_BAD_CONFIG = 2
+_FAILED = 1
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="Ray Serve config file.  [default: the bundled demo.yaml]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, instead of the file's; `demo` is bundled.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address, instead of the file's.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port, instead of the file's.")
+    ] = None,
+) -> None:
+    """Run a local Ray cluster that serves a config file, until Ctrl-C."""
+    from cluster.config import load_cluster_config, load_serve_file
+    from cluster.errors import ClusterConfigError
+    from cluster.supervisor import ServeOptions
+    from cluster.supervisor import serve as supervise
+
+    path = _demo_config() if config is None else config.absolute()
+    model = None if model is None else _absolute_model(model)
+    try:
+        # Checked here too: a mistake costs no start of Ray.
+        file = load_serve_file(path).override(model=model, host=host, port=port)
+        load_cluster_config(file.args)
+        options = ServeOptions(config=str(path), model=model, host=host, port=port)
+        code = supervise(options, file.host, file.port)
+    except ClusterConfigError as error:
+        _fail(f"{path}: {error}", _BAD_CONFIG)
+    raise typer.Exit(code)
+
+
+@app.command()
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
+) -> None:
+    """Check config files: every key, type, model folder, and whether the numbers work together."""
+    from cluster.config import load_serve_file
+    from cluster.errors import ClusterConfigError
+
+    def is_good(path: Path) -> bool:
+        try:
+            load_serve_file(path)
+        except ClusterConfigError as error:
+            typer.echo(f"{path}: {error}", err=True)
+            return False
+        typer.echo(f"{path}: ok")
+        return True
+
+    results = [is_good(path) for path in files]
+    if not all(results):
+        raise typer.Exit(_BAD_CONFIG)
+
+
+@app.command()
+def generate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
+    prompts: Annotated[list[str], typer.Argument(help="Texts to continue.", metavar="PROMPT...")],
+    model: Annotated[str, typer.Option(help="Model folder; `demo` is bundled.")] = "demo",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take each prompt as a user's message.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 among all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among this share of the probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
+) -> None:
+    """Generate text offline, without a server."""
+    from cluster.config import DEMO_MODEL, demo_model_folder
+    from replicas import LLM, SamplingParams
+    from replicas.errors import EngineError
+
+    folder = str(demo_model_folder()) if model == DEMO_MODEL else _absolute_model(model)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    try:
+        with LLM(folder, dtype=dtype) as llm:
+            if chat:
+                outputs = [
+                    llm.chat([{"role": "user", "content": prompt}], params)[0] for prompt in prompts
+                ]
+            else:
+                outputs = llm.generate(prompts, params)
+    except EngineError as error:
+        _fail(str(error), _FAILED)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = output.outputs[0].text
+        typer.echo(text if chat else prompt + text)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _demo_config() -> Path:
+    import configs
+
+    return Path(configs.__file__).resolve().parent / "demo.yaml"
+
+
+def _absolute_model(model: str) -> str:
+    """Make a folder seen from the shell absolute; leave anything else for the checks to judge."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"ttserve: {message}", err=True)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Cluster configuration: the only module that reads YAML and the environment.
+
+A deployment is one Ray Serve config file. `load_serve_file` reads all of it and refuses keys that Serve
+itself would ignore; `load_cluster_config` reads the application's `args`, which is what `serve deploy`
+hands to `cluster.app:build`. Everything that can be checked without starting anything is checked here.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+import configs
+from cluster.errors import ClusterConfigError
+from kv_transfer.errors import InvalidLayoutError
+from kv_transfer.layout import ROW_TOKENS
+from replicas.config import EngineConfig
+from replicas.errors import ConfigError
+from replicas.generators.model_config import load_hf_config
+from replicas.kv_sizing import derive_max_model_len, num_blocks_per_lane, resolve_dtype
+
+Role = Literal["prefill", "decode", "both"]
+"""What a pool's replicas start as: prefill only, decode (and short prompts), or everything."""
+
+DEMO_MODEL = "demo"
+IMPORT_PATH = "cluster.app:build"
+
+T = TypeVar("T")
+
+_OWN_ENGINE_KEYS = ("model", "kv_connector", "kv_endpoint")
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool of equal replicas.
+
+    Attributes:
+        replicas: How many.
+        num_cpus: CPUs that Ray sets aside for each replica's actor.
+        resources: Further Ray resources of each, for one `{TTNPU: 1}`.
+        drain_timeout_s: How long a replica that is told to stop lets its requests finish.
+        engine: Fields of the engine's configuration, over those of `ClusterConfig.engine`.
+    """
+
+    replicas: int = 1
+    num_cpus: float = 0.1
+    resources: dict[str, float] = {}
+    drain_timeout_s: float = 600.0
+    engine: dict[str, Any] = {}
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests are placed.
+
+    Attributes:
+        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429.
+        queue_timeout_s: How long one may wait; then 408.
+        max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
+        min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
+    """
+
+    max_queued_requests: int = 256
+    queue_timeout_s: float = 60.0
+    max_attempts: int = 3
+    min_remote_prefill_tokens: int = 0
+
+
+class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP edge.
+
+    Attributes:
+        replicas: Ingress processes behind the load balancer; each can serve every request.
+        num_cpus: CPUs that Ray sets aside for each.
+        max_ongoing_requests: Requests that one of them holds open at a time.
+        max_body_bytes: Larger request bodies get 413.
+    """
+
+    replicas: int = 1
+    num_cpus: float = 0.1
+    max_ongoing_requests: int = 1024
+    max_body_bytes: int = 8 * 2**20
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `args` of the application.
+
+    Attributes:
+        model: Absolute path of a model folder, or "demo" for the bundled model.
+        model_name: Name that requests give; None takes the folder's.
+        data_host: Address on which engines listen for ingresses and for each other.
+        kv_connector: How KV moves between pools: "p2p", or "module:Class".
+        engine: Fields of every engine's configuration.
+        pools: Either `prefill` and `decode`, or `both` alone.
+        router: How requests are placed.
+        ingress: The HTTP edge.
+    """
+
+    pools: dict[Role, PoolConfig]
+    model: str = DEMO_MODEL
+    model_name: str | None = None
+    data_host: str = "127.0.0.1"
+    kv_connector: str = "p2p"
+    engine: dict[str, Any] = {}
+    router: RouterConfig = RouterConfig()
+    ingress: IngressConfig = IngressConfig()
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the model is."""
+        return demo_model_folder() if self.model == DEMO_MODEL else Path(self.model)
+
+    @property
+    def served_model_name(self) -> str:
+        """Name that requests give."""
+        return self.model_name or (
+            DEMO_MODEL if self.model == DEMO_MODEL else self.model_folder.name
+        )
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether prefill and decode have pools of their own."""
+        return "both" not in self.pools
+
+    def engine_config(self, role: Role) -> EngineConfig:
+        """Configuration of the engines of one pool.
+
+        Raises:
+            ClusterConfigError: An engine field is unknown, mistyped, or set by the cluster itself.
+        """
+        pool = self.pools[role]
+        for where, options in (("engine", self.engine), (f"pools.{role}.engine", pool.engine)):
+            for key in _OWN_ENGINE_KEYS:
+                if key in options:
+                    raise ClusterConfigError(f"{where}.{key} is set by the cluster; remove it")
+        fields = {
+            # A router queues in front of decode slots, so that it can still choose.
+            "max_num_waiting": 256 if role == "prefill" else 0,
+            **self.engine,
+            **pool.engine,
+            "model": str(self.model_folder),
+            "kv_connector": self.kv_connector if self.is_disaggregated else None,
+            "kv_endpoint": f"tcp://{self.data_host}:*",
+        }
+        return _convert(fields, EngineConfig, f"pools.{role}.engine")
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve's `http_options`; `host` is required: Serve's own default is every address."""
+
+    host: str
+    port: int = 8000
+    root_path: str = ""
+    request_timeout_s: float | None = None
+    keep_alive_timeout_s: int = 90
+
+
+class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An entry of an application's `deployments`; values are checked by Serve."""
+
+    name: str
+    num_replicas: Any = None
+    max_ongoing_requests: Any = None
+    max_queued_requests: Any = None
+    backpressure_config: Any = None
+    user_config: Any = None
+    autoscaling_config: Any = None
+    graceful_shutdown_wait_loop_s: Any = None
+    graceful_shutdown_timeout_s: Any = None
+    health_check_period_s: Any = None
+    health_check_timeout_s: Any = None
+    ray_actor_options: Any = None
+    placement_group_bundles: Any = None
+    placement_group_strategy: Any = None
+    placement_group_bundle_label_selector: Any = None
+    max_replicas_per_node: Any = None
+    rolling_update_percentage: Any = None
+    max_surge_percent: Any = None
+    logging_config: Any = None
+
+
+class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The entry of `applications`."""
+
+    name: str
+    import_path: str
+    args: dict[str, Any]
+    route_prefix: str = "/"
+    runtime_env: dict[str, Any] = {}
+    deployments: list[DeploymentOverride] = []
+    logging_config: dict[str, Any] = {}
+    external_scaler_enabled: bool = False
+
+
+class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole Ray Serve config file with one ttserve application."""
+
+    http_options: HttpOptions
+    applications: list[ApplicationFile]
+    proxy_location: Literal["HeadOnly", "EveryNode", "Disabled"] = "EveryNode"
+    grpc_options: dict[str, Any] = {}
+    controller_options: dict[str, Any] = {}
+    logging_config: dict[str, Any] = {}
+    tracing_config: dict[str, Any] = {}
+    target_capacity: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The application's name."""
+        return self.applications[0].name
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """What `cluster.app:build` gets."""
+        return self.applications[0].args
+
+    @property
+    def host(self) -> str:
+        """Address of the HTTP endpoint."""
+        return self.http_options.host
+
+    @property
+    def port(self) -> int:
+        """Port of the HTTP endpoint."""
+        return self.http_options.port
+
+    @property
+    def url(self) -> str:
+        """Where a client on this host reaches the endpoint."""
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def model_name(self) -> str:
+        """Name that requests give."""
+        return load_cluster_config(self.args).served_model_name
+
+    def override(
+        self, *, model: str | None = None, host: str | None = None, port: int | None = None
+    ) -> "ServeFile":
+        """The same file with another model, host or port; None keeps what it says."""
+        args = self.args
+        if model is not None:
+            args = {**args, "model": model}
+            args.pop("model_name", None)
+        http = msgspec.structs.replace(
+            self.http_options,
+            host=self.host if host is None else host,
+            port=self.port if port is None else port,
+        )
+        application = msgspec.structs.replace(self.applications[0], args=args)
+        return msgspec.structs.replace(self, http_options=http, applications=[application])
+
+
+def demo_model_folder() -> Path:
+    """Folder of the bundled model, wherever the package is installed."""
+    return Path(configs.__file__).resolve().parent / "demo-model"
+
+
+def load_serve_file(path: str | Path) -> ServeFile:
+    """Read and check a Ray Serve config file.
+
+    Raises:
+        ClusterConfigError: It cannot be read, a key is unknown or mistyped, or it cannot work.
+    """
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClusterConfigError(f"cannot read {path}: {error}") from error
+    file = _convert(raw, ServeFile, "")
+    if len(file.applications) != 1:
+        raise ClusterConfigError(
+            f"applications: a file has one ttserve application, this one has {len(file.applications)}"
+        )
+    if file.applications[0].import_path != IMPORT_PATH:
+        raise ClusterConfigError(
+            f"applications[0].import_path must be {IMPORT_PATH}, "
+            f"got {file.applications[0].import_path!r}"
+        )
+    load_cluster_config(file.args)
+    return file
+
+
+def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file held
+    """Read and check an application's `args`, up to and including the model's own configuration.
+
+    Raises:
+        ClusterConfigError: A key is unknown or mistyped, the model folder is not usable, or the
+            numbers cannot work together; the message names the keys.
+    """
+    config = _convert(args, ClusterConfig, "args")
+    roles = set(config.pools)
+    if roles not in ({"both"}, {"prefill", "decode"}):
+        raise ClusterConfigError(
+            f"args.pools must hold prefill and decode, or both alone; got {sorted(roles)}"
+        )
+    _check_counts(config)
+    if config.model != DEMO_MODEL and not config.model_folder.is_absolute():
+        raise ClusterConfigError(
+            f"args.model {config.model!r} is a relative path: replicas run in folders of their own; "
+            f"give an absolute path, or {DEMO_MODEL!r}"
+        )
+    try:
+        for role in config.pools:
+            _check_engine(config.engine_config(role))
+    except (ConfigError, InvalidLayoutError) as error:
+        raise ClusterConfigError(f"args: {error}") from error
+    _check_pools_agree(config)
+    return config
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment, to start children with."""
+    return dict(os.environ)
+
+
+def _check_counts(config: ClusterConfig) -> None:
+    counts = {
+        "args.ingress.replicas": config.ingress.replicas,
+        "args.ingress.max_ongoing_requests": config.ingress.max_ongoing_requests,
+        "args.ingress.max_body_bytes": config.ingress.max_body_bytes,
+        "args.router.max_attempts": config.router.max_attempts,
+        **{f"args.pools.{role}.replicas": pool.replicas for role, pool in config.pools.items()},
+    }
+    for key, count in counts.items():
+        if count < 1:
+            raise ClusterConfigError(f"{key} must be at least 1, got {count}")
+    if config.router.max_queued_requests < 0:
+        raise ClusterConfigError("args.router.max_queued_requests must not be negative")
+    if config.router.queue_timeout_s <= 0:
+        raise ClusterConfigError("args.router.queue_timeout_s must be positive")
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    """Everything about an engine that its model's config.json decides."""
+    engine.validate()
+    model = load_hf_config(engine.model)
+    derive_max_model_len(engine, model.max_position_embeddings, num_blocks_per_lane(engine, model))
+
+
+def _check_pools_agree(config: ClusterConfig) -> None:
+    """KV blocks move between pools only if both mean the same by one."""
+    if not config.is_disaggregated:
+        return
+    prefill, decode = config.engine_config("prefill"), config.engine_config("decode")
+    model = load_hf_config(prefill.model)
+    for key, of_prefill, of_decode in (
+        ("block_size", prefill.block_size, decode.block_size),
+        ("dtype", resolve_dtype(prefill, model), resolve_dtype(decode, model)),
+    ):
+        if of_prefill != of_decode:
+            raise ClusterConfigError(
+                f"{key} is {of_prefill} in the prefill pool and {of_decode} in the decode pool; "
+                "make them equal"
+            )
+    if prefill.block_size % ROW_TOKENS:
+        raise ClusterConfigError(
+            f"block_size {prefill.block_size} is no multiple of {ROW_TOKENS}, the rows that KV "
+            "transfer moves"
+        )
+
+
+def _convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whatever YAML held
+    """Convert, naming the full path of the key at fault."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = where
+        if " - at `$" in message:
+            message, _, tail = message.partition(" - at `$")
+            path = f"{where}{tail.rstrip('`')}".lstrip(".")
+        raise ClusterConfigError(f"{path}: {message}" if path else message) from error

@@ -1,0 +1,248 @@
+"""The Serve deployments: replicas of a pool, each with its engine process, and the ingress.
+
+Only the control plane passes here: life cycle, health, drain, and finding each other. Requests
+and tokens go from the ingress to the engines over ZMQ. Owner: a `PoolReplica` owns one engine
+process; when the engine dies the replica dies with it at once and Serve starts a new one, so what
+a replica says of itself never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from cluster.config import load_cluster_config, process_environment
+from cluster.drain import drain_engine
+from cluster.ingress import IngressLimits, create_app
+from cluster.pools import Member
+from cluster.service import ClusterService
+from replicas.launch import start_engine
+from replicas.messages import EngineDescription
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from ray.serve import Deployment
+    from ray.serve.handle import DeploymentHandle
+    from starlette.applications import Starlette
+
+    from cluster.config import ClusterConfig, PoolConfig, Role
+    from replicas.config import EngineConfig
+    from replicas.launch import EngineHandle
+
+logger = logging.getLogger(__name__)
+
+INGRESS = "ingress"
+"""Name of the ingress deployment; a pool's deployment is named after its role."""
+
+DESCRIBE_TIMEOUT_S = 2.0
+DISCOVERY_S = 0.5
+"""How often an ingress asks who runs; a replica that comes back is found within this time."""
+HEALTH_PERIOD_S = 1.0
+_HEALTH_TIMEOUT_S = 10.0
+_STOP_MARGIN_S = 10.0
+"""What a replica may take beyond its drain: stopping the engine takes up to half of it."""
+_CONSTRUCTOR_TRIES = 2
+"""A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class PoolReplica:
+    """A replica of a pool: starts an engine, watches it, says what it is, drains it.
+
+    Args:
+        args: The application's `args`.
+        role: The pool that it belongs to.
+
+    Raises:
+        EngineStartError: The engine could not start; carries its reason.
+    """
+
+    _engine: EngineHandle | None = None
+    _is_stopping = False
+
+    def __init__(self, args: Mapping[str, Any], role: Role) -> None:
+        config = load_cluster_config(args)
+        self._role: Role = role
+        self._drain_timeout_s = config.pools[role].drain_timeout_s
+        engine_config = config.engine_config(role)
+        self._stage = ""
+        self._engine = start_engine(
+            engine_config,
+            host=config.data_host,
+            env=engine_environment(engine_config, process_environment()),
+            progress=self._show_progress,
+        )
+        self._engine.call_at_exit(self._on_engine_exit)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the engine is, as plain values of `EngineDescription`."""
+        assert self._engine is not None
+        description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
+        return description
+
+    async def check_health(self) -> None:
+        """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
+
+        Raises:
+            RuntimeError: It does not.
+        """
+        if self._engine is None or not self._engine.is_alive:
+            raise RuntimeError("the engine process is gone")
+
+    async def __del__(self) -> None:
+        """Drain, then stop the engine. Serve awaits this before it ends the replica."""
+        if self._engine is None or self._is_stopping:
+            return
+        self._is_stopping = True
+        if not await drain_engine(self._engine.description, self._drain_timeout_s):
+            logger.warning("stopped with requests running role=%s", self._role)
+        await asyncio.to_thread(self._engine.stop)
+
+    def _show_progress(self, stage: str, fraction: float) -> None:
+        """Write one line per stage and quarter; Ray shows a worker's output to its driver."""
+        line = f"{self._role}: {stage} {int(fraction * 4) * 25} %"
+        if line != self._stage:
+            self._stage = line
+            sys.stderr.write(line + "\n")
+
+    def _on_engine_exit(self, code: int) -> None:
+        """End this process with its engine: Serve notices that within a second."""
+        if not self._is_stopping:
+            sys.stderr.write(f"{self._role}: the engine process ended with code {code}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class IngressReplica:
+    """An ingress: the ASGI app over a router that has found the pools' engines.
+
+    Serve calls `__serve_build_asgi_app__` once after the constructor, runs the app's lifespan
+    around the replica's life, and cancels a request's task the moment its client is gone.
+
+    Args:
+        args: The application's `args`.
+        **pools: Handle of each pool's deployment, by role.
+    """
+
+    def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
+        self._config = load_cluster_config(args)
+        self._directory = PoolDirectory(pools)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        service = ClusterService(self._config)
+        app = create_app(
+            service,
+            version=importlib.metadata.version("ttserve"),
+            limits=IngressLimits(max_body_bytes=self._config.ingress.max_body_bytes),
+        )
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+            following = asyncio.create_task(self._directory.follow(service))
+            try:
+                yield
+            finally:
+                following.cancel()
+                await service.close()
+
+        app.router.lifespan_context = lifespan
+        return app
+
+
+class PoolDirectory:
+    """Finds the replicas that run now, by asking each through its pool's handle.
+
+    Args:
+        handles: Handle of each pool's deployment, by role.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self._handles = dict(handles)
+
+    async def follow(self, service: ClusterService) -> None:
+        """Tell a service who its members are: every `DISCOVERY_S`, and at once when it lost one."""
+        while True:
+            service.members_lost.clear()
+            await service.set_members(await self.find())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(service.members_lost.wait(), DISCOVERY_S)
+
+    async def find(self) -> list[Member]:
+        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
+        pools = await asyncio.gather(
+            *(self._find_in_pool(role, handle) for role, handle in self._handles.items())
+        )
+        return [member for members in pools for member in members]
+
+    async def _find_in_pool(self, role: str, handle: DeploymentHandle[Any]) -> list[Member]:
+        try:
+            answers = await handle.broadcast("describe").results_async(
+                timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
+            )
+        except (RayServeException, TimeoutError) as error:
+            logger.info("pool %s has no replica that answers: %s", role, error)
+            return []
+        descriptions = [
+            msgspec.convert(answer, EngineDescription)
+            for answer in answers
+            if not isinstance(answer, BaseException)
+        ]
+        return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
+
+
+def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of an engine: its parent's, with the thread counts that its config asks for.
+
+    Ray gives every worker one thread; an engine's own setting must not be capped by that.
+
+    Args:
+        config: The engine's configuration.
+        inherited: The replica's environment, with what Ray bound its devices with.
+    """
+    environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
+    if config.num_threads is not None:
+        environment |= dict.fromkeys(_THREAD_VARIABLES, str(config.num_threads))
+    return environment
+
+
+def pool_deployment(role: Role, pool: PoolConfig) -> Deployment:
+    """The deployment of one pool."""
+    return serve.deployment(
+        name=role,
+        num_replicas=pool.replicas,
+        ray_actor_options={"num_cpus": pool.num_cpus, "resources": pool.resources},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+    )(PoolReplica)
+
+
+def ingress_deployment(config: ClusterConfig) -> Deployment:
+    """The deployment of the HTTP edge."""
+    return serve.deployment(
+        name=INGRESS,
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=config.ingress.max_ongoing_requests,
+        max_queued_requests=config.router.max_queued_requests,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        # As long as the pools let their requests run, or streams would be cut here.
+        graceful_shutdown_timeout_s=_STOP_MARGIN_S
+        + max(pool.drain_timeout_s for pool in config.pools.values()),
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+    )(serve.ingress()(IngressReplica))

@@ -1,0 +1,96 @@
+"""Errors that reach a client, each with its HTTP status; the one mapping that the ingress uses."""
+
+from __future__ import annotations
+
+
+class ServingError(Exception):
+    """Base of every error that a client may see.
+
+    Attributes:
+        message: What happened and what to do, in one or two sentences.
+        status: HTTP status when nothing has been sent yet.
+        type: The OpenAI-style error type.
+        param: The request field at fault, or None.
+        code: A stable word for programs.
+        retry_after_s: Seconds after which a retry makes sense, or None.
+    """
+
+    status: int = 500
+    type: str = "InternalServerError"
+    code: str = "internal_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class BadRequestError(ServingError):
+    """The request can never work as it stands."""
+
+    status = 400
+    type = "BadRequestError"
+    code = "bad_request"
+
+
+class PayloadTooLargeError(ServingError):
+    """The body is larger than the ingress reads."""
+
+    status = 413
+    type = "BadRequestError"
+    code = "payload_too_large"
+
+
+class NotFoundError(ServingError):
+    """The model, or the path, does not exist here."""
+
+    status = 404
+    type = "NotFoundError"
+    code = "not_found"
+
+
+class SaturatedError(ServingError):
+    """Every slot is taken and the queue is full."""
+
+    status = 429
+    type = "RateLimitError"
+    code = "saturated"
+
+
+class QueueTimeoutError(ServingError):
+    """The request waited for a slot longer than its deadline."""
+
+    status = 408
+    type = "TimeoutError"
+    code = "queue_timeout"
+
+
+class NotReadyError(ServingError):
+    """No replica is ready to serve."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    code = "not_ready"
+
+
+class ReplicaLostError(ServingError):
+    """The replica that ran the request died and the request could not be moved."""
+
+    status = 503
+    type = "ReplicaLostError"
+    code = "replica_lost"
+
+
+class InternalError(ServingError):
+    """A bug or an engine error; the log has the details under the request's id."""
+
+    status = 500
+    type = "InternalServerError"
+    code = "internal_error"
+
+
+class ClusterConfigError(Exception):
+    """A cluster configuration that cannot work; the message names the key and what to change."""

@@ -1,0 +1,367 @@
+"""The HTTP edge: OpenAI routes over a `ServingService`, and the one mapping from error to HTTP.
+
+Owner: the ingress's event loop owns every open response; this module keeps nothing between
+requests. It validates before it asks the service for anything, and closes the service's generator
+the moment the client is gone. How requests are placed and run is the service's business.
+
+An error before the first byte is a JSON body with its status. An error after it is one
+`data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
+`[DONE]` may trust the answer to be whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.errors import BadRequestError, InternalError, PayloadTooLargeError, ServingError
+from cluster.openai_requests import (
+    ChatPrompt,
+    ParsedRequest,
+    TokenPrompt,
+    build_generate_request,
+    check_vocabulary,
+    encode_prompt,
+    parse_body,
+    parse_chat_completion,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+    resolve_model,
+)
+from cluster.openai_responses import (
+    BodyWriter,
+    ChatShape,
+    ChunkWriter,
+    CompletionShape,
+    error_body,
+    model_body,
+    models_body,
+    tokenize_body,
+)
+from cluster.sse import ClientGoneError, EventStream, until_disconnect, until_finished
+from replicas.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from cluster.openai import GenerateRequest, GenerationEvent, ModelCard
+    from cluster.openai_requests import Prompt
+    from cluster.openai_responses import Shape
+    from replicas.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_REQUEST_ID_CHARS = 128
+_NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DEFAULT_RETRY_AFTER_S = 1
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ServingService(Protocol):
+    """What the edge needs from the cluster behind it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The served model's tokenizer."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """The models that requests may name, the default one first."""
+
+    def generate(
+        self, request: GenerateRequest, request_id: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Run a request: any number of `TextDelta`, then one `Finished`.
+
+        The generator is closed, or cancelled while it waits, when the client is gone: it must
+        then abort the request and free its slot and blocks.
+
+        Args:
+            request: Validated.
+            request_id: Unique among all requests, whatever the client called its own.
+
+        Raises:
+            ServingError: The request cannot run, or stopped midway.
+        """
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether new requests can be served, and why not."""
+
+    def is_live(self) -> bool:
+        """Whether this process works at all; True while it drains."""
+
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngressLimits:
+    """Bounds of the edge.
+
+    Attributes:
+        max_body_bytes: Larger request bodies are answered with 413.
+        inline_encode_chars: Longer texts are encoded in a thread, off the event loop.
+    """
+
+    max_body_bytes: int = 8 * 2**20
+    inline_encode_chars: int = 16_384
+
+
+def create_app(
+    service: ServingService, *, version: str, limits: IngressLimits | None = None
+) -> Starlette:
+    """Build the ASGI app.
+
+    Args:
+        service: Runs the requests.
+        version: What /version says.
+        limits: Bounds; the defaults if None.
+    """
+    routes = _Routes(service, version, limits or IngressLimits())
+    return Starlette(
+        routes=[
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{model_id:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/live", routes.live),
+            Route("/metrics", routes.metrics),
+            Route("/version", routes.version),
+        ],
+        middleware=[Middleware(_Edge)],
+        exception_handlers={
+            ServingError: _on_error,
+            InvalidRequestError: _on_error,
+            HTTPException: _on_http_exception,
+        },
+    )
+
+
+class _Routes:
+    """The handlers; each reads, validates, asks the service, answers."""
+
+    def __init__(self, service: ServingService, version: str, limits: IngressLimits) -> None:
+        self._service = service
+        self._version = version
+        self._limits = limits
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionShape(), parse_completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatShape(), parse_chat_completion)
+
+    async def _generate(
+        self,
+        http_request: Request,
+        shape: Shape,
+        parse: Callable[[Mapping[str, Any]], ParsedRequest],
+    ) -> Response:
+        parsed = parse(parse_body(await self._read_body(http_request)))
+        model = resolve_model(parsed.values.get("model"), self._model_ids())
+        request = build_generate_request(
+            parsed,
+            await self._encode(parsed.prompt),
+            model=model,
+            vocab_size=self._service.tokenizer.vocab_size,
+            max_model_len=self._service.max_model_len,
+        )
+        request_id: str = http_request.scope["request_id"]
+        # A client may repeat its id in a retry; two generations must never share one.
+        unique_id = f"{request_id}-{uuid.uuid4().hex[:16]}"
+        created = _unix_time_s()
+        events = self._service.generate(request, unique_id)
+        if request.stream:
+            chunks = ChunkWriter(shape, request, request_id, created)
+            return EventStream(events, chunks, _serving_error)
+        body = BodyWriter(shape, request, request_id, created)
+        return await until_disconnect(http_request.receive, _collect(events, body))
+
+    async def models(self, request: Request) -> Response:
+        del request
+        return _json(models_body(self._service.models()))
+
+    async def model(self, request: Request) -> Response:
+        model_id = resolve_model(request.path_params["model_id"], self._model_ids())
+        return _json(model_body(next(c for c in self._service.models() if c.id == model_id)))
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = parse_tokenize(parse_body(await self._read_body(request)))
+        resolve_model(parsed.model, self._model_ids())
+        ids = await self._encode(parsed.prompt)
+        strings = self._service.tokenizer.token_strings(ids) if parsed.return_token_strs else None
+        return _json(tokenize_body(ids, self._service.max_model_len, strings))
+
+    async def detokenize(self, request: Request) -> Response:
+        model, ids = parse_detokenize(parse_body(await self._read_body(request)))
+        resolve_model(model, self._model_ids())
+        check_vocabulary(ids, self._service.tokenizer.vocab_size, "tokens")
+        return _json({"prompt": self._service.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def health(self, request: Request) -> Response:
+        del request
+        is_ready, reason = self._service.is_ready()
+        return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
+
+    async def live(self, request: Request) -> Response:
+        del request
+        return Response(status_code=200 if self._service.is_live() else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        del request
+        return Response(await self._service.metrics_text(), media_type=_METRICS_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        del request
+        return _json({"version": self._version})
+
+    def _model_ids(self) -> list[str]:
+        return [card.id for card in self._service.models()]
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        tokenizer = self._service.tokenizer
+        if _num_chars(prompt) <= self._limits.inline_encode_chars:
+            return encode_prompt(prompt, tokenizer)
+        return await asyncio.to_thread(encode_prompt, prompt, tokenizer)
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body, but never more than the limit.
+
+        Raises:
+            PayloadTooLargeError: It is larger, by its header or by its bytes.
+        """
+        limit = self._limits.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        too_large = PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
+        chunks = []
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > limit:
+                raise too_large
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+
+async def _collect(events: AsyncGenerator[GenerationEvent, None], body: BodyWriter) -> Response:
+    async with contextlib.aclosing(until_finished(events)) as finishing:
+        async for event in finishing:
+            body.add(event)
+    return _json(body.finish())
+
+
+class _Edge:
+    """Outermost layer: names each request, echoes the name, and turns a bug into a 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["request_id"] = _request_id(scope)
+        is_started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except ClientGoneError:
+            logger.info("client gone request_id=%s", request_id)
+            if not is_started:  # nobody reads it, but proxies and access logs count it
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send_named)
+        except Exception as error:
+            if is_started:
+                raise
+            await _error_response(_serving_error(error, request_id))(scope, receive, send_named)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's x-request-id, made safe for headers and logs, or a new one."""
+    given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
+    return _NOT_VISIBLE.sub("", given)[:_MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+def _serving_error(error: Exception, request_id: str) -> ServingError:
+    """The one mapping from an exception to what a client sees."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return BadRequestError(str(error), param=error.param)
+    logger.error("request failed request_id=%s", request_id, exc_info=error)
+    return InternalError(f"internal error; the server's log has it under request_id={request_id}")
+
+
+def _error_response(error: ServingError) -> Response:
+    response = _json(error_body(error), error.status)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and error.status == 429:
+        retry_after_s = _DEFAULT_RETRY_AFTER_S
+    if retry_after_s is not None:
+        response.headers["retry-after"] = str(retry_after_s)
+    return response
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _error_response(_serving_error(error, request.scope["request_id"]))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The router's own 404 and 405, in the same form as every other error."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    response = _json(body, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _num_chars(prompt: Prompt) -> int:
+    if isinstance(prompt, TokenPrompt):
+        return 0
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(message.get("content", "")) for message in prompt.messages)
+    return len(prompt.text)
+
+
+def _unix_time_s() -> int:
+    """The wall clock, for the `created` of a response alone."""
+    return time.time_ns() // 10**9

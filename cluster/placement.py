@@ -1,0 +1,103 @@
+"""Choose where a request runs: pure policy over views, no I/O, no clock, no randomness.
+
+A placement is a proposal. Views are what replicas last said, less what this ingress has sent since; the
+replica stays the authority and may refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One DP group, as this ingress believes it to be.
+
+    Attributes:
+        incarnation: The engine that has it.
+        dp_group: Its index there.
+        num_empty_slots: Decode positions that are free.
+        num_free_blocks: KV blocks that are free or evictable.
+        num_active_slots: Decode positions in use.
+    """
+
+    incarnation: str
+    dp_group: int
+    num_empty_slots: int
+    num_free_blocks: int
+    num_active_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """One prefill engine, as this ingress believes it to be.
+
+    Attributes:
+        incarnation: The engine.
+        num_queued_tokens: Prompt tokens that it has not started on.
+        num_active: Requests that it holds.
+    """
+
+    incarnation: str
+    num_queued_tokens: int
+    num_active: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decode position's DP group; the replica picks the slot."""
+
+    incarnation: str
+    dp_group: int
+
+
+def place_decode(
+    num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
+) -> Placement | None:
+    """Pick the emptiest DP group that can hold the request.
+
+    Args:
+        num_blocks: KV blocks for the prompt and the first output token.
+        groups: Every group, in any order.
+        refused: Groups that have refused this request just now.
+
+    Returns:
+        The group with the most empty slots, then the most free blocks; ties go to the lowest
+        (incarnation, dp_group), so that equal views give equal placements. None when none fits.
+    """
+    assert num_blocks > 0, f"{num_blocks=}"
+    fitting = [
+        g
+        for g in groups
+        if g.num_empty_slots > 0
+        and g.num_free_blocks >= num_blocks
+        and Placement(g.incarnation, g.dp_group) not in refused
+    ]
+    if not fitting:
+        return None
+    best = min(
+        fitting, key=lambda g: (-g.num_empty_slots, -g.num_free_blocks, g.incarnation, g.dp_group)
+    )
+    return Placement(best.incarnation, best.dp_group)
+
+
+def place_prefill(engines: Sequence[PrefillView], refused: Collection[str] = ()) -> str | None:
+    """Pick the prefill engine with the least work in front of a new prompt.
+
+    Args:
+        engines: Every prefill engine, in any order.
+        refused: Incarnations that have refused this request, or died on it.
+
+    Returns:
+        Its incarnation, or None when none is left.
+    """
+    best = min(
+        (e for e in engines if e.incarnation not in refused),
+        key=lambda e: (e.num_queued_tokens, e.num_active, e.incarnation),
+        default=None,
+    )
+    return best.incarnation if best is not None else None

@@ -1,0 +1,425 @@
+"""Router shell: reserve a decode slot, have the prompt prefilled, activate, pass tokens on.
+
+Owner: one ingress's event loop. The order of one disaggregated request (decode slot first, so that a
+finished prefill never waits for a decoder):
+
+1. wait for a DP group with room, hold it, send RESERVE; refused or dead: another group
+2. choose a prefill engine, mint a ticket, send PREFILL to it and LOAD to the decode engine
+3. the first token comes from prefill: pass it on at once, ACTIVATE the reservation with it
+4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1
+A prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill on the
+decode engine. A decode engine that dies costs a new reservation as long as the client has no token yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from cluster.errors import (
+    BadRequestError,
+    InternalError,
+    NotReadyError,
+    QueueTimeoutError,
+    ReplicaLostError,
+    SaturatedError,
+)
+from cluster.placement import Placement, place_decode, place_prefill
+from kv_transfer.ticket import Ticket
+from replicas.errors import EngineDeadError
+from replicas.messages import (
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Collection
+
+    from cluster.config import Role, RouterConfig
+    from cluster.metrics import RouterMetrics
+    from cluster.pools import PoolState
+    from replicas.async_client import AsyncMPClient, EngineStream, Inbox
+    from replicas.messages import EngineDescription, EngineEvent, EngineRequest
+
+RETRY_AFTER_S = 1
+"""What a client that is turned away is told to wait."""
+
+_DECODING: tuple[Role, ...] = ("decode", "both")
+
+
+class Router:
+    """Places requests and runs them; see the module docstring.
+
+    Args:
+        client: Connections to the engines.
+        pools: What this ingress believes of them.
+        config: Bounds and thresholds.
+        metrics: Counts what is decided.
+    """
+
+    def __init__(
+        self, client: AsyncMPClient, pools: PoolState, config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
+        self.client = client
+        self.pools = pools
+        self.config = config
+        self.metrics = metrics
+        self._changed = asyncio.Event()
+        # Waiters take turns, so that whoever came first is placed first.
+        self._turn = asyncio.Lock()
+        self._num_queued = 0
+
+    def capacity_changed(self) -> None:
+        """Call after a new snapshot, or when a replica came or went."""
+        self._changed.set()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a decode slot."""
+        return self._num_queued
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Run a request; yields its tokens in order of their index, the last with a finish reason.
+
+        Closing the generator early aborts the request wherever it is.
+
+        Raises:
+            ServingError: It cannot run, or stopped midway.
+        """
+        run = _Run(self, request)
+        try:
+            async for output in run.outputs():
+                yield output
+        finally:
+            run.close()
+
+    async def hold_slot(
+        self, request_id: str, num_blocks: int, refused: Collection[Placement]
+    ) -> Placement:
+        """Wait for a DP group with room and hold it.
+
+        Raises:
+            NotReadyError: No replica can decode now.
+            SaturatedError: The queue is full.
+            QueueTimeoutError: No room within the deadline.
+        """
+        if not self._turn.locked():
+            placement = self._try_hold(request_id, num_blocks, refused)
+            if placement is not None:
+                return placement
+        if self._num_queued >= self.config.max_queued_requests:
+            raise SaturatedError(
+                f"all decode slots are taken and {self._num_queued} requests wait already; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_queued += 1
+        try:
+            return await asyncio.wait_for(
+                self._hold_in_turn(request_id, num_blocks, refused), self.config.queue_timeout_s
+            )
+        except asyncio.TimeoutError:
+            raise QueueTimeoutError(
+                f"no decode slot became free within {self.config.queue_timeout_s:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        finally:
+            self._num_queued -= 1
+
+    async def _hold_in_turn(
+        self, request_id: str, num_blocks: int, refused: Collection[Placement]
+    ) -> Placement:
+        async with self._turn:
+            while True:
+                self._changed.clear()
+                placement = self._try_hold(request_id, num_blocks, refused)
+                if placement is not None:
+                    return placement
+                await self._changed.wait()
+
+    def _try_hold(
+        self, request_id: str, num_blocks: int, refused: Collection[Placement]
+    ) -> Placement | None:
+        if not self.pools.has_open(_DECODING):
+            raise NotReadyError(
+                "no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S
+            )
+        placement = place_decode(num_blocks, self.pools.decode_views(), refused)
+        if placement is not None:
+            self.pools.hold_decode(request_id, placement, num_blocks)
+        return placement
+
+
+class _DecodeLostError(Exception):
+    """The engine that holds the request's decode slot is gone."""
+
+
+class _Run:
+    """One request on its way through the engines; used by one coroutine."""
+
+    def __init__(self, router: Router, request: EngineRequest) -> None:
+        self._router = router
+        self._client = router.client
+        self._pools = router.pools
+        self._request = request
+        self._id = request.request_id
+        self._inbox: Inbox = asyncio.Queue()
+        self._decode: EngineStream | None = None
+        self._prefill: EngineStream | None = None
+        self._has_output = False
+
+    async def outputs(self) -> AsyncGenerator[TokenOutput, None]:
+        """Tokens until the finish; starts over while nothing has been passed on."""
+        for _ in range(self._router.config.max_attempts):
+            is_remote = await self._reserve()
+            try:
+                if is_remote:
+                    output = await self._prefill_remotely()
+                    if output is not None:
+                        self._has_output = True
+                        yield output
+                        if output.finish_reason is not None:
+                            return
+                async for output in self._decode_outputs():
+                    self._has_output = True
+                    yield output
+            except _DecodeLostError as error:
+                self.close()
+                if self._has_output:
+                    raise ReplicaLostError(
+                        f"the decode replica was lost mid-request: {error}"
+                    ) from None
+                self._router.metrics.retries.labels("decode_lost").inc()
+            else:
+                return
+        raise ReplicaLostError(
+            f"{self._router.config.max_attempts} decode replicas were lost one after the other",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def close(self) -> None:
+        """Abort what is still open and drop every hold. Idempotent."""
+        for stream in (self._decode, self._prefill):
+            if stream is not None:
+                self._pools.release(self._id, stream.incarnation)
+                stream.close(abort=True)
+        self._decode = self._prefill = None
+        self._inbox = asyncio.Queue()
+
+    # --- decode side ---------------------------------------------------------------------------
+
+    async def _reserve(self) -> bool:
+        """Get a decode slot; returns whether the prompt is to be prefilled elsewhere.
+
+        Raises:
+            ServingError: There is none to be had.
+        """
+        refused: set[Placement] = set()
+        message = "no replica answered"
+        for _ in range(self._router.config.max_attempts):
+            placement = await self._hold_slot(refused)
+            is_remote = self._is_remote(placement)
+            try:
+                self._decode = self._client.open_stream(
+                    placement.incarnation,
+                    self._id,
+                    AddRequest(
+                        self._request, "decode" if is_remote else "local", placement.dp_group
+                    ),
+                    self._inbox,
+                )
+                answer = await self._answer(self._decode)
+            except (EngineDeadError, _DecodeLostError) as error:
+                answer = Refused(self._id, "draining", str(error))
+            finally:
+                self._pools.release(self._id, placement.incarnation)
+            if isinstance(answer, Accepted):
+                return is_remote
+            self._drop_decode()
+            self._router.metrics.refusals.labels(answer.reason).inc()
+            if answer.reason == "invalid":
+                raise BadRequestError(answer.message, param="prompt")
+            refused.add(placement)
+            message = answer.message
+        raise SaturatedError(
+            f"{self._router.config.max_attempts} placements were refused, the last because {message}",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    async def _hold_slot(self, refused: set[Placement]) -> Placement:
+        started_s = time.monotonic()
+        block_size = self._block_size()
+        num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // block_size)
+        try:
+            return await self._router.hold_slot(self._id, num_blocks, refused)
+        finally:
+            self._router.metrics.queue_time.observe(time.monotonic() - started_s)
+
+    def _block_size(self) -> int:
+        return min((m.description.block_size for m in self._pools.members()), default=1)
+
+    def _is_remote(self, placement: Placement) -> bool:
+        """Whether another engine prefills: there is one, and the prompt is long enough to move."""
+        member = self._pools.member(placement.incarnation)
+        return (
+            member is not None
+            and member.role == "decode"
+            and len(self._request.prompt_token_ids) >= self._router.config.min_remote_prefill_tokens
+            and self._pools.has_open(("prefill",))
+        )
+
+    async def _answer(self, stream: EngineStream) -> Accepted | Refused:
+        """Wait for an engine's answer to `AddRequest`.
+
+        Raises:
+            _DecodeLostError: The decode engine died first.
+            EngineDeadError: The asked engine, another one, did.
+        """
+        while True:
+            event = await self._next_of(stream)
+            if isinstance(event, Accepted | Refused):
+                return event
+
+    async def _decode_outputs(self) -> AsyncGenerator[TokenOutput, None]:
+        """Tokens from the decode engine until the finish; meanwhile the prefill side is let go of.
+
+        Raises:
+            _DecodeLostError: The decode engine died.
+            ServingError: The engine says that the request failed.
+        """
+        assert self._decode is not None
+        while True:
+            event = await self._next_of(self._decode)
+            if isinstance(event, KVLoaded):
+                self._drop_prefill(abort=event.failure is not None)
+                if event.failure is not None:
+                    self._router.metrics.retries.labels("kv_" + event.failure).inc()
+            elif isinstance(event, TokenOutput):
+                if event.finish_reason == "error":
+                    raise InternalError(event.error or "the engine ended the request")
+                yield event
+                if event.finish_reason is not None:
+                    self._drop_decode()
+                    return
+
+    # --- prefill side --------------------------------------------------------------------------
+
+    async def _prefill_remotely(self) -> TokenOutput | None:
+        """Have the prompt computed by the prefill pool and activate the reservation.
+
+        Returns:
+            The first token; None when no prefill engine gave one and the decode engine does it all.
+
+        Raises:
+            _DecodeLostError: The decode engine died.
+        """
+        assert self._decode is not None
+        tried: set[str] = set()
+        for epoch in range(self._router.config.max_attempts):
+            target = place_prefill(self._pools.prefill_views(), tried)
+            if target is None:
+                break
+            output = await self._first_token(target, epoch)
+            if output is None:
+                tried.add(target)
+                self._router.metrics.retries.labels("prefill").inc()
+                continue
+            if output.finish_reason is None:
+                self._send_decode(Activate(self._id, output.token_ids))
+            return output
+        self._send_decode(Activate(self._id, []))
+        return None
+
+    async def _first_token(self, target: str, epoch: int) -> TokenOutput | None:
+        """Ask one prefill engine; None when it refuses or dies.
+
+        Raises:
+            _DecodeLostError: The decode engine died.
+        """
+        ticket = self._mint(target, epoch)
+        if ticket is None:
+            return None
+        self._pools.hold_prefill(self._id, target, len(self._request.prompt_token_ids))
+        try:
+            self._prefill = self._client.open_stream(
+                target, self._id, AddRequest(self._request, "prefill", -1, ticket), self._inbox
+            )
+            self._send_decode(LoadKV(self._id, ticket))
+            while True:
+                event = await self._next_of(self._prefill)
+                if isinstance(event, TokenOutput):
+                    return event
+                self._pools.release(self._id, target)
+                if isinstance(event, Refused):
+                    self._router.metrics.refusals.labels(event.reason).inc()
+                    break
+        except EngineDeadError:
+            pass
+        finally:
+            self._pools.release(self._id, target)
+        self._drop_prefill(abort=True)
+        return None
+
+    def _mint(self, target: str, epoch: int) -> Ticket | None:
+        """A ticket from a prefill engine to the decode engine; None if one is unknown by now."""
+        assert self._decode is not None
+        producer = self._description(target)
+        consumer = self._description(self._decode.incarnation)
+        if producer is None or consumer is None or producer.kv_endpoint is None:
+            return None
+        return Ticket(
+            transfer_id=secrets.token_bytes(16),
+            request_id=self._id,
+            epoch=epoch,
+            producer_endpoint=producer.kv_endpoint,
+            producer_incarnation=producer.incarnation,
+            consumer=consumer.incarnation,
+            num_tokens=len(self._request.prompt_token_ids),
+            layout_hash=consumer.kv_layout_hash or "",
+        )
+
+    def _description(self, incarnation: str) -> EngineDescription | None:
+        member = self._pools.member(incarnation)
+        return member.description if member is not None else None
+
+    # --- streams -------------------------------------------------------------------------------
+
+    async def _next_of(self, wanted: EngineStream) -> EngineEvent:
+        """The next event of one stream; what the other one says meanwhile is seen to here.
+
+        Raises:
+            _DecodeLostError: The decode engine died.
+            EngineDeadError: The wanted prefill engine died.
+        """
+        while True:
+            stream, event = await self._inbox.get()
+            if isinstance(event, EngineDeadError):
+                if stream is self._decode:
+                    raise _DecodeLostError(str(event))
+                if stream is wanted:
+                    raise event
+            elif stream is wanted:
+                return event
+
+    def _send_decode(self, message: LoadKV | Activate) -> None:
+        assert self._decode is not None
+        try:
+            self._client.send(self._decode.incarnation, message)
+        except EngineDeadError as error:
+            raise _DecodeLostError(str(error)) from None
+
+    def _drop_decode(self) -> None:
+        if self._decode is not None:
+            self._decode.close(abort=False)
+            self._decode = None
+
+    def _drop_prefill(self, *, abort: bool) -> None:
+        if self._prefill is not None:
+            self._prefill.close(abort=abort)
+            self._prefill = None

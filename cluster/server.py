@@ -1,0 +1,233 @@
+"""The driver of a local server: starts Ray and Serve, deploys one Serve config file, waits, stops.
+
+Started by `cluster.supervisor` in a session of its own, with Serve's settings in its environment;
+stops when its standard input closes: the supervisor asks so, or is gone. Prints progress and
+where the endpoint is. Not the way to production: there `serve deploy` gives the same file to a
+Ray cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+import msgspec
+import ray
+import typer
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+
+from cluster.app import build
+from cluster.config import load_serve_file
+from cluster.errors import ClusterConfigError
+from cluster.supervisor import ServeOptions
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+    from cluster.config import ServeFile
+
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray's shared memory; no token and no KV block goes through it."""
+
+DRAIN_S = 8.0
+"""How long running requests may go on after a stop, whatever the pools' own drain times."""
+
+_POLL_S = 0.2
+_WAIT_NOTE_S = 10.0
+
+
+class DeploymentFailedError(Exception):
+    """The application did not start; the message holds each deployment's reason."""
+
+
+def main() -> int:
+    """Serve until told to stop.
+
+    Returns:
+        Exit code: 0 after a stop, 1 if the application did not start, 2 if the config cannot work.
+    """
+    options = msgspec.json.decode(sys.argv[1], type=ServeOptions)
+    stop = _stop_event()
+    try:
+        file = load_serve_file(options.config).override(
+            model=options.model, host=options.host, port=options.port
+        )
+        _require_local(file)
+        application = build(file.args)
+    except ClusterConfigError as error:
+        _say(f"{options.config}: {error}")
+        return 2
+    try:
+        _start_ray(options)
+        try:
+            _deploy(file, application)
+            if _wait_until_running(file, stop):
+                _announce(file, options.has_haproxy)
+                stop.wait()
+            return 0
+        except DeploymentFailedError as error:
+            _say(str(error))
+            return 1
+        finally:
+            _stop_serve(file.name)
+    finally:
+        ray.shutdown()
+        # The supervisor does this too, unless it was killed.
+        shutil.rmtree(options.folder, ignore_errors=True)
+
+
+def _require_local(file: ServeFile) -> None:
+    """Refuse what only a Ray cluster's own Serve would apply.
+
+    Raises:
+        ClusterConfigError: The file has such a key.
+    """
+    for key, value in (
+        ("applications[0].deployments", file.applications[0].deployments),
+        ("applications[0].runtime_env", file.applications[0].runtime_env),
+        ("grpc_options", file.grpc_options),
+        ("controller_options", file.controller_options),
+        ("tracing_config", file.tracing_config),
+    ):
+        if value:
+            raise ClusterConfigError(
+                f"{key} has no effect on a local server; remove it, or use `serve deploy`"
+            )
+
+
+def _stop_event() -> threading.Event:
+    """Set when standard input ends. Why no signal: Ray installs handlers of its own that abort."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        # Unbuffered: a buffered read would hold the stream's lock when the interpreter ends.
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+    return stop
+
+
+def _start_ray(options: ServeOptions) -> None:
+    _say("Starting a local Ray cluster.")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=options.folder,
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _deploy(file: ServeFile, application: serve.Application) -> None:
+    _say("Starting Ray Serve.")
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=file.host, port=file.port),
+    )
+    serve.run_many(
+        [serve.RunTarget(target=application, name=file.name, route_prefix="/")],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
+    """Wait until every deployment is healthy and the endpoint answers.
+
+    Returns:
+        False if the stop came first.
+
+    Raises:
+        DeploymentFailedError: Serve has given up.
+    """
+    shown = ""
+    started_s = noted_s = time.monotonic()
+    while not stop.wait(_POLL_S):
+        application = serve.status().applications.get(file.name)
+        if application is None:
+            continue
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise DeploymentFailedError(_reasons(application))
+        progress = _progress(application)
+        now_s = time.monotonic()
+        if progress != shown or now_s - noted_s > _WAIT_NOTE_S:
+            _say(f"[{now_s - started_s:4.0f} s] {progress}")
+            shown, noted_s = progress, now_s
+        if application.status == "RUNNING" and _is_healthy(file):
+            return True
+    return False
+
+
+def _progress(application: ApplicationStatusOverview) -> str:
+    return ", ".join(
+        f"{name} {deployment.status.lower()}"
+        for name, deployment in sorted(application.deployments.items())
+    )
+
+
+def _reasons(application: ApplicationStatusOverview) -> str:
+    """Serve's messages are tracebacks; the reason is the last line of each."""
+    messages = {"application": application.message} | {
+        f"deployment {name}": deployment.message
+        for name, deployment in sorted(application.deployments.items())
+    }
+    lines = [
+        f"  {name}: {message.strip().splitlines()[-1]}"
+        for name, message in messages.items()
+        if message.strip()
+    ]
+    return "\n".join(["The application did not start:", *lines])
+
+
+def _is_healthy(file: ServeFile) -> bool:
+    with contextlib.suppress(OSError):
+        reply = urllib.request.urlopen(f"{file.url}/health", timeout=2)
+        with reply:
+            return bool(reply.status == 200)
+    return False
+
+
+def _announce(file: ServeFile, has_haproxy: bool) -> None:
+    if not has_haproxy:
+        _say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
+    fields = {"model": file.model_name, "prompt": "Return the", "max_tokens": 48, "stream": True}
+    body = json.dumps(fields)
+    typer.echo(
+        f"\nReady: {file.url}/v1 serves the model {file.model_name!r}. Try:\n\n"
+        f"  curl -N {file.url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n\nCtrl-C stops everything."
+    )
+
+
+def _stop_serve(name: str) -> None:
+    """Let running requests end, up to `DRAIN_S`.
+
+    Why not `serve.shutdown`: it takes HAProxy away first, which cuts the streams that still run.
+    """
+    deadline_s = time.monotonic() + DRAIN_S
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+        serve.delete(name, _blocking=False)
+        while name in serve.status().applications and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The cluster as the HTTP edge sees it: requests in, text out; members come and go.
+
+Owner: one ingress's event loop. It joins the parts: connections to engines, the pool state that their
+snapshots feed, the router, the tokenizer, the metrics. Who the members are it is told (`set_members`);
+it knows nothing of Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.errors import NotReadyError
+from cluster.metrics import RouterMetrics, render
+from cluster.openai import Finished, ModelCard, TextDelta, Usage
+from cluster.pools import PoolState
+from cluster.router import RETRY_AFTER_S, Router
+from replicas.async_client import AsyncMPClient
+from replicas.errors import EngineDeadError
+from replicas.generators.model_config import load_hf_config
+from replicas.kv_sizing import derive_max_model_len, num_blocks_per_lane
+from replicas.messages import EngineRequest
+from replicas.output_processor import OutputProcessor
+from replicas.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from cluster.config import ClusterConfig
+    from cluster.openai import GenerateRequest, GenerationEvent
+    from cluster.pools import Member
+    from replicas.messages import EngineMetrics, EngineSnapshot
+    from replicas.output_processor import OutputDelta
+
+logger = logging.getLogger(__name__)
+
+_SCRAPE_TIMEOUT_S = 2.0
+
+
+class ClusterService:
+    """Implements `cluster.ingress.ServingService`; make it inside the running event loop.
+
+    Args:
+        config: The cluster's configuration.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self.tokenizer = Tokenizer.from_folder(config.model_folder)
+        self.max_model_len = _max_model_len(config)
+        self.metrics = RouterMetrics(config.served_model_name)
+        self._pools = PoolState()
+        self._client = AsyncMPClient(self._take_snapshot, self._lose)
+        self._router = Router(self._client, self._pools, config.router, self.metrics)
+        self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._created_s = int(time.time())
+        self._was_complete = False
+        self._draining = False
+        self.members_lost = asyncio.Event()
+
+    # --- ServingService ------------------------------------------------------------------------
+
+    def models(self) -> Sequence[ModelCard]:
+        """The one served model."""
+        name = self._config.served_model_name
+        root = self._config.model_folder.name
+        return [ModelCard(name, root, self.max_model_len, self._created_s)]
+
+    async def generate(
+        self, request: GenerateRequest, request_id: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Run a request; see `cluster.ingress.ServingService.generate`."""
+        if self._draining:
+            raise NotReadyError("this server is stopping", retry_after_s=RETRY_AFTER_S)
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+        engine_request = EngineRequest(request_id, request.prompt_token_ids, sampling)
+        processor = OutputProcessor(self.tokenizer, engine_request, self.tokenizer.eos_token_ids)
+        watch = _Watch(self.metrics)
+        async with contextlib.aclosing(self._router.generate(engine_request)) as outputs:
+            async for output in outputs:
+                delta = processor.take(output)
+                if delta is None:
+                    continue
+                watch.saw_output()
+                if delta.finish_reason is None:
+                    yield TextDelta(delta.text, tuple(delta.token_ids))
+                    continue
+                watch.finished(delta.finish_reason)
+                yield _finished(delta, processor, len(request.prompt_token_ids))
+                return
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Ready once every pool has had a replica, and as long as one can decode."""
+        if self._draining:
+            return False, "draining"
+        if not self._was_complete:
+            missing = [r for r in self._config.pools if not self._pools.has_open((r,))]
+            if missing:
+                return False, f"no replica yet in pool {', '.join(missing)}"
+            self._was_complete = True
+        if not self._pools.has_open(("decode", "both")):
+            return False, "no replica can decode"
+        return True, ""
+
+    def is_live(self) -> bool:
+        """True: whoever asks reached the event loop."""
+        return True
+
+    async def metrics_text(self) -> bytes:
+        """This ingress's metrics and those of every engine that answers."""
+        self.metrics.num_queued.set(self._router.num_queued)
+        members = self._pools.members()
+        answers = await asyncio.gather(*(self._scrape(m.description.incarnation) for m in members))
+        engines = [(m, a) for m, a in zip(members, answers, strict=True) if a is not None]
+        return render(self.metrics, engines, self._config.served_model_name)
+
+    # --- members -------------------------------------------------------------------------------
+
+    async def set_members(self, members: Sequence[Member]) -> None:
+        """Connect to engines that are new, let go of those that are gone."""
+        known = {m.description.incarnation: m for m in members}
+        for incarnation in self._client.incarnations - known.keys():
+            self._forget(incarnation)
+            await self._client.disconnect(incarnation)
+        for incarnation, member in known.items():
+            if incarnation not in self._client.incarnations and incarnation not in self._connecting:
+                task = asyncio.create_task(self._connect(member))
+                self._connecting[incarnation] = task
+
+    def drain(self) -> None:
+        """Refuse new requests; running ones go on."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for task in self._connecting.values():
+            task.cancel()
+        await self._client.close()
+
+    async def _connect(self, member: Member) -> None:
+        incarnation = member.description.incarnation
+        self._pools.add(member)
+        try:
+            await self._client.connect(member.description)
+            logger.info("connected replica=%s role=%s", member.replica_id, member.role)
+        except EngineDeadError as error:
+            self._forget(incarnation)
+            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
+        finally:
+            self._connecting.pop(incarnation, None)
+
+    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
+        self._pools.take_snapshot(incarnation, snapshot)
+        self._router.capacity_changed()
+
+    def _lose(self, incarnation: str, reason: str) -> None:
+        member = self._pools.member(incarnation)
+        logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
+        self._forget(incarnation)
+        self.members_lost.set()
+
+    def _forget(self, incarnation: str) -> None:
+        self._pools.remove(incarnation)
+        self._router.capacity_changed()
+
+    async def _scrape(self, incarnation: str) -> EngineMetrics | None:
+        try:
+            return await asyncio.wait_for(self._client.metrics(incarnation), _SCRAPE_TIMEOUT_S)
+        except (EngineDeadError, asyncio.TimeoutError):
+            return None
+
+
+class _Watch:
+    """Times of one request, for the histograms."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._arrived_s = self._last_s = time.monotonic()
+        self._has_output = False
+
+    def saw_output(self) -> None:
+        now_s = time.monotonic()
+        if self._has_output:
+            self._metrics.inter_token_latency.observe(now_s - self._last_s)
+        else:
+            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+        self._has_output, self._last_s = True, now_s
+
+    def finished(self, reason: str) -> None:
+        self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
+        self._metrics.requests.labels(reason).inc()
+
+
+def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens: int) -> Finished:
+    assert delta.finish_reason in ("stop", "length"), delta.finish_reason
+    usage = Usage(num_prompt_tokens, processor.num_output_tokens, processor.num_cached_tokens)
+    return Finished(
+        delta.finish_reason, delta.stop_reason, usage, delta.text, tuple(delta.token_ids)
+    )
+
+
+def _max_model_len(config: ClusterConfig) -> int:
+    """What every pool can hold, known before any replica is up."""
+    model = load_hf_config(config.model_folder)
+    return min(
+        derive_max_model_len(
+            engine, model.max_position_embeddings, num_blocks_per_lane(engine, model)
+        )
+        for engine in map(config.engine_config, config.pools)
+    )

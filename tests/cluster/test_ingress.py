@@ -1,0 +1,384 @@
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
+from cluster.ingress import IngressLimits, create_app
+from cluster.openai import TextDelta
+from replicas.errors import InvalidRequestError
+from tests.cluster.fake_service import FakeService
+
+GENERATE = ["/v1/completions", "/v1/chat/completions"]
+PROMPTS = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+class Client:
+    """One ASGI request at a time, with the client's side of the connection in the test's hand."""
+
+    def __init__(self, app):
+        self._app = app
+        self.gone = asyncio.Event()
+        self.status = None
+        self.headers = {}
+        self.chunks = []
+
+    async def request(self, method, path, body=b"", headers=()):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        parts = [body[i : i + 1000] for i in range(0, len(body), 1000)] or [b""]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers],
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "scheme": "http",
+        }
+
+        async def receive():
+            if parts:
+                part = parts.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(parts)}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+            else:
+                self.chunks.append(message["body"])
+
+        await self._app(scope, receive, send)
+        return self
+
+    @property
+    def body(self):
+        return json.loads(b"".join(self.chunks))
+
+    @property
+    def events(self):
+        lines = b"".join(self.chunks).decode().split("\n\n")
+        assert lines.pop() == ""
+        assert all(line.startswith("data: ") for line in lines)
+        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def call(service, method, path, body=b"", *, headers=(), limits=None):
+    app = create_app(service, version="1.2.3", limits=limits)
+    return asyncio.run(Client(app).request(method, path, body, headers))
+
+
+def generate(service, path, **fields):
+    return call(service, "POST", path, {**PROMPTS[path], **fields})
+
+
+async def poll(predicate):
+    deadline = asyncio.get_running_loop().time() + 5
+    while not predicate():
+        assert asyncio.get_running_loop().time() < deadline, "the predicate never became true"
+        await asyncio.sleep(0.001)
+
+
+def test_a_completion_answers_with_text_and_usage():
+    response = generate(FakeService(), "/v1/completions", model="demo")
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/json"
+    assert response.body["choices"][0]["text"] == "hi"
+    assert response.body["usage"]["total_tokens"] == 4
+
+
+def test_a_conversation_goes_through_the_chat_template():
+    response = generate(FakeService(), "/v1/chat/completions")
+    assert response.body["choices"][0]["message"]["content"] == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_stream_gives_the_same_text_and_ends_with_done(path):
+    whole = generate(FakeService(), path).body["choices"][0]
+    response = generate(FakeService(), path, stream=True)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    *chunks, done = response.events
+    assert done == "[DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+    assert text == (whole["text"] if "text" in whole else whole["message"]["content"])
+    assert choices[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize("given", [None, "job-7", "a b\tc\xe9\x01d", "x" * 500])
+def test_a_request_id_is_made_safe_and_echoed(path, given):
+    service = FakeService()
+    headers = [] if given is None else [("x-request-id", given)]
+    for _ in range(2):
+        response = call(service, "POST", path, PROMPTS[path], headers=headers)
+        echoed = response.headers["x-request-id"]
+        expected = {"job-7": "job-7", "a b\tc\xe9\x01d": "abcd", "x" * 500: "x" * 128}
+        assert echoed == expected.get(given, echoed)
+        assert response.body["id"].endswith(f"-{echoed}")
+        assert service.request_ids[-1].startswith(f"{echoed}-")
+    assert len(set(service.request_ids)) == 2
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize(
+    ("extra", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"max_tokens": 65}, 400, "max_tokens"),
+        ({"nonsense": 1}, 400, "nonsense"),
+        ({"tools": [{}], "n": 3}, 400, None),
+    ],
+)
+def test_a_bad_request_reaches_no_replica(path, extra, status, param):
+    service = FakeService()
+    response = generate(service, path, **extra, stream=True)
+    error = response.body["error"]
+    assert response.status == status
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param or param is None
+    assert service.requests == []
+
+
+def test_a_long_prompt_is_refused_with_both_numbers():
+    service = FakeService()
+    response = call(service, "POST", "/v1/completions", {"prompt": "x" * 64})
+    assert response.status == 400
+    assert "64 tokens and max_model_len is 64" in response.body["error"]["message"]
+    assert service.requests == []
+
+
+def test_a_template_that_refuses_is_a_bad_request():
+    body = {**PROMPTS["/v1/chat/completions"], "chat_template_kwargs": {"tools": 1}}
+    response = call(FakeService(), "POST", "/v1/chat/completions", body)
+    assert response.status == 400
+    assert response.body["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("path", [*GENERATE, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": NaN}', b"[" * 60_000])
+def test_a_malformed_body_is_a_bad_request(path, raw):
+    assert call(FakeService(), "POST", path, raw).status == 400
+
+
+@pytest.mark.parametrize("headers", [[], [("content-length", "3000")], [("content-length", "x")]])
+def test_a_large_body_is_refused(headers):
+    limits = IngressLimits(max_body_bytes=2000)
+    body = {"prompt": "x" * 3000}
+    response = call(FakeService(), "POST", "/v1/completions", body, headers=headers, limits=limits)
+    assert response.status == 413
+    assert "2000 bytes" in response.body["error"]["message"]
+
+
+def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result():
+    limits = IngressLimits(inline_encode_chars=1)
+    for path in GENERATE:
+        response = call(FakeService(), "POST", path, PROMPTS[path], limits=limits)
+        assert response.body["choices"] == generate(FakeService(), path).body["choices"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (SaturatedError("every slot is taken"), 429, "1"),
+        (SaturatedError("every slot is taken", retry_after_s=7), 429, "7"),
+        (QueueTimeoutError("waited too long"), 408, None),
+        (NotReadyError("no replica is ready", retry_after_s=3), 503, "3"),
+        (ReplicaLostError("gone"), 503, None),
+        (InvalidRequestError("prompt", "too large for the KV pool"), 400, None),
+        (RuntimeError("a secret detail"), 500, None),
+    ],
+)
+def test_an_error_before_the_first_event_has_its_status(error, status, retry_after, stream):
+    async def script(request):
+        raise error
+        yield
+
+    response = generate(FakeService(script), "/v1/completions", stream=stream)
+    assert response.status == status
+    assert response.headers.get("retry-after") == retry_after
+    assert "x-request-id" in response.headers
+    assert "secret" not in response.body["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [ReplicaLostError("the replica died"), ValueError("a secret")])
+def test_an_error_mid_stream_is_the_last_event(error):
+    async def script(request):
+        yield TextDelta("he", (1,))
+        raise error
+
+    service = FakeService(script)
+    response = generate(service, "/v1/completions", stream=True)
+    first, last = response.events
+    assert response.status == 200
+    assert first["choices"][0]["text"] == "he"
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in last["error"]["message"]
+    assert service.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_an_end_is_an_error(stream):
+    async def script(request):
+        yield TextDelta("he", (1,))
+
+    response = generate(FakeService(script), "/v1/completions", stream=stream)
+    error = response.events[-1] if stream else response.body
+    assert error["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_events", [0, 2])
+def test_a_client_that_leaves_closes_the_generator_at_once(stream, num_events):
+    reached = asyncio.Event()
+
+    async def script(request):
+        for i in range(num_events):
+            yield TextDelta("x", (i,))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeService(script)
+        client = Client(create_app(service, version="0"))
+        body = {"prompt": "hi", "stream": stream}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        assert service.num_open == 1
+        client.gone.set()
+        await asyncio.wait_for(running, 5)
+        assert service.num_open == 0
+        assert client.status == (200 if stream and num_events else 499)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_closes_the_generator():
+    reached = asyncio.Event()
+
+    async def script(request):
+        yield TextDelta("x", (1,))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeService(script)
+        client = Client(create_app(service, version="0"))
+        body = {"prompt": "hi", "stream": True}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert service.num_open == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_stops_reading_and_leaves_closes_the_generator():
+    async def script(request):
+        while True:
+            yield TextDelta("x", (1,))
+
+    async def scenario():
+        service = FakeService(script)
+        app = create_app(service, version="0")
+        is_stuck = asyncio.Event()
+
+        async def app_with_full_socket(scope, receive, send):
+            async def send_nothing(message):
+                is_stuck.set()
+                await asyncio.Event().wait()
+
+            await app(scope, receive, send_nothing)
+
+        client = Client(app_with_full_socket)
+        body = {"prompt": "hi", "stream": True}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(is_stuck.wait(), 5)
+        assert service.num_open == 1
+        client.gone.set()
+        await poll(lambda: service.num_open == 0)
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_models_are_listed_and_found_by_id():
+    listed = call(FakeService(), "GET", "/v1/models").body
+    assert [card["id"] for card in listed["data"]] == ["demo"]
+    card = call(FakeService(), "GET", "/v1/models/demo").body
+    assert card == listed["data"][0]
+    assert (card["root"], card["max_model_len"], card["created"]) == ("demo-folder", 64, 17)
+    assert call(FakeService(), "GET", "/v1/models/org/other").status == 404
+
+
+def test_tokenize_and_detokenize_are_inverse():
+    service = FakeService()
+    tokenized = call(service, "POST", "/tokenize", {"prompt": "hé", "return_token_strs": True}).body
+    assert (tokenized["count"], tokenized["max_model_len"]) == (3, 64)
+    assert tokenized["token_strs"] == ["h", "Ã", "©"]
+    body = {"tokens": tokenized["tokens"], "model": "demo"}
+    assert call(service, "POST", "/detokenize", body).body == {"prompt": "hé"}
+    chat = call(service, "POST", "/tokenize", PROMPTS["/v1/chat/completions"]).body
+    assert service.tokenizer.decode(chat["tokens"]) == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "temperature": 1}, 400, "temperature"),
+        ("/detokenize", {"tokens": [1, 256]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, "2"]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+def test_bad_tokenize_bodies_are_refused(path, body, status, param):
+    response = call(FakeService(), "POST", path, body)
+    assert (response.status, response.body["error"]["param"]) == (status, param)
+
+
+def test_health_says_why_it_is_not_ready_while_live_stays_well():
+    service = FakeService()
+    assert call(service, "GET", "/health").status == 200
+    service.ready = (False, "draining")
+    response = call(service, "GET", "/health")
+    assert (response.status, response.body["reason"]) == (503, "draining")
+    assert call(service, "GET", "/live").status == 200
+    service.live = False
+    assert call(service, "GET", "/live").status == 503
+
+
+def test_metrics_and_version():
+    response = call(FakeService(), "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"".join(response.chunks) == b"vllm:num_requests_running 0\n"
+    assert call(FakeService(), "GET", "/version").body == {"version": "1.2.3"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)]
+)
+def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, path, status):
+    response = call(FakeService(), method, path)
+    assert response.status == status
+    assert set(response.body["error"]) == {"message", "type", "param", "code"}
+    assert "x-request-id" in response.headers

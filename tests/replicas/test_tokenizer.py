@@ -1,0 +1,186 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from replicas.errors import ModelLoadError
+from replicas.tokenizer import ChatTemplateError, Tokenizer
+
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'critic' %}
+        {{- raise_exception('no critics, please') }}
+    {%- endif %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+    <|{{ message.role }}|>
+    {%- generation %}{{ message['content'] | trim }}{% endgeneration -%}
+    {%- if message.name is defined %}{{ {'é': '<' ~ message.name} | tojson }}{% endif -%}
+    {{- eos_token }}
+{% endfor %}
+{%- if tools %}tools{% endif %}
+{%- if style is defined %}{{ style + 1 }}{% endif %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+TEXTS = [
+    "", " ", "hello world", "  two  spaces\n\nand lines\t", "größer 你好 😀",
+    "<s>inside</s>the text", "x = {'a': 1}  # <b>", "é́", "\x00\x7f",
+]  # fmt: skip
+TURNS = [
+    {"role": "system", "content": " be kind ", "name": None},
+    {"role": "user", "content": "hé <b> 你好", "name": "ann"},
+]
+
+
+def make_folder(folder, tokenizer_config=None, **files):
+    """A model folder with a tokenizer trained on the spot, and the JSON files given."""
+    folder.mkdir(exist_ok=True)
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>", "<|user|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator([*TEXTS, "the world of hello worlds, größer"] * 9, trainer)
+    backend.enable_truncation(4)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        **(tokenizer_config or {}),
+    }
+    for name, content in {"tokenizer_config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_bos_token": False},
+        {"pad_token": "<pad>"},
+    ],
+    ids=["plain", "bos", "bos_eos", "no_bos", "new_special_token"],
+)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_ids_and_text_equal_transformers(tmp_path, config, add_special_tokens):
+    folder = make_folder(tmp_path, config)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS, "a<pad>b"]:
+        ids = ours.encode(text, add_special_tokens)
+        assert ids == theirs.encode(text, add_special_tokens=add_special_tokens, truncation=False)
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.token_strings(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("kwargs", [{}, {"style": 3}])
+@pytest.mark.parametrize("place", ["config", "list", "file"])
+def test_rendered_conversations_equal_transformers(tmp_path, place, kwargs, add_generation_prompt):
+    other = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    stored = {"config": TEMPLATE, "list": other, "file": "not this one"}[place]
+    folder = make_folder(tmp_path, {"chat_template": stored})
+    if place == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    ours = Tokenizer.from_folder(folder).apply_chat_template(TURNS, add_generation_prompt, **kwargs)
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        TURNS, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+    )
+    assert ours == theirs
+    assert '{"é": "<ann"}' in ours
+
+
+@pytest.mark.parametrize(
+    ("turns", "kwargs", "reason"),
+    [
+        ([{"role": "critic", "content": "x"}], {}, "no critics, please"),
+        ([], {}, "at least one message"),
+        (TURNS, {"style": "x"}, "can only concatenate str"),
+        (TURNS, {"tools": [1]}, r"may not set \['tools'\]"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_a_typed_error(tmp_path, turns, kwargs, reason):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path, {"chat_template": TEMPLATE}))
+    with pytest.raises(ChatTemplateError, match=reason):
+        tokenizer.apply_chat_template(turns, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ namespace.__init__.__globals__ }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox_or_change_its_input(tmp_path, attack):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path, {"chat_template": attack}))
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        tokenizer.apply_chat_template(TURNS)
+
+
+def test_a_folder_without_a_chat_template_says_what_to_do(tmp_path):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match=r"add chat_template\.jinja"):
+        tokenizer.apply_chat_template(TURNS)
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json in .*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "no json"),
+        ("tokenizer_config.json", "[]"),
+        ("config.json", "{"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, file, content):
+    (make_folder(tmp_path) / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=file.split(".")[0].replace("_", "[_ ]")):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, {1}),
+        ({"config": {"eos_token_id": 7}}, {1, 7}),
+        ({"config": {"text_config": {"eos_token_id": 8}}}, {1, 8}),
+        ({"config": {"eos_token_id": 7}, "generation_config": {"eos_token_id": [5, 6]}}, {1, 5, 6}),
+    ],
+)
+def test_end_tokens_come_from_the_generation_config_first(tmp_path, files, expected):
+    assert Tokenizer.from_folder(make_folder(tmp_path, **files)).eos_token_ids == expected
+
+
+def test_the_vocabulary_size_is_the_models_own_where_it_says_so(tmp_path):
+    folder = make_folder(tmp_path, config={"vocab_size": 512})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.decode([400, 511]) == ""
+    assert tokenizer.token_strings([511]) == [""]
+
+
+def test_importing_the_tokenizer_imports_neither_transformers_nor_torch():
+    code = "import sys, replicas.tokenizer; print({'transformers', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
