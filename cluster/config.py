@@ -1,8 +1,9 @@
 """Cluster configuration: the only module that reads YAML and the environment.
 
-A deployment is one Ray Serve config file. `load_serve_file` reads all of it and refuses keys that Serve
-itself would ignore; `load_cluster_config` reads the application's `args`, which is what `serve deploy`
-hands to `cluster.app:build`. Everything that can be checked without starting anything is checked here.
+A deployment is one Ray Serve config file. `load_serve_file` reads all of it and refuses keys that
+Serve itself would ignore; `load_cluster_config` reads the application's `args`, which is what
+`serve deploy` hands to `cluster.app:build`. Everything that can be checked without starting
+anything is checked here.
 """
 
 import os
@@ -270,7 +271,7 @@ def load_serve_file(path: str | Path) -> ServeFile:
     file = _convert(raw, ServeFile, "")
     if len(file.applications) != 1:
         raise ClusterConfigError(
-            f"applications: a file has one ttserve application, this one has {len(file.applications)}"
+            f"applications: a file has one ttserve application, not {len(file.applications)}"
         )
     if file.applications[0].import_path != IMPORT_PATH:
         raise ClusterConfigError(
@@ -297,8 +298,8 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
     _check_counts(config)
     if config.model != DEMO_MODEL and not config.model_folder.is_absolute():
         raise ClusterConfigError(
-            f"args.model {config.model!r} is a relative path: replicas run in folders of their own; "
-            f"give an absolute path, or {DEMO_MODEL!r}"
+            f"args.model {config.model!r} is a relative path, and replicas run in folders of their "
+            f"own: give an absolute path, or {DEMO_MODEL!r}"
         )
     try:
         for role in config.pools:
@@ -311,7 +312,7 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
 
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, to start children with."""
-    return dict(os.environ)
+    return dict(os.environ)  # noqa: TID251 - the one place
 
 
 def _check_counts(config: ClusterConfig) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import importlib.metadata
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -113,13 +112,12 @@ class PoolReplica:
         line = f"{self._role}: {stage} {int(fraction * 4) * 25} %"
         if line != self._stage:
             self._stage = line
-            sys.stderr.write(line + "\n")
+            _tell(line)
 
     def _on_engine_exit(self, code: int) -> None:
         """End this process with its engine: Serve notices that within a second."""
         if not self._is_stopping:
-            sys.stderr.write(f"{self._role}: the engine process ended with code {code}\n")
-            sys.stderr.flush()
+            _tell(f"{self._role}: the engine process ended with code {code}")
             os._exit(1)
 
 
@@ -198,6 +196,14 @@ class PoolDirectory:
             if not isinstance(answer, BaseException)
         ]
         return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
+
+
+def _tell(line: str) -> None:
+    """Write to the worker's own standard error, which Ray shows to its driver.
+
+    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet.
+    """
+    os.write(2, f"{line}\n".encode())
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Every metric once: name, unit, labels, help. vLLM's names where they exist, `ttserve_` for the rest.
+"""Every metric once: name, unit, labels, help; vLLM's names where they exist, else `ttserve_`.
 
-An ingress counts its own requests; engines count theirs and are asked when somebody scrapes, so any
-ingress shows every engine, labelled by pool, replica and DP group.
+An ingress counts its own requests; engines count theirs and are asked when somebody scrapes, so
+any ingress shows every engine, labelled by pool, replica and DP group.
 """
 
 from __future__ import annotations

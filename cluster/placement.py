@@ -1,7 +1,7 @@
 """Choose where a request runs: pure policy over views, no I/O, no clock, no randomness.
 
-A placement is a proposal. Views are what replicas last said, less what this ingress has sent since; the
-replica stays the authority and may refuse.
+A placement is a proposal. Views are what replicas last said, less what this ingress has sent since;
+the replica stays the authority and may refuse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What one ingress believes of the replicas: their last snapshots, less what it has sent since.
 
-Owner: the ingress's event loop. Pure. The replicas are the authority; this view is a hint that costs a
-refusal when it is wrong. A hold counts a request against a view from the moment it is sent until the
-replica's answer, because from then on the replica's snapshots count it: both come in order on one socket.
+Owner: the ingress's event loop. Pure. The replicas are the authority; this view is a hint that
+costs a refusal when it is wrong. A hold counts a request against a view from the moment it is sent
+until the replica's answer, because from then on the replica's snapshots count it: both come in
+order on one socket.
 """
 
 from __future__ import annotations

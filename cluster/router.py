@@ -1,14 +1,15 @@
 """Router shell: reserve a decode slot, have the prompt prefilled, activate, pass tokens on.
 
-Owner: one ingress's event loop. The order of one disaggregated request (decode slot first, so that a
-finished prefill never waits for a decoder):
+Owner: one ingress's event loop. The order of one disaggregated request (decode slot first, so that
+a finished prefill never waits for a decoder):
 
 1. wait for a DP group with room, hold it, send RESERVE; refused or dead: another group
 2. choose a prefill engine, mint a ticket, send PREFILL to it and LOAD to the decode engine
 3. the first token comes from prefill: pass it on at once, ACTIVATE the reservation with it
-4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1
-A prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill on the
-decode engine. A decode engine that dies costs a new reservation as long as the client has no token yet.
+4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1 A
+   prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill
+   on the decode engine. A decode engine that dies costs a new reservation as long as the client has
+   no token yet.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Router:
                 return placement
         if self._num_queued >= self.config.max_queued_requests:
             raise SaturatedError(
-                f"all decode slots are taken and {self._num_queued} requests wait already; retry later",
+                f"all decode slots are taken and {self._num_queued} requests wait; retry later",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_queued += 1
@@ -248,7 +249,7 @@ class _Run:
             refused.add(placement)
             message = answer.message
         raise SaturatedError(
-            f"{self._router.config.max_attempts} placements were refused, the last because {message}",
+            f"{self._router.config.max_attempts} placements were refused; the last: {message}",
             retry_after_s=RETRY_AFTER_S,
         )
 

@@ -124,7 +124,7 @@ def _start_ray(options: ServeOptions) -> None:
         address="local",
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
+        log_to_driver=True,
         logging_level=logging.ERROR,
         _temp_dir=options.folder,
     )

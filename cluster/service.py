@@ -1,8 +1,8 @@
 """The cluster as the HTTP edge sees it: requests in, text out; members come and go.
 
-Owner: one ingress's event loop. It joins the parts: connections to engines, the pool state that their
-snapshots feed, the router, the tokenizer, the metrics. Who the members are it is told (`set_members`);
-it knows nothing of Ray or HTTP.
+Owner: one ingress's event loop. It joins the parts: connections to engines, the pool state that
+their snapshots feed, the router, the tokenizer, the metrics. Who the members are it is told
+(`set_members`); it knows nothing of Ray or HTTP.
 """
 
 from __future__ import annotations

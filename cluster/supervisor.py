@@ -122,6 +122,7 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
         # Wait for running requests only: nothing outside this machine has to notice the stop.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
     }
     if haproxy_script is not None:
         files = folder / "h"

@@ -1,4 +1,4 @@
-"""One mesh, one engine: everything between token ids and the device. Knows nothing of Ray, HTTP or pools."""
+"""One mesh, one engine: everything between token ids and the device. No Ray, HTTP or pools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Asynchronous client of any number of engine processes: the ingress of a cluster, and `AsyncLLM`.
 
-Owner of the connections and of the map from (engine, request) to stream; everything on one event loop.
+Owner of the connections and of the map from (engine, request) to stream; everything on one event
+loop.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class AsyncMPClient:
         """
         if description.incarnation in self._links:
             return
-        link = _EngineLink(self._context, self._identity, description, self._on_snapshot, self._lost)
+        link = _EngineLink(
+            self._context, self._identity, description, self._on_snapshot, self._lost
+        )
         self._links[description.incarnation] = link
         try:
             await asyncio.wait_for(link.start(), CONNECT_S)

@@ -71,11 +71,12 @@ class AsyncLLM:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = EngineRequest(f"request-{next(self._counter)}", token_ids, sampling_params)
         output = RequestOutput(
-            request.request_id, prompt if isinstance(prompt, str) else None, token_ids, [CompletionOutput()]
+            request.request_id,
+            prompt if isinstance(prompt, str) else None,
+            token_ids,
+            [CompletionOutput()],
         )
-        processor = OutputProcessor(
-            self._tokenizer, request, frozenset(description.eos_token_ids)
-        )
+        processor = OutputProcessor(self._tokenizer, request, frozenset(description.eos_token_ids))
         stream = self._client.open_stream(
             description.incarnation, request.request_id, AddRequest(request)
         )

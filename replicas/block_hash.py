@@ -1,7 +1,7 @@
 """Chain hash of full KV blocks: one definition for the engine's prefix cache and for the router.
 
-`h_i = xxh3_128(h_{i-1} or salt, token ids of block i as little-endian int32)`: equal hashes mean equal
-prefixes, so that a block can be found without comparing what came before it.
+`h_i = xxh3_128(h_{i-1} or salt, token ids of block i as little-endian int32)`: equal hashes mean
+equal prefixes, so that a block can be found without comparing what came before it.
 Source of the scheme: vLLM v1/core/kv_cache_utils.py (chain with parent), with raw int32 bytes in
 place of a serialised tuple.
 """

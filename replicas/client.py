@@ -1,7 +1,8 @@
 """Synchronous clients of an engine: in process, and over ZMQ to a process of its own.
 
-`InprocClient` steps the engine core on the caller's thread (debugging, tests). `SyncMPClient` starts an
-engine process and owns it (offline `LLM`). The asynchronous one is `replicas.async_client`.
+`InprocClient` steps the engine core on the caller's thread (debugging, tests). `SyncMPClient`
+starts an engine process and owns it (offline `LLM`). The asynchronous one is
+`replicas.async_client`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.messages import ClientMessage, EngineEvent, EngineRequest
+
 
 class EngineClient(Protocol):
     """What `LLMEngine` asks of a client: requests in, token outputs out."""
@@ -77,11 +79,16 @@ class EngineFacts(Protocol):
     """The part of an engine's description that a front end needs."""
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """Folder of the model."""
+
     @property
-    def max_model_len(self) -> int: ...
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
 
 
 class _InprocFacts(msgspec.Struct, frozen=True):
@@ -162,11 +169,15 @@ class SyncMPClient:
         self._refusals: dict[str, Refused] = {}
         self._call_ids = itertools.count(1)
         identity = secrets.token_bytes(8)
-        self._input = connect_dealer(self._context, identity, self._handle.description.input_endpoint)
+        self._input = connect_dealer(
+            self._context, identity, self._handle.description.input_endpoint
+        )
         self._greeted = threading.Event()
         self._reader = threading.Thread(
             target=self._read,
-            args=(connect_dealer(self._context, identity, self._handle.description.output_endpoint),),
+            args=(
+                connect_dealer(self._context, identity, self._handle.description.output_endpoint),
+            ),
             name="engine-outputs",
             daemon=True,
         )
@@ -200,7 +211,7 @@ class SyncMPClient:
             event = self._next_event()
 
     def metrics(self) -> EngineMetrics:
-        """See `EngineClient`; only between generations, as outputs that arrive meanwhile are kept."""
+        """See `EngineClient`; outputs that arrive meanwhile are kept for `get_outputs`."""
         return msgspec.convert(self._call("metrics"), EngineMetrics)
 
     def reset_prefix_cache(self) -> None:

@@ -8,7 +8,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 """Largest frame that either side reads: a prompt of a few million tokens."""
 
 _encoder = msgspec.msgpack.Encoder()
-_client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
+    ClientMessage
+)
 _engine_frame_decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineFrame)
 
 

@@ -13,7 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         model: Folder of the model, absolute.
         generator: None (the generator registered for the model's architecture) or "module:Class".
-        load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json only.
+        load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json
+            only.
         weights_seed: Seed of random weights.
         dtype: Compute and KV dtype; "auto" takes the checkpoint's.
         attention: Attention back end of the torch generator.
@@ -25,13 +26,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`.
         max_num_batched_tokens: Token budget of one step.
         max_num_waiting: Most sequences that wait for a slot; None is unbounded (offline use).
-        enable_chunked_prefill: Whether a prompt may be computed over several steps; None, as for the
-            next two: if the generator can.
+        enable_chunked_prefill: Whether a prompt may be computed over several steps; None, as for
+            the next two: if the generator can.
         enable_prefix_caching: Whether full blocks are found again by their hash.
-        mixed_batches: Whether prefill chunks and decodes share a pass; otherwise a step is all one or
-            all the other.
-        prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many
-            prefill steps may follow each other while sequences wait to decode.
+        mixed_batches: Whether prefill chunks and decodes share a pass; otherwise a step is all one
+            or all the other.
+        prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many prefill
+            steps may follow each other while sequences wait to decode.
         num_threads: Compute threads of the generator; None leaves the library's default.
         kv_connector: None, "p2p", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
@@ -86,7 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{self.max_batch_size}: a full decode step would not fit"
             )
         if self.num_blocks is not None and self.num_blocks < 2:
-            raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
+            raise ConfigError(
+                f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
+            )
 
     @property
     def slots_per_group(self) -> int:

@@ -1,4 +1,4 @@
-"""Errors of the engine side that a caller can act on; everything else is a bug and ends the process."""
+"""Errors of the engine side that a caller can act on; anything else is a bug, and fatal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: arithmetic only, so that a configuration can be refused before anything starts."""
+"""How many KV blocks fit: arithmetic alone, so that what cannot work is refused at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    """The engine's dtype; "auto" is the checkpoint's, where half precision or none becomes bfloat16."""
+    """The engine's dtype; "auto" is the checkpoint's, half precision or none is bfloat16."""
     if config.dtype != "auto":
         return config.dtype
     return model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"

@@ -97,7 +97,9 @@ def start_engine(
     finally:
         os.close(write_fd)
     assert process.stdin is not None
-    arguments = EngineArguments(config=config, incarnation=incarnation, host=host, ready_fd=write_fd)
+    arguments = EngineArguments(
+        config=config, incarnation=incarnation, host=host, ready_fd=write_fd
+    )
     try:
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()

@@ -1,8 +1,8 @@
 """Wire structs between an engine and its clients: msgpack, tagged, positional, never pickled.
 
-Client to engine: one `ClientMessage` a frame. Engine to client: one `EngineFrame` per engine step and
-client, in order, on one socket, so that a snapshot never overtakes the tokens it was taken after.
-Appending a field keeps older peers working; anything else raises `PROTOCOL_VERSION`.
+Client to engine: one `ClientMessage` a frame. Engine to client: one `EngineFrame` per engine step
+and client, in order, on one socket, so that a snapshot never overtakes the tokens it was taken
+after. Appending a field keeps older peers working; anything else raises `PROTOCOL_VERSION`.
 """
 
 from typing import Literal
@@ -15,8 +15,8 @@ from replicas.sampling_params import SamplingParams
 PROTOCOL_VERSION = 1
 
 RequestMode = Literal["local", "prefill", "decode"]
-"""local: prompt and output here. prefill: prompt here, first token out, KV kept for a ticket's holder.
-decode: a slot and blocks are reserved, the prompt's KV comes from elsewhere."""
+"""local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
+ticket's consumer. decode: slot and blocks are reserved here, the prompt's KV comes from there."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -38,7 +38,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A client introduces itself; the engine answers with a snapshot on the client's output socket."""
+    """A client introduces itself; a snapshot on its output socket answers."""
 
     protocol_version: int
 
@@ -60,7 +60,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
 
 class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Fetch the KV of a reserved request with this ticket; a later ticket replaces an earlier one."""
+    """Fetch a reserved request's KV with this ticket; a later one replaces an earlier one."""
 
     request_id: str
     ticket: Ticket
@@ -196,7 +196,7 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine has left: the authority's own view, ordered by `seq` within an incarnation."""
+    """What the engine has left: the authority's view, ordered by `seq` per incarnation."""
 
     seq: int
     draining: bool

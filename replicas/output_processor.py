@@ -1,7 +1,7 @@
 """Token outputs of one request to text: detokenise, find stop strings, drop duplicates.
 
-Owner: one processor per request, used by one thread or one event loop. Offline `LLM` and the cluster's
-ingress use the same one, so text and endings agree.
+Owner: one processor per request, used by one thread or one event loop. Offline `LLM` and the
+cluster's ingress use the same one, so text and endings agree.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class OutputProcessor:
         Returns:
             What is new, or None when every token of it is known already.
         """
-        assert output.index <= self.num_output_tokens, f"tokens before index {output.index} are missing"
+        assert output.index <= self.num_output_tokens, (
+            f"tokens before index {output.index} are missing"
+        )
         token_ids = output.token_ids[self.num_output_tokens - output.index :]
         if not token_ids and output.finish_reason is None:
             return None
@@ -108,6 +110,10 @@ class OutputProcessor:
 
     def _ends_hidden(self, output: TokenOutput, token_ids: list[int]) -> bool:
         """Whether the last token ended the request and is not part of its text."""
-        if output.finish_reason != "stop" or not token_ids or self._sampling.include_stop_str_in_output:
+        if (
+            output.finish_reason != "stop"
+            or not token_ids
+            or self._sampling.include_stop_str_in_output
+        ):
             return False
         return output.stop_reason is not None or token_ids[-1] in self._eos_token_ids

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same (seed, index) gives the same number, in any process, in any order.
+"""Counter-based random numbers: the same (seed, index) gives the same number, anywhere, any time.
 
 Pure; numpy only. Used by the sampler, and by front ends to mint seeds.
 """
@@ -36,12 +36,19 @@ def philox4x32(
     k0, k1 = key
     for _ in range(10):
         p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
-        c0, c1, c2, c3 = (p1 >> _SHIFT32) ^ c1 ^ k0, p1 & _MASK32, (p0 >> _SHIFT32) ^ c3 ^ k1, p0 & _MASK32
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT32) ^ c1 ^ k0,
+            p1 & _MASK32,
+            (p0 >> _SHIFT32) ^ c3 ^ k1,
+            p0 & _MASK32,
+        )
         k0, k1 = (k0 + _PHILOX_W[0]) & _MASK32, (k1 + _PHILOX_W[1]) & _MASK32
     return c0, c1, c2, c3
 
 
-def uniform(seeds: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniform(
+    seeds: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
     """Random numbers in [0, 1) with 53 bits, one per (seed, output index).
 
     Args:
@@ -61,7 +68,8 @@ def uniform(seeds: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> npt
 def mint_seed(base: int, count: int) -> int:
     """The seed of the `count`-th request under a base seed: 63 random bits, reproducible.
 
-    A front end mints it once, so that every engine that ever runs the request draws the same numbers.
+    A front end mints it once, so that every engine that ever runs the request draws the same
+    numbers.
     """
     drawn = uniform(np.array([base], dtype=np.int64), np.array([count], dtype=np.int64))
     return int(drawn[0] * 2.0**53) << 10

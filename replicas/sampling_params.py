@@ -58,12 +58,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
 
     def _validate_numbers(self) -> None:
         if self.max_tokens < 1:
-            raise InvalidRequestError("max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise InvalidRequestError(
+                "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}"
+            )
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise InvalidRequestError("temperature", f"temperature must be in [0, 2], got {self.temperature}")
+            raise InvalidRequestError(
+                "temperature", f"temperature must be in [0, 2], got {self.temperature}"
+            )
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise InvalidRequestError("top_p", f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < -1:
-            raise InvalidRequestError("top_k", f"top_k must be -1, 0 or at least 1, got {self.top_k}")
+            raise InvalidRequestError(
+                "top_k", f"top_k must be -1, 0 or at least 1, got {self.top_k}"
+            )
         if self.seed is not None and not -_INT64 <= self.seed < _INT64:
             raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")

@@ -1,0 +1,1 @@
+"""The engine: pure scheduler and batch, the model runner, and the process around them."""

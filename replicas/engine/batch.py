@@ -1,12 +1,13 @@
-"""The persistent batch: token table, block tables and counters of every slot, and the inputs made of them.
+"""The persistent batch: tables and counters of every slot, and the inputs made of them.
 
 Owner: the model runner. Pure numpy. Rows are slots and stay where they are, so that a decode step's
-padded tensors are views of the tables and a TT trace sees constant shapes.
-One table feeds two forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes in
-one pass, and the two padded forms of Tenstorrent's generator interface.
+padded tensors are views of the tables and a TT trace sees constant shapes. One table feeds two
+forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes in one pass, and the
+two padded forms of Tenstorrent's generator interface.
 Source of the flat form: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`.
 
-Dimensions: B slots; M longest sequence; K blocks per sequence; R scheduled requests; T their tokens.
+Dimensions: B slots; M longest sequence; K blocks per sequence; R scheduled requests; T their
+tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class PersistentBatch:
     """
 
     def __init__(
-        self, max_batch_size: int, max_model_len: int, block_size: int, table_width: int | None = None
+        self,
+        max_batch_size: int,
+        max_model_len: int,
+        block_size: int,
+        table_width: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -107,9 +112,14 @@ class PersistentBatch:
                 self.token_ids[slot, self.num_tokens[slot]] = token_id
                 self.num_tokens[slot] += 1
 
-    def samples(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    def samples(
+        self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.bool_]:
         """(R,) bool: rows whose last known token is computed in this step, so that they sample."""
-        return np.equal(self.num_computed_tokens[slots] + counts, self.num_tokens[slots])
+        done: npt.NDArray[np.bool_] = (
+            self.num_computed_tokens[slots] + counts == self.num_tokens[slots]
+        )
+        return done
 
     def flat_inputs(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> FlatBatch:
         """The flat form of a step.
@@ -122,7 +132,9 @@ class PersistentBatch:
         computed = self.num_computed_tokens[slots]
         ends = np.cumsum(counts, dtype=np.int32)
         request_indices = np.repeat(np.arange(num_reqs, dtype=np.int32), counts)
-        offsets_in_request = np.arange(num_tokens, dtype=np.int64) - np.repeat(ends - counts, counts)
+        offsets_in_request = np.arange(num_tokens, dtype=np.int64) - np.repeat(
+            ends - counts, counts
+        )
         positions = computed[request_indices] + offsets_in_request
         rows = slots[request_indices].astype(np.int64)
         token_indices = positions + rows * self.max_model_len

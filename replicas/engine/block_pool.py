@@ -37,7 +37,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     def __repr__(self) -> str:
-        return f"BlockPool(free={self.num_free_blocks}/{self.num_blocks}, cached={len(self._block_by_hash)})"
+        cached = len(self._block_by_hash)
+        return f"BlockPool(free={self.num_free_blocks}/{self.num_blocks}, {cached=})"
 
     @property
     def num_blocks(self) -> int:

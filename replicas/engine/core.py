@@ -151,8 +151,8 @@ class EngineCore:
             now_s: Monotonic clock.
 
         Returns:
-            Whether anything ran: False means that only a message, `notify` or a deadline
-            (`next_deadline_s`) can change that.
+            Whether anything ran or a transfer ended, which may let something run: False means that
+            only a message, `notify` or a deadline (`next_deadline_s`) can change that.
         """
         started = time.perf_counter()
         for seq in self._scheduler.expire(now_s):
@@ -169,7 +169,7 @@ class EngineCore:
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
         self._host_s += time.perf_counter() - started - device_s
-        return batch is not None
+        return batch is not None or bool(transfers)
 
     def has_work(self) -> bool:
         """Whether a step may have something to do right now."""
@@ -263,10 +263,14 @@ class EngineCore:
                 f"the prompt has {num_prompt} tokens and max_model_len is {self.max_model_len}: "
                 "there is no room for output"
             )
-        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.facts.vocab_size:
+        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if not 0 <= lowest <= highest < self.facts.vocab_size:
             return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
         if not -1 <= message.dp_group < self.config.tt_data_parallel:
-            return f"dp_group {message.dp_group} does not exist: there are {self.config.tt_data_parallel}"
+            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
+        return self._mode_problem(message)
+
+    def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
             return "mode prefill needs a ticket, and only that mode takes one"
         if message.mode != "local" and self._connector is None:
@@ -344,8 +348,11 @@ def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConf
     }
     for name, supported in can.items():
         if getattr(config, name) and not supported:
-            raise ConfigError(f"{name} is on but the generator does not support it; leave it out or set it to false")
-    decided = {n: supported if getattr(config, n) is None else getattr(config, n) for n, supported in can.items()}
+            raise ConfigError(f"{name} is on but the generator does not support it; leave it out")
+    decided = {
+        n: supported if getattr(config, n) is None else getattr(config, n)
+        for n, supported in can.items()
+    }
     return msgspec.structs.replace(config, **decided)
 
 

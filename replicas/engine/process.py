@@ -1,11 +1,12 @@
 """The engine process: a core thread that steps, a thread that receives, a thread that sends.
 
-Started as `python -m replicas.engine.process` by `replicas.launch`, which writes one line of JSON to
-stdin and then keeps the pipe open: end of file means that the parent is gone, and so is this process.
-Readiness, progress and start-up failure go back as JSON lines on the file descriptor that it names.
+Started as `python -m replicas.engine.process` by `replicas.launch`, which writes one line of JSON
+to stdin and then keeps the pipe open: end of file means that the parent is gone, and so is this
+process. Readiness, progress and start-up failure go back as JSON lines on the file descriptor that
+it names.
 
-Threads share nothing but two queues. A ZMQ socket belongs to one thread. Clients that are gone (their
-connection broke, or they do not read) have their requests dropped.
+Threads share nothing but two queues. A ZMQ socket belongs to one thread. Clients that are gone
+(their connection broke, or they do not read) have their requests dropped.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class Receiver(threading.Thread):
                 try:
                     message = decode_client_message(frames[1])
                 except msgspec.MsgspecError as error:
-                    logger.warning("dropped a malformed message of %d bytes: %s", len(frames[1]), error)
+                    logger.warning(
+                        "dropped a malformed message of %d bytes: %s", len(frames[1]), error
+                    )
                     continue
                 self._inbox.put((frames[0], message))
         except zmq.ContextTerminated:
@@ -204,15 +207,16 @@ class EngineProcess:
         """Loop until `_STOP` comes."""
         ran = False
         while not self._stopped:
-            # After a step that ran nothing, another one would spin: wait for a message or a deadline.
+            # After a step that ran nothing, another one would spin: wait for a message or a
+            # deadline.
             self._drain_inbox(wait=not ran)
             ran = self._core.step(time.monotonic())
             self._publish()
 
     def _drain_inbox(self, *, wait: bool) -> None:
-        """Take every message that is there; with `wait`, first block until one is, or a deadline."""
+        """Take every message that is there; with `wait`, block until one is or a deadline."""
         try:
-            item = self._inbox.get(timeout=self._wait_s()) if wait else self._inbox.get_nowait()
+            item = self._inbox.get(block=wait, timeout=self._wait_s())
             while True:
                 self._take(*item)
                 item = self._inbox.get_nowait()
@@ -247,7 +251,7 @@ class EngineProcess:
     def _greet(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             logger.error(
-                "client %s speaks protocol %d, this engine %d: run one version of ttserve everywhere",
+                "client %s speaks protocol %d, this engine %d: run one version everywhere",
                 client.hex(), hello.protocol_version, PROTOCOL_VERSION,
             )  # fmt: skip
             return
@@ -278,7 +282,9 @@ class EngineProcess:
         return new
 
 
-def describe(core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str) -> EngineDescription:
+def describe(
+    core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str
+) -> EngineDescription:
     """What clients, routers and tickets have to know of a started engine."""
     return EngineDescription(
         incarnation=incarnation,
@@ -333,7 +339,11 @@ def main() -> None:
         sys.exit(1)
     receiver.start()
     sender.start()
-    tell(EngineReport(ready=describe(core, arguments.incarnation, receiver.endpoint, sender.endpoint)))
+    tell(
+        EngineReport(
+            ready=describe(core, arguments.incarnation, receiver.endpoint, sender.endpoint)
+        )
+    )
     EngineProcess(core, arguments.incarnation, inbox, outbox).run()
     core.shutdown()
     outbox.put(None)

@@ -55,7 +55,7 @@ class ModelRunner:
         return StepResult(token_ids, device_s)
 
     def warm_up(self) -> None:
-        """Compile, then capture, prefill and decode: compiling after a capture may spoil its memory."""
+        """Compile, then capture: compiling after a capture may spoil its memory."""
         for enable_trace in (False, True):
             self._generator.warmup_model_prefill(
                 kv_cache=self._kv_cache, enable_trace=enable_trace, can_sample_on_device=False
@@ -83,9 +83,7 @@ class ModelRunner:
             return self._prefill(slots, counts)[samples]
         return self._decode(slots)[torch.from_numpy(slots.astype(np.int64))][samples]
 
-    def _prefill(
-        self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-    ) -> torch.Tensor:
+    def _prefill(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> torch.Tensor:
         inputs = self._batch.prefill_inputs(slots, counts)
         output: Any = self._generator.prefill_forward(
             tokens=torch.from_numpy(inputs.tokens),

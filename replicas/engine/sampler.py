@@ -1,10 +1,10 @@
 """Host sampling: logits to token ids, by counter-based random numbers.
 
-The random number of a token depends on (seed, output index) alone, so that the same request draws the
-same numbers whether it was chunked, preempted, moved to another engine, or batched with others.
+The random number of a token depends on (seed, output index) alone, so that the same request draws
+the same numbers whether it was chunked, preempted, moved to another engine, or batched with others.
 The draw inverts the cumulative distribution in vocabulary order: a change of the last bits of the
-logits moves no boundary by more than that, whereas sorted order could swap whole intervals.
-Order of operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
+logits moves no boundary by more than that, whereas sorted order could swap whole intervals. Order
+of operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
 
 def sample(
     logits: torch.Tensor,
@@ -42,7 +43,10 @@ def sample(
     random_rows = np.flatnonzero(temperature >= GREEDY_EPS)
     if len(random_rows):
         rows = torch.from_numpy(random_rows)
-        scaled = logits[rows].double() / torch.from_numpy(temperature[random_rows].astype(np.float64))[:, None]
+        scaled = (
+            logits[rows].double()
+            / torch.from_numpy(temperature[random_rows].astype(np.float64))[:, None]
+        )
         masked = _mask_top_k_top_p(scaled, top_k[random_rows], top_p[random_rows])
         token_ids[rows] = _invert_cdf(masked, torch.from_numpy(uniforms[random_rows]))
     result: list[int] = token_ids.tolist()
@@ -52,7 +56,7 @@ def sample(
 def _mask_top_k_top_p(
     logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
 ) -> torch.Tensor:
-    """Set everything outside the top k, then outside the nucleus, to -inf; at least one token stays."""
+    """Set what is outside the top k, then outside the nucleus, to -inf; one token stays."""
     vocab = logits.shape[-1]
     limits = np.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(np.int64)
     if (limits == vocab).all() and (top_p >= 1.0).all():

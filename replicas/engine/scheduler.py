@@ -120,7 +120,8 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler(waiting={len(self._waiting)}, running={len(self._running)}, "
-            f"reserved={self._num_reserved()}, held={len(self._held)}, {self._slots!r}, {self._pools!r})"
+            f"reserved={self._num_reserved()}, held={len(self._held)}, {self._slots!r}, "
+            f"{self._pools!r})"
         )
 
     # --- requests in ---------------------------------------------------------------------------
@@ -312,7 +313,9 @@ class Scheduler:
                 return self._build(plan)
         return None
 
-    def update(self, batch: ScheduledBatch, result: StepResult) -> list[tuple[Sequence, TokenOutput]]:
+    def update(
+        self, batch: ScheduledBatch, result: StepResult
+    ) -> list[tuple[Sequence, TokenOutput]]:
         """Take over what a step gave.
 
         Args:
@@ -461,10 +464,12 @@ class Scheduler:
             return []
         block_size = self._config.block_size
         extend_block_hashes(seq.block_hashes, seq.token_ids, block_size)
-        return self._pools[group].find_prefix(seq.block_hashes[: (seq.num_tokens - 1) // block_size])
+        return self._pools[group].find_prefix(
+            seq.block_hashes[: (seq.num_tokens - 1) // block_size]
+        )
 
     def _choose_group(self, seq: Sequence) -> int | None:
-        """The asked DP group, or the one with the most empty slots, then free blocks; None if full."""
+        """The asked DP group, or the one with the most empty slots; None if there is none."""
         asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
         open_groups = [g for g in asked if self._slots.num_empty(g)]
         return max(
@@ -616,7 +621,9 @@ class Scheduler:
             self._hand_over(seq)
         return output
 
-    def _finish_reason(self, seq: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+    def _finish_reason(
+        self, seq: Sequence, token_id: int
+    ) -> tuple[FinishReason | None, int | None]:
         sampling = seq.request.sampling
         if token_id in self._eos_token_ids and not sampling.ignore_eos:
             return "stop", None

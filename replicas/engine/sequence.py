@@ -49,7 +49,8 @@ class Sequence:
         is_activated: RESERVED only: the client said to start.
         deadline_s: RESERVED only: when the reservation lapses.
         num_preemptions: How often it lost its blocks.
-        is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it whole.
+        is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
+            whole.
     """
 
     request: EngineRequest

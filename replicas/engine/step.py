@@ -1,6 +1,7 @@
 """What the scheduler asks of the worker in one step, and what the worker answers.
 
-Plain records that could cross a process: a sequence is sent whole once, afterwards only what changed.
+Plain records that could cross a process: a sequence is sent whole once, afterwards only what
+changed.
 """
 
 from typing import Literal

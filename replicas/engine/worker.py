@@ -1,4 +1,4 @@
-"""Worker: owns one device (or one rank of a mesh), its model, its KV memory and its KV connector side.
+"""Worker: owns one device (or one rank of a mesh), its model, KV memory and connector side.
 
 Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
 `init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then `execute_model` per step.
@@ -14,7 +14,6 @@ import torch
 from kv_transfer.connector import ConnectorSettings, load_connector
 from kv_transfer.layout import KVLayout
 from replicas.engine.runner import ModelRunner
-from replicas.engine.step import StepResult
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
@@ -25,9 +24,14 @@ from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, resolve_dty
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_transfer.connector import ConnectorMeta, KVConnectorWorker, TransferResults, TransferStats
+    from kv_transfer.connector import (
+        ConnectorMeta,
+        KVConnectorWorker,
+        TransferResults,
+        TransferStats,
+    )
     from replicas.config import EngineConfig
-    from replicas.engine.step import ScheduledBatch
+    from replicas.engine.step import ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import Generator, ModelCapabilities
 
@@ -122,7 +126,9 @@ class Worker:
             supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
         )
 
-    def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> tuple[str, KVLayout] | None:
+    def initialize_kv_cache(
+        self, num_blocks: int, max_model_len: int
+    ) -> tuple[str, KVLayout] | None:
         """Allocate the KV caches and, with a connector, start listening.
 
         Args:
@@ -134,7 +140,9 @@ class Worker:
         """
         hf, config = self._hf_config, self._config
         shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
-        kv_cache = self._generator.allocate_kv_cache(shape, self._device.dtype, hf.num_hidden_layers)
+        kv_cache = self._generator.allocate_kv_cache(
+            shape, self._device.dtype, hf.num_hidden_layers
+        )
         self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len)
         if config.kv_connector is None:
             return None

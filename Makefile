@@ -1,0 +1,44 @@
+# Two commands: `make serve` and `make test`. Each sets up .venv by itself; both need only Python and make.
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+export HF_HUB_OFFLINE := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: serve test check lint types imports clean
+
+# PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
+serve: $(VENV)/.installed
+	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
+
+# TESTS=tests/kv_transfer runs a part.
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q $(TESTS)
+
+check: lint types imports test
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(VENV)/bin/mypy
+
+# The import contracts are in pyproject.toml; the tool needs Python 3.11.
+imports: $(VENV)/.installed-dev
+	@if [ -x $(VENV)/bin/lint-imports ]; then $(VENV)/bin/lint-imports --no-logo; else echo "imports: skipped, needs Python 3.11"; fi
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): the first time this downloads a few hundred megabytes and takes minutes."
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
