@@ -26,6 +26,7 @@ Role = Literal["prefill", "decode", "both"]
 """What a pool's replicas start as: prefill only, decode (and short prompts), or everything."""
 
 DEMO_MODEL = "demo"
+NODE_HOST = "node"
 IMPORT_PATH = "cluster.app:build"
 
 T = TypeVar("T")
@@ -89,7 +90,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         model: Absolute path of a model folder, or "demo" for the bundled model.
         model_name: Name that requests give; None takes the folder's.
-        data_host: Address on which engines listen for ingresses and for each other.
+        data_host: Address on which engines listen for ingresses and for each other; "node" takes
+            each host's own, as Ray knows it, which a cluster of several hosts needs.
         kv_connector: How KV moves between pools: "p2p", or "module:Class".
         engine: Fields of every engine's configuration.
         pools: Either `prefill` and `decode`, or `both` alone.
@@ -130,7 +132,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ClusterConfigError: An engine field is unknown, mistyped, or set by the cluster itself.
         """
         pool = self.pools[role]
-        for where, options in (("engine", self.engine), (f"pools.{role}.engine", pool.engine)):
+        of_pool = f"args.pools.{role}.engine"
+        for where, options in (("args.engine", self.engine), (of_pool, pool.engine)):
             for key in _OWN_ENGINE_KEYS:
                 if key in options:
                     raise ClusterConfigError(f"{where}.{key} is set by the cluster; remove it")
@@ -143,7 +146,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "kv_connector": self.kv_connector if self.is_disaggregated else None,
             "kv_endpoint": f"tcp://{self.data_host}:*",
         }
-        return _convert(fields, EngineConfig, f"pools.{role}.engine")
+        # Alone first: a mistake in what all pools share is named where it stands.
+        _convert({**self.engine, "model": ""}, EngineConfig, "args.engine")
+        return _convert(fields, EngineConfig, of_pool)
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -368,7 +373,8 @@ def _convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whatev
     except msgspec.ValidationError as error:
         message = str(error)
         path = where
-        if " - at `$" in message:
-            message, _, tail = message.partition(" - at `$")
-            path = f"{where}{tail.rstrip('`')}".lstrip(".")
+        for at in (" - at `$", " - at `key` in `$"):
+            if at in message:
+                message, _, tail = message.partition(at)
+                path = f"{where}{tail.rstrip('`')}".lstrip(".")
         raise ClusterConfigError(f"{path}: {message}" if path else message) from error

@@ -16,10 +16,12 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import ray.util
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.config import load_cluster_config, process_environment
+from cluster.config import NODE_HOST, load_cluster_config, process_environment
 from cluster.drain import drain_engine
 from cluster.ingress import IngressLimits, create_app
 from cluster.pools import Member
@@ -45,7 +47,9 @@ INGRESS = "ingress"
 
 DESCRIBE_TIMEOUT_S = 2.0
 DISCOVERY_S = 0.5
-"""How often an ingress asks who runs; a replica that comes back is found within this time."""
+"""How often an ingress asks who runs while replicas are missing."""
+DISCOVERY_IDLE_S = 2.0
+"""And how often when none is."""
 HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0
 _STOP_MARGIN_S = 10.0
@@ -71,6 +75,8 @@ class PoolReplica:
 
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
         config = load_cluster_config(args)
+        if config.data_host == NODE_HOST:
+            config = msgspec.structs.replace(config, data_host=ray.util.get_node_ip_address())
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
         engine_config = config.engine_config(role)
@@ -168,12 +174,13 @@ class PoolDirectory:
         self._handles = dict(handles)
 
     async def follow(self, service: ClusterService) -> None:
-        """Tell a service who its members are: every `DISCOVERY_S`, and at once when it lost one."""
+        """Tell a service who its members are, at once when it has lost one."""
         while True:
             service.members_lost.clear()
-            await service.set_members(await self.find())
+            service.add_members(await self.find())
+            wait_s = DISCOVERY_IDLE_S if service.is_complete else DISCOVERY_S
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(service.members_lost.wait(), DISCOVERY_S)
+                await asyncio.wait_for(service.members_lost.wait(), wait_s)
 
     async def find(self) -> list[Member]:
         """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
@@ -187,7 +194,7 @@ class PoolDirectory:
             answers = await handle.broadcast("describe").results_async(
                 timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
             )
-        except (RayServeException, TimeoutError) as error:
+        except (RayServeException, RayError, TimeoutError, asyncio.TimeoutError) as error:
             logger.info("pool %s has no replica that answers: %s", role, error)
             return []
         descriptions = [

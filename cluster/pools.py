@@ -94,6 +94,11 @@ class PoolState:
         if replica is not None:
             replica.holds.pop(request_id, None)
 
+    def release_everywhere(self, request_id: str) -> None:
+        """Drop every hold of a request that has ended."""
+        for replica in self._replicas.values():
+            replica.holds.pop(request_id, None)
+
     def member(self, incarnation: str) -> Member | None:
         """The replica of this incarnation, if it is known."""
         replica = self._replicas.get(incarnation)

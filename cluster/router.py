@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.errors import (
@@ -173,6 +174,8 @@ class _Run:
         self._inbox: Inbox = asyncio.Queue()
         self._decode: EngineStream | None = None
         self._prefill: EngineStream | None = None
+        # What the decode engine said while prefill was waited for.
+        self._early: deque[EngineEvent] = deque()
         self._has_output = False
 
     async def outputs(self) -> AsyncGenerator[TokenOutput, None]:
@@ -206,11 +209,12 @@ class _Run:
 
     def close(self) -> None:
         """Abort what is still open and drop every hold. Idempotent."""
+        self._pools.release_everywhere(self._id)
         for stream in (self._decode, self._prefill):
             if stream is not None:
-                self._pools.release(self._id, stream.incarnation)
                 stream.close(abort=True)
         self._decode = self._prefill = None
+        self._early.clear()
         self._inbox = asyncio.Queue()
 
     # --- decode side ---------------------------------------------------------------------------
@@ -302,8 +306,6 @@ class _Run:
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
             elif isinstance(event, TokenOutput):
-                if event.finish_reason == "error":
-                    raise InternalError(event.error or "the engine ended the request")
                 yield event
                 if event.finish_reason is not None:
                     self._drop_decode()
@@ -392,12 +394,15 @@ class _Run:
     # --- streams -------------------------------------------------------------------------------
 
     async def _next_of(self, wanted: EngineStream) -> EngineEvent:
-        """The next event of one stream; what the other one says meanwhile is seen to here.
+        """The next event of one stream; what the decode engine says meanwhile is kept for later.
 
         Raises:
             _DecodeLostError: The decode engine died.
             EngineDeadError: The wanted prefill engine died.
+            InternalError: An engine gave the request up.
         """
+        if wanted is self._decode and self._early:
+            return self._early.popleft()
         while True:
             stream, event = await self._inbox.get()
             if isinstance(event, EngineDeadError):
@@ -405,8 +410,12 @@ class _Run:
                     raise _DecodeLostError(str(event))
                 if stream is wanted:
                     raise event
+            elif isinstance(event, TokenOutput) and event.finish_reason == "error":
+                raise InternalError(event.error or "the engine ended the request")
             elif stream is wanted:
                 return event
+            elif stream is self._decode:
+                self._early.append(event)
 
     def _send_decode(self, message: LoadKV | Activate) -> None:
         assert self._decode is not None

@@ -2,7 +2,7 @@
 
 Owner: one ingress's event loop. It joins the parts: connections to engines, the pool state that
 their snapshots feed, the router, the tokenizer, the metrics. Who the members are it is told
-(`set_members`); it knows nothing of Ray or HTTP.
+(`add_members`); it knows nothing of Ray or HTTP.
 """
 
 from __future__ import annotations
@@ -124,16 +124,22 @@ class ClusterService:
 
     # --- members -------------------------------------------------------------------------------
 
-    async def set_members(self, members: Sequence[Member]) -> None:
-        """Connect to engines that are new, let go of those that are gone."""
-        known = {m.description.incarnation: m for m in members}
-        for incarnation in self._client.incarnations - known.keys():
-            self._forget(incarnation)
-            await self._client.disconnect(incarnation)
-        for incarnation, member in known.items():
+    def add_members(self, members: Sequence[Member]) -> None:
+        """Connect to engines that are new.
+
+        One leaves when its connection breaks, not before: a replica that drains is listed no more,
+        and still has requests to finish.
+        """
+        for member in members:
+            incarnation = member.description.incarnation
             if incarnation not in self._client.incarnations and incarnation not in self._connecting:
-                task = asyncio.create_task(self._connect(member))
-                self._connecting[incarnation] = task
+                self._connecting[incarnation] = asyncio.create_task(self._connect(member))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many replicas are connected as the configuration has."""
+        wanted = sum(pool.replicas for pool in self._config.pools.values())
+        return len(self._pools.members()) >= wanted
 
     def drain(self) -> None:
         """Refuse new requests; running ones go on."""

@@ -123,6 +123,7 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_DEDUP_LOGS": "0",
     }
     if haproxy_script is not None:
         files = folder / "h"

@@ -106,7 +106,7 @@ def start_engine(
         description = _await_ready(read_fd, process, progress)
     except BaseException:
         process.kill()
-        process.wait()
+        process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
     return EngineHandle(process, description)
 

@@ -198,7 +198,7 @@ class PersistentBatch:
         self._append_blocks(slot, seq.block_ids)
         self.dp_groups[slot] = seq.dp_group
         self.temperature[slot] = seq.temperature
-        self.top_k[slot] = seq.top_k
+        self.top_k[slot] = min(seq.top_k, np.iinfo(np.int32).max)
         self.top_p[slot] = seq.top_p
         self.seed[slot] = seq.seed
 

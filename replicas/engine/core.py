@@ -18,7 +18,7 @@ from kv_transfer.errors import TransferError
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence
-from replicas.errors import ConfigError
+from replicas.errors import ConfigError, InvalidRequestError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
     Abort,
@@ -155,12 +155,13 @@ class EngineCore:
             only a message, `notify` or a deadline (`next_deadline_s`) can change that.
         """
         started = time.perf_counter()
-        for seq in self._scheduler.expire(now_s):
-            self._fail(seq, "the reservation lapsed before its KV came")
+        lapsed = self._scheduler.expire(now_s)
+        for seq in lapsed:
+            self._fail(seq, "the reservation lapsed before it was activated")
         batch = self._scheduler.schedule()
         meta = self._connector_meta(batch)
         if batch is None and meta is None:
-            return False
+            return bool(lapsed)
         result, transfers = self._executor.collective_rpc("execute_model", batch, meta, now_s)[0]
         if batch is not None:
             self._update(batch, result)
@@ -169,13 +170,7 @@ class EngineCore:
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
         self._host_s += time.perf_counter() - started - device_s
-        return batch is not None or bool(transfers)
-
-    def has_work(self) -> bool:
-        """Whether a step may have something to do right now."""
-        return self._scheduler.has_work() or (
-            self._connector is not None and self._connector.has_pending_work()
-        )
+        return batch is not None or bool(transfers) or self._has_pending_transfers()
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
@@ -268,6 +263,10 @@ class EngineCore:
             return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
         if not -1 <= message.dp_group < self.config.tt_data_parallel:
             return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
+        try:
+            request.sampling.validate()
+        except InvalidRequestError as error:
+            return str(error)
         return self._mode_problem(message)
 
     def _mode_problem(self, message: AddRequest) -> str | None:
@@ -284,6 +283,9 @@ class EngineCore:
             self._events[client].append(
                 KVLoaded(message.request_id, message.ticket.epoch, str(error))
             )
+
+    def _has_pending_transfers(self) -> bool:
+        return self._connector is not None and self._connector.has_pending_work()
 
     def _connector_meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
         """The connector's part of the step, or None when it has nothing at stake."""

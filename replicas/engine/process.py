@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from kv_transfer.errors import KVTransferError
 from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
@@ -171,9 +172,9 @@ class Sender(threading.Thread):
         except zmq.ZMQError as error:
             if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 raise
-            # A client that was never reached is still connecting and says Hello again.
-            if self._last_sent_s.pop(client, None) is not None:
-                self._inbox.put((client, _GONE))
+            # One that is still connecting has no requests yet, and says Hello again.
+            self._last_sent_s.pop(client, None)
+            self._inbox.put((client, _GONE))
 
     def _send_heartbeats(self) -> None:
         now_s = time.monotonic()
@@ -245,8 +246,11 @@ class EngineProcess:
                 logger.info("client %s is gone; its requests are dropped", client.hex())
             case _Stop():
                 self._stopped = True
-            case _:
+            case _ if client in self._clients:
                 self._core.handle(client, message, time.monotonic())
+            case _:
+                # Never greeted, of another protocol, or given up: it gets no answer to anything.
+                pass
 
     def _greet(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -324,6 +328,7 @@ def main() -> None:
     def tell(line: EngineReport) -> None:
         report.write(msgspec.json.encode(line) + b"\n")
 
+    threading.excepthook = _die_with_thread
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         core = EngineCore(
@@ -334,7 +339,7 @@ def main() -> None:
         )
         receiver = Receiver(context, arguments.host, inbox)
         sender = Sender(context, arguments.host, arguments.incarnation, outbox, inbox)
-    except (EngineError, OSError, ValueError) as error:
+    except (EngineError, KVTransferError, OSError, ValueError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
     receiver.start()
@@ -349,6 +354,15 @@ def main() -> None:
     outbox.put(None)
     sender.join(timeout=1.0)
     context.term()
+
+
+def _die_with_thread(args: threading.ExceptHookArgs) -> None:
+    """An engine without one of its threads would look alive and serve nobody: end it."""
+    logger.critical(
+        "thread %s failed", args.thread.name if args.thread else "?",
+        exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback),
+    )  # fmt: skip
+    os._exit(1)
 
 
 def _stop_at_eof(inbox: Inbox) -> None:

@@ -293,10 +293,6 @@ class Scheduler:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def has_work(self) -> bool:
-        """Whether `schedule` could find something to run."""
-        return bool(self._waiting or self._running)
-
     def schedule(self) -> ScheduledBatch | None:
         """Put the next step together: running sequences first, then waiting ones.
 
