@@ -99,7 +99,6 @@ class AsyncMPClient:
         on_dead: Callable[[str, str], None] = lambda _incarnation, _reason: None,
     ) -> None:
         self._context = zmq.asyncio.Context()
-        self._identity = secrets.token_bytes(8)
         self._links: dict[str, _EngineLink] = {}
         self._on_snapshot = on_snapshot
         self._on_dead = on_dead
@@ -113,15 +112,17 @@ class AsyncMPClient:
         """
         if description.incarnation in self._links:
             return
+        # A new identity each time: an engine that was lost and is found again has to notice that
+        # its old client is gone, or it would go on with requests that nobody reads.
         link = _EngineLink(
-            self._context, self._identity, description, self._on_snapshot, self._lost
+            self._context, secrets.token_bytes(8), description, self._on_snapshot, self._lost
         )
         self._links[description.incarnation] = link
         try:
             await asyncio.wait_for(link.start(), CONNECT_S)
         except (asyncio.TimeoutError, EngineDeadError) as error:
             self._links.pop(description.incarnation, None)
-            await link.close()
+            link.close()
             raise EngineDeadError(f"engine {description.incarnation} does not answer") from error
 
     @property
@@ -176,7 +177,7 @@ class AsyncMPClient:
         link = self._links.pop(incarnation, None)
         if link is not None:
             link.fail("disconnected")
-            await link.close()
+            link.close()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -200,7 +201,7 @@ class AsyncMPClient:
         if self._links.pop(link.description.incarnation, None) is not None:
             link.fail(reason)
             self._on_dead(link.description.incarnation, reason)
-            link.close_soon()
+            link.close()
 
 
 class _EngineLink:
@@ -266,27 +267,20 @@ class _EngineLink:
             if not future.done():
                 future.set_exception(error)
 
-    def close_soon(self) -> None:
-        """Close from inside one of the link's own tasks."""
-        if not self._is_closed:
-            task = asyncio.ensure_future(self.close())
-            self._tasks.add(task)
-
-    async def close(self) -> None:
-        """Close the sockets and end the tasks."""
+    def close(self) -> None:
+        """Close the sockets and end the tasks, also the one that calls. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        current = asyncio.current_task()
         for task in self._tasks:
-            if task is not current:
-                task.cancel()
+            task.cancel()
         self._input.disable_monitor()
         for socket in (self._monitor, self._input, self._output):
             socket.close(linger=0)
 
     async def _read(self) -> None:
-        while True:
+        # Before Python 3.12 `wait_for` may swallow the cancellation that `close` asks for.
+        while not self._is_closed:
             try:
                 raw = await asyncio.wait_for(self._output.recv(), SILENCE_S)
             except asyncio.TimeoutError:

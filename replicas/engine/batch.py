@@ -209,7 +209,7 @@ class PersistentBatch:
 
 
 def causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
-    """(T, L) bool: which positions of its own sequence each token may attend to, L the longest context.
+    """(T, L) bool: which positions of its sequence each token attends to, L the longest context.
 
     In a step of first chunks L is the longest query and every request can use the first rows of one
     shared triangle; `shared_causal_mask` gives that form.
@@ -219,6 +219,6 @@ def causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
 
 
 def shared_causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
-    """(Q, Q) bool triangle, Q = max_query_len, that serves every request of a step of first chunks."""
+    """(Q, Q) bool triangle, Q = max_query_len, for every request of a step of first chunks."""
     assert not batch.num_computed_tokens.any(), "only for steps without computed tokens"
     return np.tri(batch.max_query_len, dtype=np.bool_)

@@ -132,10 +132,11 @@ class EngineCore:
             case Utility():
                 self._events[client].append(self._call_utility(message, now_s))
 
-    def client_gone(self, client: bytes) -> None:
-        """Drop everything that a client asked for."""
-        self._scheduler.abort_client(client)
+    def client_gone(self, client: bytes) -> int:
+        """Drop everything that a client asked for; returns how many requests that was."""
+        num_dropped = self._scheduler.abort_client(client)
         self._events.pop(client, None)
+        return num_dropped
 
     def take_events(self) -> dict[bytes, list[EngineEvent]]:
         """All events since the last call, per client, in order."""

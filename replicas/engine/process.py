@@ -242,8 +242,9 @@ class EngineProcess:
                 pass
             case _ClientGone():
                 self._clients.discard(client)
-                self._core.client_gone(client)
-                logger.info("client %s is gone; its requests are dropped", client.hex())
+                num_dropped = self._core.client_gone(client)
+                if num_dropped:
+                    logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
             case _Stop():
                 self._stopped = True
             case _ if client in self._clients:

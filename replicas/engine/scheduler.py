@@ -24,6 +24,7 @@ from replicas.messages import GroupCounters, GroupSnapshot, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from kv_transfer.connector import KVConnectorScheduler
     from kv_transfer.ticket import Ticket
@@ -176,11 +177,17 @@ class Scheduler:
         Unknown ids, and sequences that wait for no KV any more, are ignored.
 
         Raises:
-            TransferError: The connector cannot use this ticket; the reservation stands.
+            TransferError: The ticket is for another number of tokens, or the connector cannot use
+                it; the reservation stands.
         """
         seq = self._sequences.get(request_id)
         if seq is None or seq.status is not SequenceStatus.RESERVED or self._connector is None:
             return
+        if ticket.num_tokens != seq.num_prompt_tokens:
+            raise TransferError(
+                f"ticket of request {request_id} is for {ticket.num_tokens} tokens; its prompt has "
+                f"{seq.num_prompt_tokens}"
+            )
         if seq.is_loading:
             seq.next_ticket = ticket
             self._connector.cancel(request_id)
@@ -274,11 +281,13 @@ class Scheduler:
         elif request_id in self._held and self._connector is not None:
             self._connector.cancel(request_id)
 
-    def abort_client(self, client: bytes) -> None:
-        """Drop every sequence of a client that is gone."""
-        for seq in [*self._sequences.values(), *self._held.values()]:
-            if seq.client == client:
-                self.abort(seq.request_id)
+    def abort_client(self, client: bytes) -> int:
+        """Drop every sequence of a client that is gone; returns how many were live."""
+        live = [s.request_id for s in self._sequences.values() if s.client == client]
+        held = [s.request_id for s in self._held.values() if s.client == client]
+        for request_id in (*live, *held):
+            self.abort(request_id)
+        return len(live)
 
     def expire(self, now_s: float) -> list[Sequence]:
         """Give up reservations that nobody activated in time; returns them, finished."""
@@ -302,7 +311,9 @@ class Scheduler:
         for kind in self._kinds_to_try():
             plan = _StepPlan(kind, self._config.max_num_batched_tokens)
             preempted = self._advance_running(plan)
-            if not preempted and kind != "decode":
+            # Blocks that were just taken away are for those who needed them; if none of these can
+            # run after all, others may, in groups that nobody waits for.
+            if kind != "decode" and not (preempted and plan.sequences):
                 self._admit_waiting(plan)
             if plan.sequences:
                 self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
@@ -464,10 +475,17 @@ class Scheduler:
             seq.block_hashes[: (seq.num_tokens - 1) // block_size]
         )
 
-    def _choose_group(self, seq: Sequence) -> int | None:
-        """The asked DP group, or the one with the most empty slots; None if there is none."""
+    def _choose_group(
+        self, seq: Sequence, full_groups: AbstractSet[int] = frozenset()
+    ) -> int | None:
+        """The asked DP group, or the one with the most empty slots; None if there is none.
+
+        Args:
+            seq: The sequence to place.
+            full_groups: Groups where an earlier sequence waits for what is left.
+        """
         asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
-        open_groups = [g for g in asked if self._slots.num_empty(g)]
+        open_groups = [g for g in asked if g not in full_groups and self._slots.num_empty(g)]
         return max(
             open_groups,
             key=lambda g: (self._slots.num_empty(g), self._pools[g].num_free_blocks, -g),
@@ -538,7 +556,7 @@ class Scheduler:
         while self._waiting and plan.budget > 0 and len(full_groups) < len(self._pools):
             seq = self._waiting.popleft()
             self._count_waiting(seq, -1)
-            if seq.dp_group not in full_groups and self._try_admit(plan, seq):
+            if self._try_admit(plan, seq, full_groups):
                 continue
             skipped.append(seq)
             if seq.dp_group < 0:
@@ -547,8 +565,8 @@ class Scheduler:
         for seq in reversed(skipped):
             self._enqueue(seq, front=True)
 
-    def _try_admit(self, plan: _StepPlan, seq: Sequence) -> bool:
-        group = self._choose_group(seq)
+    def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> bool:
+        group = self._choose_group(seq, full_groups)
         if group is None:
             return False
         hits = self._find_prefix(seq, group)

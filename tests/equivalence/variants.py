@@ -1,0 +1,95 @@
+"""The ways to cut up and place the same work, and the prompts to do it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.sampling_params import SamplingParams
+
+_LONG = [(7 * i * i + 3 * i) % 157 for i in range(90)]
+PROMPTS = [
+    _LONG[:70],
+    [11],
+    [5, 9, 3],
+    _LONG[:64],
+    list(range(1, 34)),
+    [13 * i % 151 for i in range(2, 34)],
+    [*_LONG[:40], 1, 2, 3],
+    [17 * i % 149 for i in range(1, 22)],
+    [2, 2],
+    [*_LONG[:32], 150],
+]
+"""Lengths from 1 to 70: inside, at and across ends of blocks of 16 and 32; some begin alike."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the prompts.
+
+    Attributes:
+        settings: Of the engine, besides those of `make_config`.
+        stagger: Steps between two arrivals.
+        repeat: Run this often on one engine; the last time counts.
+        must_preempt: The engine must have taken blocks away.
+        must_hit: The engine must have found prompts in its prefix cache.
+    """
+
+    settings: dict[str, object] = field(default_factory=dict)
+    stagger: int = 0
+    repeat: int = 1
+    must_preempt: bool = False
+    must_hit: bool = False
+
+
+_MISS = {"enable_prefix_caching": False}
+_CHUNKED = {"max_num_batched_tokens": 16}
+_WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+_APART = {"mixed_batches": False}
+_FOUR_LANES = {"tt_data_parallel": 4}
+
+VARIANTS = {
+    "mixed, chunked": Variant({**_MISS, **_CHUNKED}),
+    "mixed, whole": Variant({**_MISS, **_WHOLE}),
+    "apart, chunked": Variant({**_MISS, **_CHUNKED, **_APART}),
+    "apart, whole": Variant({**_MISS, **_WHOLE, **_APART}),
+    "mixed, whole, reference attention": Variant({**_MISS, **_WHOLE, "attention": "reference"}),
+    "mixed, chunked, arrivals apart": Variant({**_MISS, **_CHUNKED}, stagger=3),
+    "mixed, chunked, four lanes": Variant({**_MISS, **_CHUNKED, **_FOUR_LANES}),
+    "apart, whole, four lanes": Variant({**_MISS, **_WHOLE, **_APART, **_FOUR_LANES}),
+    "mixed, chunked, prefix hit": Variant(_CHUNKED, repeat=2, must_hit=True),
+    "apart, whole, prefix hit": Variant({**_WHOLE, **_APART}, repeat=2, must_hit=True),
+    "apart, chunked, four lanes, prefix hit, arrivals apart": Variant(
+        {**_CHUNKED, **_APART, **_FOUR_LANES}, stagger=2, repeat=2, must_hit=True
+    ),
+    "mixed, chunked, preempted": Variant(
+        {**_MISS, **_CHUNKED, "block_size": 16, "num_blocks": 9}, must_preempt=True
+    ),
+    "apart, whole, preempted, prefix hit": Variant(
+        {**_WHOLE, **_APART, "block_size": 16, "num_blocks": 9},
+        repeat=2,
+        must_preempt=True,
+        must_hit=True,
+    ),
+}
+
+
+def run(
+    variant: Variant,
+    folder: str,
+    sampling: SamplingParams | Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    **changes: object,
+) -> list[list[int]]:
+    """Output tokens of each prompt."""
+    with engine_core(make_config(folder, **{**variant.settings, **changes})) as core:
+        for _ in range(variant.repeat):
+            outputs = generate(core, prompts, sampling, stagger=variant.stagger)
+        assert not variant.must_preempt or num_preemptions(core)
+        assert not variant.must_hit or num_prefix_hits(core)
+    return outputs

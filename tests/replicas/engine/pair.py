@@ -1,0 +1,215 @@
+"""A prefill and a decode core in one process, stepped as processes step: only when woken."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kv_transfer.ticket import Ticket
+from replicas.engine.core import EngineCore
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    EngineRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from replicas.config import EngineConfig
+    from replicas.engine.core import CoreMessage
+    from replicas.sampling_params import SamplingParams
+
+CLIENT = b"ingress"
+DEADLINE_S = 20.0
+
+
+class Node:
+    """One core and what wakes it."""
+
+    def __init__(self, config: EngineConfig, name: str, bell: threading.Event) -> None:
+        self._bell = bell
+        self._is_due = False
+        self._runs = False
+        self.name = name
+        self.is_frozen = False
+        self.is_gone = False
+        self.core = EngineCore(config, name, notify=self._notify)
+        self.before = self.core.snapshot(0).groups
+
+    def handle(self, message: CoreMessage) -> None:
+        """Deliver a message; it wakes the core, as in a process."""
+        self.core.handle(CLIENT, message, time.monotonic())
+        self._is_due = True
+
+    def step_if_due(self) -> bool:
+        """One turn of the engine process's loop; False if it would sleep."""
+        if self.is_gone or self.is_frozen:
+            return False
+        deadline_s = self.core.next_deadline_s()
+        lapsed = deadline_s is not None and time.monotonic() >= deadline_s
+        if not (self._is_due or self._runs or lapsed):
+            return False
+        self._is_due = False
+        self._runs = self.core.step(time.monotonic())
+        self.core.check_invariants()
+        return True
+
+    def vanish(self) -> None:
+        """End without a word."""
+        self.is_gone = True
+        self.core.shutdown()
+
+    def is_idle(self) -> bool:
+        """Whether it holds nothing for anybody, and has every slot and block."""
+        return self.core.num_live == 0 and self.core.snapshot(0).groups == self.before
+
+    def _notify(self) -> None:
+        self._is_due = True
+        self._bell.set()
+
+
+class Pair:
+    """Both cores, and a client that takes requests from one to the other.
+
+    Attributes:
+        outputs: Tokens of each request, as its client has them.
+        finished: Requests that ended, with their reasons.
+        failures: Why KV did not come, per request.
+    """
+
+    def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
+        self._bell = threading.Event()
+        self.prefill = Node(prefill, "prefill", self._bell)
+        self.decode = Node(decode, "decode", self._bell)
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
+        self._requests: dict[str, EngineRequest] = {}
+        self._is_activated: set[str] = set()
+        self.activate_on_first_token = True
+
+    def close(self) -> None:
+        """Shut both down."""
+        for node in (self.prefill, self.decode):
+            if not node.is_gone:
+                node.vanish()
+
+    # --- the client ----------------------------------------------------------------------------
+
+    def ticket(self, request_id: str, epoch: int = 0, num_tokens: int | None = None) -> Ticket:
+        """Permit for the decode core to fetch this request's prompt."""
+        core = self.prefill.core
+        assert core.kv_endpoint is not None
+        assert core.kv_layout is not None
+        return Ticket(
+            transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
+            request_id=request_id,
+            epoch=epoch,
+            producer_endpoint=core.kv_endpoint,
+            producer_incarnation=self.prefill.name,
+            consumer=self.decode.name,
+            num_tokens=num_tokens or len(self._requests[request_id].prompt_token_ids),
+            layout_hash=core.kv_layout.layout_hash(),
+        )
+
+    def reserve(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Take a slot and blocks on the decode core."""
+        request = EngineRequest(request_id, list(prompt), sampling)
+        self._requests[request_id] = request
+        self.outputs[request_id] = []
+        self.decode.handle(AddRequest(request, "decode"))
+        self._take_events()
+        assert self.decode.core._scheduler.get(request_id) is not None
+
+    def start_prefill(self, request_id: str) -> None:
+        """Queue the prompt on the prefill core."""
+        message = AddRequest(self._requests[request_id], "prefill", ticket=self.ticket(request_id))
+        self.prefill.handle(message)
+
+    def start_load(self, request_id: str, epoch: int = 0) -> None:
+        """Let the decode core fetch."""
+        self.decode.handle(LoadKV(request_id, self.ticket(request_id, epoch)))
+
+    def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Everything that a router does at once."""
+        self.reserve(request_id, prompt, sampling)
+        self.start_prefill(request_id)
+        self.start_load(request_id)
+
+    def activate(self, request_id: str, token_ids: list[int]) -> None:
+        """Let the decode core go on after these tokens, or from the prompt without any."""
+        if request_id not in self._is_activated:
+            self._is_activated.add(request_id)
+            self.decode.handle(Activate(request_id, token_ids))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request on both cores."""
+        for node in (self.prefill, self.decode):
+            if not node.is_gone:
+                node.handle(Abort([request_id]))
+
+    def run_until(self, done: Callable[[], bool], what: str) -> None:
+        """Step what is due; when both cores sleep, wait for a notification."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < end_s, f"not in {DEADLINE_S} s: {what}"
+            self._bell.clear()
+            stepped = [node.step_if_due() for node in (self.prefill, self.decode)]
+            self._take_events()
+            if not any(stepped):
+                self._bell.wait(0.5)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Output tokens of every prompt, all in flight together."""
+        ids = [f"r{i}" for i in range(len(prompts))]
+        for request_id, prompt, params in zip(ids, prompts, sampling, strict=True):
+            self.start(request_id, prompt, params)
+        self.run_until(lambda: self.finished.keys() >= set(ids), "all requests finished")
+        self.run_until(self.is_idle, "everything given back")
+        return [self.outputs[request_id] for request_id in ids]
+
+    def is_idle(self) -> bool:
+        """Whether every core that is there holds nothing."""
+        return all(node.is_gone or node.is_idle() for node in (self.prefill, self.decode))
+
+    def _take_events(self) -> None:
+        for node in (self.prefill, self.decode):
+            if not node.is_gone:
+                for event in node.core.take_events().get(CLIENT, []):
+                    self._take(node, event)
+
+    def _take(self, node: Node, event: object) -> None:
+        assert not isinstance(event, Refused), event
+        if isinstance(event, KVLoaded) and event.failure is not None:
+            self.failures[event.request_id] = event.failure
+            if node is self.decode and self.activate_on_first_token:
+                # No effect when prefill's token came first: then the core goes on by itself.
+                self.activate(event.request_id, [])
+        if isinstance(event, TokenOutput):
+            self._take_tokens(node, event)
+        assert isinstance(event, TokenOutput | KVLoaded | Accepted)
+
+    def _take_tokens(self, node: Node, event: TokenOutput) -> None:
+        known = self.outputs[event.request_id]
+        if event.index < len(known):
+            assert known[event.index : event.index + len(event.token_ids)] == event.token_ids
+        else:
+            assert event.index == len(known), f"{node.name}: {event} after {known}"
+            known.extend(event.token_ids)
+        if event.finish_reason is not None:
+            self.finished[event.request_id] = event.finish_reason
+            if node is self.prefill:
+                self.decode.handle(Abort([event.request_id]))
+        elif node is self.prefill and self.activate_on_first_token:
+            self.activate(event.request_id, event.token_ids)

@@ -1,0 +1,211 @@
+"""Everything around a scheduler, played by the test: device, peers and clients.
+
+The device remembers for every position of every KV block which token prefix it was computed from,
+so that a step which would attend to anything but its own sequence's prefix is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replicas.engine.batch import PersistentBatch
+from replicas.engine.scheduler import Scheduler
+from replicas.engine.sequence import SequenceStatus
+from replicas.engine.step import StepResult
+from tests.replicas.engine.fakes import EOS, FakeConnector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replicas.config import EngineConfig
+    from replicas.engine.step import ScheduledBatch
+
+Prefix = tuple[int, ...]
+
+
+class World:
+    """One scheduler with its fake device and connector; accounts for every request."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+        self.config = config
+        self.num_blocks = num_blocks
+        self.connector = FakeConnector(config.block_size)
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}),
+            connector=self.connector,
+        )
+        self.batch = PersistentBatch(config.max_batch_size, max_model_len, config.block_size)
+        self.kv: dict[tuple[int, int, int], Prefix] = {}
+        self.now_s = 0.0
+        self.num_accepted = 0
+        self.ended: Counter[str] = Counter()
+        self.outputs: dict[str, list[int]] = {}
+
+    # --- the device ----------------------------------------------------------------------------
+
+    def write(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix, start: int) -> None:
+        """Write the KV of tokens `start` and later of a sequence."""
+        size = self.config.block_size
+        for position in range(start, len(tokens)):
+            place = (lane, block_ids[position // size], position % size)
+            self.kv[place] = tokens[: position + 1]
+
+    def assert_holds(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix) -> None:
+        """The KV of every one of these tokens is where the block table says."""
+        size = self.config.block_size
+        for position in range(len(tokens)):
+            place = (lane, block_ids[position // size], position % size)
+            assert self.kv.get(place) == tokens[: position + 1], f"wrong KV at {place}"
+
+    def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> list[int]:
+        """What the model runner does, with KV of its own kind."""
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        assert len(set(batch.slots)) == len(batch.slots) > 0
+        assert all(count > 0 for count in batch.num_scheduled_tokens)
+        assert {s.slot for s in batch.new} <= set(batch.slots)
+        if batch.kind == "decode":
+            assert set(batch.num_scheduled_tokens) == {1}
+        self.batch.apply(batch)
+        by_slot = {s.slot: s for s in self.scheduler._running}
+        token_ids = []
+        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+            seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
+            end, size = start + count, self.config.block_size
+            blocks = tuple(self.batch.block_table[slot, : -(-end // size)].tolist())
+            tokens = tuple(self.batch.token_ids[slot, :end].tolist())
+            assert tokens == tuple(seq.token_ids[:end])
+            assert blocks == tuple(seq.block_ids[: len(blocks)])
+            assert 0 not in blocks
+            assert start == seq.num_computed_tokens
+            assert slot // self.config.slots_per_group == seq.dp_group
+            self.assert_holds(seq.dp_group, blocks, tokens[:start])
+            self.write(seq.dp_group, blocks, tokens, start)
+            samples = end == seq.num_tokens
+            assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
+            token_ids.append(sample() if samples else -1)
+        self.batch.advance(batch, token_ids)
+        return token_ids
+
+    # --- the engine core -----------------------------------------------------------------------
+
+    def step(self, sample: Callable[[], int]) -> bool:
+        """Schedule, run, update; returns whether anything ran."""
+        # A peer's chunks may land until the transfer has ended, wanted or not.
+        for transfer in self.connector.transfers.values():
+            if transfer.is_load:
+                self._receive(transfer)
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert self.scheduler.schedule() is None, "a step that was possible was put off"
+            if self._is_undisturbed():
+                stuck = "nothing runs, and nothing would change that"
+                assert self.scheduler.num_waiting == 0, stuck
+                assert not any(g.num_running for g in self.scheduler.group_snapshots()), stuck
+            return False
+        for seq, num_tokens in self.scheduler.progress(batch):
+            transfer = self.connector.transfers.get(seq.request_id)
+            if transfer is not None:
+                transfer.num_saved_tokens = num_tokens
+        result = StepResult(self.run(batch, sample), 0.0)
+        for seq, output in self.scheduler.update(batch, result):
+            known = self.outputs[seq.request_id]
+            assert seq.request_id not in self.ended
+            assert output.index == len(known)
+            known.extend(output.token_ids)
+            handed_over = seq.mode == "prefill" and output.finish_reason is None
+            if output.finish_reason is not None or handed_over:
+                self.ended[seq.request_id] += 1
+            assert (self.scheduler.get(seq.request_id) is None) == (seq.request_id in self.ended)
+            limit = seq.request.sampling.max_tokens
+            assert len(known) <= limit
+            assert output.finish_reason or len(known) < limit
+        return True
+
+    def end_transfer(self, request_id: str, *, ok: bool) -> None:
+        """What the core does when the connector names a request."""
+        transfer = self.connector.transfers.pop(request_id)
+        cancelled = request_id in self.connector.cancelled
+        self.connector.cancelled.discard(request_id)
+        if transfer.is_load:
+            if ok:
+                self._receive(transfer)
+                self.scheduler.kv_received(request_id)
+            else:
+                self.scheduler.kv_failed(request_id)
+            return
+        held = self.scheduler._held.get(request_id)
+        if ok and held is not None and not cancelled:
+            # The consumer was promised the prompt's KV: it must still have been there.
+            prompt = tuple(held.request.prompt_token_ids)
+            self.assert_holds(held.dp_group, tuple(held.block_ids), prompt)
+        if ok:
+            self.scheduler.release_held(request_id)
+        else:
+            self.scheduler.kv_failed(request_id)
+
+    def expire(self, now_s: float) -> None:
+        """Let time pass."""
+        self.now_s = now_s
+        for seq in self.scheduler.expire(now_s):
+            self.ended[seq.request_id] += 1
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, wherever it is."""
+        if self.scheduler.get(request_id) is not None:
+            self.ended[request_id] += 1
+        self.scheduler.abort(request_id)
+
+    def finish_everything(self, sample: Callable[[], int]) -> None:
+        """No new work: peers answer, clients activate, and a bounded number of steps ends it."""
+        live = list(self.scheduler._sequences.values())
+        for seq in live:
+            if seq.status is SequenceStatus.RESERVED:
+                self.scheduler.activate(seq.request_id, [])
+        # Each preemption lets another sequence go on, which then never waits for the preempted one.
+        steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
+        for _ in range(10 + steps * (len(live) + 1)):
+            for request_id in list(self.connector.transfers):
+                self.end_transfer(request_id, ok=request_id not in self.connector.cancelled)
+            self.check()
+            if not self.step(sample) and not self.connector.transfers:
+                break
+        assert self.scheduler.num_live == 0, f"not finished: {self.scheduler!r}"
+        self.check()
+        empty, free = self.config.slots_per_group, self.num_blocks - 1
+        for group in self.scheduler.group_snapshots():
+            assert (group.num_empty_slots, group.num_free_blocks) == (empty, free)
+            assert (group.num_running, group.num_reserved) == (0, 0)
+        assert (self.scheduler.num_waiting, self.scheduler.num_waiting_tokens) == (0, 0)
+        assert set(self.ended.values()) <= {1}
+        assert len(self.ended) == self.num_accepted
+        counted = sum(sum(g.requests_finished.values()) for g in self.scheduler.group_counters())
+        assert counted == self.num_accepted
+
+    def check(self) -> None:
+        """The scheduler's own invariants, and reference counts against the holders."""
+        self.scheduler.check_invariants()
+        holders = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
+        for group, pool in enumerate(self.scheduler._pools):
+            counts = Counter(b for s in holders if s.dp_group == group for b in s.block_ids)
+            assert pool._ref_counts == [counts[b] for b in range(self.num_blocks)]
+
+    def _is_undisturbed(self) -> bool:
+        """Whether only waiting and running sequences hold anything."""
+        reserved = any(g.num_reserved for g in self.scheduler.group_snapshots())
+        return not reserved and not self.scheduler._held and not self.connector.transfers
+
+    def _receive(self, transfer) -> None:
+        prompt = self._prompts[transfer.ticket.request_id]
+        start = transfer.start_block * self.config.block_size
+        self.write(transfer.lane, transfer.block_ids, prompt, start)
+
+    @property
+    def _prompts(self) -> dict[str, Prefix]:
+        live = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
+        return {s.request_id: tuple(s.request.prompt_token_ids) for s in live}

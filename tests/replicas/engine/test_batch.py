@@ -1,0 +1,151 @@
+"""The padded inputs of a generator's two calls, and what moves a sequence in the tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from replicas.engine.batch import PersistentBatch
+from replicas.engine.step import NewSequence, ScheduledBatch
+
+
+def new(slot, token_ids, block_ids, *, computed=0, prompt=None, group=0):
+    return NewSequence(
+        slot=slot,
+        dp_group=group,
+        token_ids=token_ids,
+        num_prompt_tokens=prompt or len(token_ids),
+        num_computed_tokens=computed,
+        block_ids=block_ids,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        seed=slot,
+    )
+
+
+def step(kind, work, new_sequences=(), appended=()):
+    """A step of {slot: count}."""
+    return ScheduledBatch(
+        kind, list(work), list(work.values()), list(new_sequences), list(appended)
+    )
+
+
+def apply(batch, scheduled):
+    batch.apply(scheduled)
+    return (
+        np.asarray(scheduled.slots, dtype=np.int32),
+        np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32),
+    )
+
+
+def make_batch():
+    return PersistentBatch(max_batch_size=4, max_model_len=12, block_size=4)
+
+
+def test_prefill_rows_are_requests_and_padding_is_zero():
+    batch = make_batch()
+    first = step("prefill", {3: 2, 1: 5}, [new(3, [7, 8], [5]), new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
+    inputs = batch.prefill_inputs(*apply(batch, first))
+    assert inputs.tokens.tolist() == [[7, 8, 0, 0, 0], [1, 2, 3, 4, 5]]
+    assert inputs.page_table.tolist() == [[5, 0, 0], [2, 9, 0]]
+    assert inputs.start_pos.tolist() == [0, 0]
+    assert inputs.prompt_lens.tolist() == [2, 5]
+    assert inputs.empty_slots == [3, 1]
+
+
+def test_later_chunk_holds_the_prompt_from_its_start_and_ends_where_the_chunk_ends():
+    batch = make_batch()
+    first = step("prefill", {1: 2}, [new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
+    apply(batch, first)
+    batch.advance(first, [-1])
+    inputs = batch.prefill_inputs(*apply(batch, step("prefill", {1: 3})))
+    assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5]]
+    assert inputs.start_pos.tolist() == [2]
+    assert inputs.prompt_lens.tolist() == [5]
+
+
+def test_padding_of_prefill_tokens_does_not_touch_the_table():
+    batch = make_batch()
+    sequences = [new(0, [1, 2, 3, 4], [1]), new(1, [5, 6], [2])]
+    batch.prefill_inputs(*apply(batch, step("prefill", {0: 2, 1: 2}, sequences)))
+    assert batch.token_ids[0, :4].tolist() == [1, 2, 3, 4]
+
+
+def test_decode_rows_are_slots_and_the_others_are_null():
+    batch = make_batch()
+    first = step(
+        "prefill", {3: 2, 1: 5, 0: 1}, [
+            new(3, [7, 8], [5]), new(1, [1, 2, 3, 4, 5], [2, 9]), new(0, [6], [4]),
+        ],
+    )  # fmt: skip
+    apply(batch, first)
+    batch.advance(first, [70, 60, 50])
+    slots, _ = apply(batch, step("decode", {3: 1, 1: 1}))
+    inputs = batch.decode_inputs(slots)
+    assert inputs.tokens.tolist() == [[0], [60], [0], [70]]
+    assert inputs.start_pos.tolist() == [-1, 5, -1, 2]
+    assert inputs.page_table.tolist() == [[0, 0, 0], [2, 9, 0], [0, 0, 0], [5, 0, 0]]
+    assert [array.dtype.name for array in (inputs.tokens, inputs.start_pos, inputs.page_table)] == [
+        "int32", "int32", "int32",
+    ]  # fmt: skip
+
+
+def test_appended_blocks_follow_those_that_are_there():
+    batch = make_batch()
+    apply(batch, step("prefill", {2: 4}, [new(2, [1, 2, 3, 4], [6])]))
+    apply(batch, step("decode", {2: 1}, appended=[(2, [8])]))
+    assert batch.block_table[2].tolist() == [6, 8, 0]
+
+
+def test_resumed_sequence_replaces_whatever_its_slot_held():
+    batch = make_batch()
+    first = step("prefill", {2: 9}, [new(2, list(range(1, 10)), [1, 2, 3])])
+    apply(batch, first)
+    batch.advance(first, [99])
+    # The other sequence was preempted after two outputs and comes back to this slot.
+    back = step("prefill", {2: 5}, [new(2, [11, 12, 13, 14, 15], [7, 8], prompt=3)])
+    inputs = batch.prefill_inputs(*apply(batch, back))
+    assert inputs.tokens.tolist() == [[11, 12, 13, 14, 15]]
+    assert inputs.page_table.tolist() == [[7, 8, 0]]
+    assert (batch.num_tokens[2], batch.num_prompt_tokens[2], batch.num_computed_tokens[2]) == (
+        5,
+        3,
+        0,
+    )
+    batch.advance(back, [16])
+    slots, _ = apply(batch, step("decode", {2: 1}))
+    inputs = batch.decode_inputs(slots)
+    assert (inputs.tokens[2, 0], inputs.start_pos[2]) == (16, 5)
+
+
+def test_sequence_with_cached_tokens_starts_after_them():
+    batch = make_batch()
+    hit = step("prefill", {0: 2}, [new(0, [1, 2, 3, 4, 5, 6], [3, 4], computed=4)])
+    slots, counts = apply(batch, hit)
+    inputs = batch.prefill_inputs(slots, counts)
+    assert (inputs.start_pos.tolist(), inputs.prompt_lens.tolist()) == ([4], [6])
+    flat = batch.flat_inputs(slots, counts)
+    assert flat.positions.tolist() == [4, 5]
+    assert flat.slot_mapping.tolist() == [16, 17]
+
+
+def test_only_rows_whose_last_token_is_computed_sample():
+    batch = make_batch()
+    work = step("mixed", {0: 3, 1: 2}, [new(0, [1, 2, 3], [1]), new(1, [1, 2, 3], [2])])
+    slots, counts = apply(batch, work)
+    assert batch.samples(slots, counts).tolist() == [True, False]
+    assert batch.flat_inputs(slots, counts).logits_indices.tolist() == [2]
+
+
+def test_token_past_the_longest_length_is_not_stored():
+    batch = make_batch()
+    full = step("prefill", {0: 12}, [new(0, list(range(12)), [1, 2, 3])])
+    apply(batch, full)
+    batch.advance(full, [5])
+    assert batch.num_tokens[0] == 12
+
+
+def test_lane_of_each_row_travels_with_it():
+    batch = make_batch()
+    work = step("mixed", {3: 1, 0: 1}, [new(3, [1], [1], group=1), new(0, [1], [1])])
+    assert batch.flat_inputs(*apply(batch, work)).dp_groups.tolist() == [1, 0]

@@ -1,0 +1,199 @@
+"""Blocks are held, cached or free, exactly one of them, whatever is done to a pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replicas.engine.block_pool import NULL_BLOCK, BlockPool
+
+
+def test_null_block_is_never_handed_out():
+    pool = BlockPool(5)
+    assert pool.num_blocks == pool.num_free_blocks == 4
+    assert NULL_BLOCK not in pool.allocate(4)
+
+
+def test_freed_block_of_a_known_hash_is_found_again():
+    pool = BlockPool(5)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"1")
+    pool.cache(second, b"2")
+    pool.free([first, second])
+    assert pool.find_prefix([b"1", b"2", b"3"]) == [first, second]
+    assert pool.num_free_blocks == 4
+
+
+def test_prefix_ends_at_the_first_unknown_hash():
+    pool = BlockPool(5)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"1")
+    pool.cache(second, b"3")
+    assert pool.find_prefix([b"1", b"2", b"3"]) == [first]
+
+
+def test_blocks_nobody_can_find_are_used_before_cached_ones():
+    pool = BlockPool(4)
+    cached, plain, other = pool.allocate(3)
+    pool.cache(cached, b"1")
+    pool.free([cached, plain, other])
+    assert set(pool.allocate(2)) == {plain, other}
+    assert pool.find_prefix([b"1"]) == [cached]
+
+
+def test_end_of_a_prefix_is_evicted_before_its_beginning():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    hashes = [b"1", b"2", b"3"]
+    for block_id, block_hash in zip(blocks, hashes, strict=True):
+        pool.cache(block_id, block_hash)
+    pool.free(blocks)
+    pool.allocate(1)
+    assert pool.find_prefix(hashes) == blocks[:2]
+
+
+def test_least_recently_freed_prefix_is_evicted_first():
+    pool = BlockPool(3)
+    old, new = pool.allocate(2)
+    pool.cache(old, b"old")
+    pool.cache(new, b"new")
+    pool.free([old])
+    pool.free([new])
+    pool.allocate(1)
+    assert (pool.find_prefix([b"old"]), pool.find_prefix([b"new"])) == ([], [new])
+
+
+def test_second_block_of_a_hash_stays_private():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"1")
+    pool.cache(second, b"1")
+    assert pool.find_prefix([b"1"]) == [first]
+    pool.free([second])
+    assert pool.find_prefix([b"1"]) == [first]
+
+
+def test_shared_block_is_free_only_after_every_holder_gave_it_back():
+    pool = BlockPool(3)
+    [block] = pool.allocate(1)
+    pool.cache(block, b"1")
+    pool.share([block])
+    pool.free([block])
+    assert pool.num_free_blocks == 1
+    pool.free([block])
+    assert pool.num_free_blocks == 2
+
+
+def test_only_unheld_blocks_of_a_prefix_count_as_evictable():
+    pool = BlockPool(4)
+    held, freed = pool.allocate(2)
+    pool.cache(held, b"1")
+    pool.cache(freed, b"2")
+    pool.free([freed])
+    assert pool.num_evictable([held, freed]) == 1
+
+
+def test_pool_without_prefix_caching_finds_nothing():
+    pool = BlockPool(3, enable_prefix_caching=False)
+    [block] = pool.allocate(1)
+    pool.cache(block, b"1")
+    assert pool.find_prefix([b"1"]) == []
+
+
+def test_reset_forgets_hashes_and_keeps_holders():
+    pool = BlockPool(3)
+    [block] = pool.allocate(1)
+    pool.cache(block, b"1")
+    pool.reset_prefix_cache()
+    assert (pool.find_prefix([b"1"]), pool.num_free_blocks) == ([], 1)
+    pool.free([block])
+    assert pool.num_free_blocks == 2
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_asking_for_more_than_is_free_is_a_bug(count):
+    with pytest.raises(AssertionError):
+        BlockPool(3).allocate(count)
+
+
+def test_freeing_twice_is_a_bug():
+    pool = BlockPool(3)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(blocks)
+
+
+class Pool(RuleBasedStateMachine):
+    """A pool beside the plainest model of it: who holds what, and the hash of each content."""
+
+    tables: list[list[int]]
+
+    @initialize(num_blocks=st.integers(2, 5))
+    def start(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks - 1
+        self.tables = []
+        self.contents: dict[int, bytes] = {}
+
+    @rule(data=st.data())
+    def allocate(self, data):
+        count = data.draw(st.integers(0, self.pool.num_free_blocks))
+        blocks = self.pool.allocate(count)
+        held = {b for table in self.tables for b in table}
+        assert len(set(blocks)) == count
+        assert not set(blocks) & held
+        for block in blocks:
+            self.contents.pop(block, None)
+        self.tables.append(blocks)
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def cache(self, data, block_hash):
+        block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
+        if block not in self.contents:
+            self.pool.cache(block, block_hash)
+            self.contents[block] = block_hash
+
+    @rule(hashes=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
+    def share(self, hashes):
+        found = self.pool.find_prefix(hashes)
+        assert [self.contents[b] for b in found] == hashes[: len(found)]
+        if found:
+            self.pool.share(found)
+            self.tables.append(found)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def free(self, data):
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        self.pool.free(self.tables.pop(index))
+
+    @rule()
+    def reset(self):
+        self.pool.reset_prefix_cache()
+        held = {b for table in self.tables for b in table}
+        # A block that was cached once is not cached again while held: its owner has moved on.
+        self.contents = {b: h for b, h in self.contents.items() if b in held}
+
+    @invariant()
+    def every_block_has_its_holders(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_invariants()
+        counts = Counter(b for table in self.tables for b in table)
+        assert self.pool._ref_counts == [counts[b] for b in range(self.num_blocks + 1)]
+        assert self.pool.num_free_blocks == self.num_blocks - len(counts)
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for table in self.tables:
+                self.pool.free(table)
+            assert self.pool.num_free_blocks == self.num_blocks
+            self.pool.check_invariants()
+
+
+TestPool = Pool.TestCase

@@ -1,0 +1,272 @@
+"""An engine core refuses what cannot run, with the numbers, and loses nothing by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+import pytest
+
+from replicas.engine.core import EngineCore
+from replicas.errors import ConfigError
+from replicas.generators.torch.generator import TorchGenerator
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    Drain,
+    EngineMetrics,
+    EngineRequest,
+    Refused,
+    TokenOutput,
+    Utility,
+    UtilityResult,
+)
+from replicas.sampling_params import SamplingParams
+from tests.engines import CLIENT, GREEDY, engine_core, generate, make_config
+from tests.models import VOCAB_SIZE, model_folder
+from tests.replicas.engine.fakes import make_ticket
+
+if TYPE_CHECKING:
+    from replicas.generators.protocol import ModelCapabilities
+
+
+class NarrowGenerator(TorchGenerator):
+    """A generator that can do as little as the protocol allows."""
+
+    model_capabilities: ClassVar[ModelCapabilities] = {
+        **TorchGenerator.model_capabilities,
+        "supports_prefix_caching": False,
+        "supports_chunked_prefill": False,
+        "supports_mixed_batch": False,
+    }
+
+
+NARROW = f"{__name__}:NarrowGenerator"
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return model_folder("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def core(folder):
+    with engine_core(make_config(folder, tt_data_parallel=2, num_blocks=6)) as core:
+        yield core
+
+
+def add(core, prompt, sampling=GREEDY, client=CLIENT, request_id="r", **message):
+    request = EngineRequest(request_id, prompt, sampling)
+    core.handle(client, AddRequest(request, **message), 0.0)
+    return core.take_events()[client]
+
+
+def run(core, num_steps=1000):
+    """Every event of so many steps, or until nothing runs."""
+    events = []
+    while num_steps and core.step(0.0):
+        num_steps -= 1
+        events += core.take_events().get(CLIENT, [])
+    return events
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message", "words"),
+    [
+        ([], {}, ["empty"]),
+        ([1] * 128, {}, ["128 tokens", "max_model_len is 128"]),
+        ([1] * 1000, {}, ["1000 tokens", "max_model_len is 128"]),
+        ([1, VOCAB_SIZE], {}, [f"vocabulary of {VOCAB_SIZE}"]),
+        ([-1], {}, [f"vocabulary of {VOCAB_SIZE}"]),
+        ([2**40], {}, [f"vocabulary of {VOCAB_SIZE}"]),
+        ([1], {"dp_group": 2}, ["dp_group 2", "there are 2"]),
+        ([1], {"dp_group": -2}, ["dp_group -2"]),
+        ([1], {"mode": "prefill"}, ["ticket"]),
+        ([1], {"ticket": make_ticket("r", 1)}, ["ticket"]),
+        ([1], {"mode": "decode"}, ["kv_connector"]),
+        ([1], {"sampling": SamplingParams(max_tokens=0)}, ["max_tokens", "0"]),
+        ([1], {"sampling": SamplingParams(temperature=float("nan"))}, ["temperature", "nan"]),
+        ([1], {"sampling": SamplingParams(top_p=0.0)}, ["top_p", "0.0"]),
+        ([1], {"sampling": SamplingParams(seed=2**63)}, ["seed", str(2**63)]),
+    ],
+)
+def test_request_that_can_never_run_is_refused_with_the_reason(core, prompt, message, words):
+    [refused] = add(core, prompt, **message)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "invalid"
+    for word in words:
+        assert word in refused.message
+    assert core.num_live == 0
+
+
+def test_longest_prompt_leaves_room_for_one_token(core):
+    [accepted] = add(core, [1] * 127, msgspec.structs.replace(GREEDY, ignore_eos=True))
+    assert accepted == Accepted("r", -1, -1, 0)
+    [output] = run(core)
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 1)
+
+
+def test_huge_top_k_is_no_limit(core):
+    params = SamplingParams(max_tokens=3, seed=3)
+    wide = msgspec.structs.replace(params, top_k=2**40)
+    assert generate(core, [[1, 2]], wide) == generate(core, [[1, 2]], params)
+
+
+def test_live_request_id_is_refused_and_works_again_afterwards(core):
+    add(core, [1, 2])
+    [refused] = add(core, [3])
+    assert (refused.request_id, refused.reason) == ("r", "duplicate")
+    assert run(core)[-1].finish_reason == "length"
+    assert isinstance(add(core, [3])[0], Accepted)
+    run(core)
+
+
+def test_aborted_request_frees_everything_and_says_no_more(core):
+    before = core.snapshot(0).groups
+    add(core, [1] * 40)
+    run(core, 2)
+    assert core.snapshot(0).groups != before
+    core.handle(CLIENT, Abort(["r", "unknown"]), 0.0)
+    assert core.snapshot(0).groups == before
+    assert run(core) == []
+
+
+def test_client_that_is_gone_takes_only_its_own_requests_along(core):
+    add(core, [1, 2], client=b"gone", request_id="a")
+    add(core, [1, 2], request_id="b")
+    core.step(0.0)
+    core.client_gone(b"gone")
+    assert core.num_live == 1
+    assert {event.request_id for event in run(core)} == {"b"}
+    assert b"gone" not in core.take_events()
+
+
+def test_activation_of_an_unknown_request_is_ignored(core):
+    core.handle(CLIENT, Activate("nobody", [1]), 0.0)
+    assert run(core) == []
+
+
+def test_metrics_count_requests_and_tokens(folder):
+    with engine_core(make_config(folder)) as core:
+        generate(core, [[1, 2, 3], [4, 5]], msgspec.structs.replace(GREEDY, max_tokens=5))
+        add(core, [6])
+        core.handle(CLIENT, Abort(["r"]), 0.0)
+        core.handle(CLIENT, Utility(7, "metrics"), 0.0)
+        [answer] = core.take_events()[CLIENT]
+        metrics = msgspec.convert(msgspec.to_builtins(answer.result), EngineMetrics)
+        [group] = metrics.groups
+        assert answer.call_id == 7
+        assert (group.prompt_tokens, group.generation_tokens) == (5, 10)
+        assert group.requests_finished == {"length": 2, "abort": 1}
+        assert metrics.num_steps == 5
+        assert metrics.scheduled_tokens == 5 + 2 * 4
+        assert metrics.device_seconds > 0 < metrics.host_seconds
+
+
+def test_forgotten_prefixes_are_computed_again(folder):
+    with engine_core(make_config(folder)) as core:
+        prompt = list(range(1, 70))
+        outputs = []
+        for _ in range(2):
+            add(core, prompt)
+            outputs.append(run(core)[0].num_cached_tokens)
+        core.handle(CLIENT, Utility(1, "reset_prefix_cache"), 0.0)
+        assert core.take_events()[CLIENT] == [UtilityResult(1, True)]
+        add(core, prompt)
+        outputs.append(run(core)[0].num_cached_tokens)
+        assert outputs == [0, 64, 0]
+
+
+def test_unknown_utility_is_answered_with_an_error(core):
+    core.handle(CLIENT, Utility(3, "__init__"), 0.0)
+    [answer] = core.take_events()[CLIENT]
+    assert (answer.call_id, answer.result) == (3, None)
+    assert "__init__" in answer.error
+
+
+def test_draining_core_refuses_new_requests_and_finishes_old_ones(folder):
+    with engine_core(make_config(folder)) as core:
+        add(core, [1, 2], request_id="old")
+        core.handle(CLIENT, Drain(), 0.0)
+        [refused] = add(core, [3], request_id="new")
+        assert (refused.reason, core.snapshot(0).draining) == ("draining", True)
+        tokens = [t for e in run(core) if isinstance(e, TokenOutput) for t in e.token_ids]
+        assert len(tokens) == GREEDY.max_tokens
+
+
+def test_full_queue_refuses(folder):
+    with engine_core(make_config(folder, max_batch_size=2, max_num_waiting=1)) as core:
+        answers = [add(core, [1], request_id=f"r{i}")[0] for i in range(4)]
+        assert [type(answer) for answer in answers] == [Accepted] * 3 + [Refused]
+        assert answers[-1].reason == "queue_full"
+        run(core)
+
+
+def test_eos_of_the_model_ends_generation_unless_ignored(folder):
+    free = msgspec.structs.replace(GREEDY, ignore_eos=True)
+    with engine_core(make_config(folder)) as core:
+        [tokens] = generate(core, [[5, 9, 3]], free)
+        core._scheduler._eos_token_ids = frozenset({tokens[4]})
+        cut = tokens.index(tokens[4]) + 1
+        assert generate(core, [[5, 9, 3]], GREEDY) == [tokens[:cut]]
+        assert generate(core, [[5, 9, 3]], free) == [tokens]
+
+
+def test_stop_token_ends_generation_and_is_named(folder):
+    with engine_core(make_config(folder)) as core:
+        [tokens] = generate(core, [[5, 9, 3]])
+        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=(tokens[3],)))
+        last = run(core)[-1]
+        assert (last.finish_reason, last.stop_reason) == ("stop", tokens[3])
+
+
+# --- configurations ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_model_len": 300}, ["300", "256 positions"]),
+        ({"num_blocks": 4}, ["128", "96 tokens", "kv_cache_memory_bytes"]),
+        ({"num_blocks": None, "kv_cache_memory_bytes": 1000}, ["1000", "bytes"]),
+        ({"max_batch_size": 6, "tt_data_parallel": 4}, ["6", "4"]),
+        ({"max_num_batched_tokens": 4}, ["4", "8"]),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ["100", "128"]),
+        ({"num_blocks": 1}, ["num_blocks", "1"]),
+        ({"block_size": 0}, ["block_size", "0"]),
+        ({"generator": NARROW, "enable_prefix_caching": True}, ["enable_prefix_caching"]),
+        ({"generator": NARROW, "enable_chunked_prefill": True}, ["enable_chunked_prefill"]),
+        ({"generator": NARROW, "mixed_batches": True}, ["mixed_batches"]),
+    ],
+)
+def test_configuration_that_cannot_work_is_refused_with_its_numbers(folder, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        EngineCore(make_config(folder, **changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        EngineCore(make_config(str(tmp_path / "nowhere")))
+
+
+def test_what_a_generator_cannot_do_is_left_out(folder):
+    prompts = [[1] * 40, [2, 3], [1] * 40]
+    with engine_core(make_config(folder)) as core:
+        wanted = generate(core, prompts)
+    with engine_core(make_config(folder, generator=NARROW)) as core:
+        assert not core.config.enable_prefix_caching
+        assert not core.config.enable_chunked_prefill
+        assert not core.config.mixed_batches
+        assert generate(core, prompts) == wanted
+
+
+def test_prompt_waits_for_blocks_that_others_hold(folder):
+    prompts = [[i] * 100 for i in range(1, 5)]
+    with engine_core(make_config(folder, num_blocks=5)) as core:
+        tight = generate(core, prompts)
+    with engine_core(make_config(folder)) as core:
+        assert generate(core, prompts) == tight

@@ -1,0 +1,241 @@
+"""Prefill on one core, decode on another: the same tokens, and nothing kept, however it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.sampling_params import SamplingParams
+from tests.engines import engine_core, generate, make_config
+from tests.models import model_folder
+from tests.replicas.engine.pair import Pair
+
+PROMPTS = [[(11 * i + 5 * j + i * j) % 157 for j in range(3 + 4 * i)] for i in range(24)]
+LONG = [(3 * j + 7) % 151 for j in range(100)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, seed=0, ignore_eos=True)
+SEEDED = [
+    SamplingParams(max_tokens=8, temperature=0.9, top_k=40, top_p=0.95, seed=i, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+
+
+def config(**changes):
+    return make_config(
+        model_folder("llama-gqa"),
+        **{"max_batch_size": 32, "num_blocks": 130, "kv_connector": "p2p", **changes},
+    )
+
+
+@pytest.fixture(scope="module")
+def local():
+    """Tokens of a single core, with one sampling for all, or one each."""
+    with engine_core(config(kv_connector=None)) as core:
+        yield lambda prompts, sampling: generate(core, prompts, sampling)
+
+
+@pytest.fixture
+def make_pair():
+    """Makes pairs of cores and closes them."""
+    pairs = []
+
+    def make(prefill=None, decode=None):
+        pairs.append(Pair(config(**(prefill or {})), config(**(decode or {}))))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def num_transfers(node, direction):
+    return node.core.metrics(0.0).transfer.transfers[direction]
+
+
+@pytest.mark.parametrize("sampling", [[GREEDY] * len(PROMPTS), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"max_num_batched_tokens": 64}, {"tt_data_parallel": 2}),
+        ({"enable_chunked_prefill": False, "mixed_batches": False}, {"mixed_batches": False}),
+        ({"tt_data_parallel": 4}, {"enable_prefix_caching": False}),
+    ],
+    ids=["chunks to two lanes", "two calls", "four lanes to one"],
+)
+def test_tokens_equal_those_of_a_single_core(make_pair, local, prefill, decode, sampling):
+    pair = make_pair(prefill, decode)
+    assert pair.generate(PROMPTS, sampling) == local(PROMPTS, sampling)
+    assert pair.failures == {}
+    assert num_transfers(pair.prefill, "send") == {"ok": len(PROMPTS), "failed": 0}
+    assert num_transfers(pair.decode, "receive") == {"ok": len(PROMPTS), "failed": 0}
+
+
+def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):
+    pair = make_pair(decode={"enable_prefix_caching": False})
+    pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))
+    transfer = pair.decode.core.metrics(0.0).transfer
+    blocks = sum(-(-len(prompt) // 32) for prompt in PROMPTS)
+    assert transfer.blocks["receive"] == blocks
+    assert transfer.bytes["receive"] == blocks * pair.decode.core.facts.bytes_per_block
+    assert pair.prefill.core.metrics(0.0).transfer.bytes["send"] == transfer.bytes["receive"]
+
+
+def test_second_request_of_a_prompt_transfers_only_what_is_not_cached(make_pair, local):
+    pair = make_pair()
+    first = pair.generate([LONG], [GREEDY])
+    pair.start("again", LONG, GREEDY)
+    pair.run_until(lambda: "again" in pair.finished, "finished")
+    assert [pair.outputs["again"]] == first == local([LONG], GREEDY)
+    assert pair.decode.core.metrics(0.0).transfer.blocks["receive"] == 4 + 1
+
+
+def test_prefill_pool_smaller_than_the_work_serves_it_in_turn(make_pair, local):
+    # Handed-over blocks come back with the peer's confirmation only: nothing else wakes the core.
+    pair = make_pair(prefill={"num_blocks": 5})
+    prompts = [[i, *LONG[:90]] for i in range(6)]
+    assert pair.generate(prompts, [GREEDY] * 6) == local(prompts, GREEDY)
+
+
+def test_decode_pool_that_must_preempt_gives_the_same_tokens(make_pair, local):
+    pair = make_pair(decode={"num_blocks": 9, "max_batch_size": 4})
+    params = [SamplingParams(max_tokens=60, temperature=0.0, seed=0, ignore_eos=True)] * 4
+    prompts = [[i, *LONG[:30]] for i in range(4)]
+    assert pair.generate(prompts, params) == local(prompts, params)
+    assert sum(g.num_preemptions for g in pair.decode.core.metrics(0.0).groups)
+
+
+def test_request_that_ends_with_its_first_token_leaves_nothing_on_either_core(make_pair, local):
+    pair = make_pair()
+    one = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+    assert pair.generate(PROMPTS, [one] * len(PROMPTS)) == local(PROMPTS, one)
+
+
+# --- endings -----------------------------------------------------------------------------------
+
+
+def reserved(pair):
+    pair.reserve("r", LONG, GREEDY)
+
+
+def loading_from_a_core_that_knows_nothing(pair):
+    reserved(pair)
+    pair.start_load("r")
+    pair.decode.step_if_due()
+
+
+def queued_for_prefill(pair):
+    reserved(pair)
+    pair.start_prefill("r")
+
+
+def within_prefill(pair):
+    pair.start("r", LONG, GREEDY)
+    for node in (pair.decode, pair.prefill, pair.decode):
+        node.step_if_due()
+    assert 0 < pair.prefill.core._scheduler.get("r").num_computed_tokens < len(LONG)
+
+
+def handed_over_and_not_fetched(pair):
+    pair.activate_on_first_token = False
+    reserved(pair)
+    pair.start_prefill("r")
+    pair.run_until(lambda: pair.outputs["r"] != [], "first token")
+
+
+def activated_and_not_fetched(pair):
+    handed_over_and_not_fetched(pair)
+    pair.activate("r", list(pair.outputs["r"]))
+
+
+def activated_before_its_kv_came(pair):
+    handed_over_and_not_fetched(pair)
+    pair.prefill.is_frozen = True
+    pair.start_load("r")
+    pair.activate("r", list(pair.outputs["r"]))
+    pair.decode.step_if_due()
+    assert pair.decode.core.snapshot(0).groups[0].num_reserved == 1
+    pair.prefill.is_frozen = False
+
+
+def loaded_and_not_activated(pair):
+    handed_over_and_not_fetched(pair)
+    pair.start_load("r")
+    sequence = pair.decode.core._scheduler.get("r")
+    pair.run_until(lambda: sequence.num_computed_tokens == len(LONG), "KV has come")
+
+
+def decoding(pair):
+    pair.start("r", LONG, GREEDY)
+    pair.run_until(lambda: len(pair.outputs["r"]) >= 3, "third token")
+
+
+STATES = [
+    reserved,
+    loading_from_a_core_that_knows_nothing,
+    queued_for_prefill,
+    within_prefill,
+    handed_over_and_not_fetched,
+    activated_and_not_fetched,
+    activated_before_its_kv_came,
+    loaded_and_not_activated,
+    decoding,
+]
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """One pair for all endings: each must leave it as new."""
+    pair = Pair(config(max_num_batched_tokens=32), config(tt_data_parallel=2))
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("how", ["abort", "client gone"])
+@pytest.mark.parametrize("reach", STATES, ids=lambda reach: reach.__name__)
+def test_request_dropped_in_any_state_leaves_both_cores_as_new(busy, reach, how):
+    busy.outputs.clear()
+    busy._is_activated.clear()
+    busy.activate_on_first_token = True
+    # Each run needs other transfer ids, and a prompt that nobody has cached.
+    busy.ticket = lambda _id, epoch=0, **_: Pair.ticket(busy, "r", epoch + 1000 * busy_run(busy))
+    for node in (busy.prefill, busy.decode):
+        node.core._scheduler.reset_prefix_cache()
+    reach(busy)
+    if how == "abort":
+        busy.abort("r")
+    else:
+        for node in (busy.prefill, busy.decode):
+            node.core.client_gone(b"ingress")
+            node._is_due = True
+    busy.run_until(busy.is_idle, "both cores idle")
+    busy.run = busy_run(busy) + 1
+
+
+def busy_run(pair):
+    return getattr(pair, "run", 1)
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [loading_from_a_core_that_knows_nothing, within_prefill, activated_before_its_kv_came],
+    ids=lambda reach: reach.__name__,
+)
+def test_decode_core_computes_the_prompt_itself_when_the_producer_vanishes(make_pair, local, reach):
+    pair = make_pair(prefill={"max_num_batched_tokens": 32})
+    reach(pair)
+    pair.activate_on_first_token = True
+    pair.prefill.vanish()
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    assert pair.failures["r"] == "peer_dead"
+    pair.run_until(pair.is_idle, "decode core idle")
+
+
+def test_second_ticket_replaces_the_first(make_pair, local):
+    pair = make_pair()
+    loading_from_a_core_that_knows_nothing(pair)
+    pair.ticket = lambda _id, _epoch=0, **_: Pair.ticket(pair, "r", 1)
+    pair.start_prefill("r")
+    pair.start_load("r", epoch=1)
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    assert pair.failures == {}
+    pair.run_until(pair.is_idle, "both cores idle")

@@ -1,0 +1,440 @@
+"""The engine as a process of its own: start, loss of either end, and what strangers send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from replicas.async_client import AsyncMPClient
+from replicas.client import SyncMPClient
+from replicas.codec import encode
+from replicas.dealer import connect_dealer
+from replicas.errors import EngineDeadError, EngineStartError
+from replicas.launch import start_engine
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    AddRequest,
+    Drain,
+    EngineRequest,
+    Hello,
+    Refused,
+    TokenOutput,
+)
+from replicas.sampling_params import SamplingParams
+from tests.engines import engine_core, generate, make_config
+from tests.models import model_folder
+
+pytestmark = pytest.mark.process
+
+LONG = SamplingParams(max_tokens=240, temperature=0.0, seed=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=5, temperature=0.0, seed=0)
+PROMPT = [5, 9, 3]
+
+
+def config(**changes):
+    settings = {"max_model_len": 256, "max_batch_size": 4, "num_blocks": 40, **changes}
+    return make_config(model_folder("llama-gqa"), **settings)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine that every test leaves idle."""
+    handle = start_engine(config())
+    yield handle
+    handle.stop()
+
+
+@pytest.fixture
+def doomed():
+    """An engine of the test's own."""
+    handle = start_engine(config())
+    yield handle
+    if handle.is_alive:
+        os.kill(handle.description.pid, signal.SIGKILL)
+    handle.stop()
+
+
+@contextlib.asynccontextmanager
+async def connected(handle, **callbacks):
+    client = AsyncMPClient(**callbacks)
+    try:
+        await client.connect(handle.description)
+        yield client
+    finally:
+        await client.close()
+
+
+def open_stream(client, handle, request_id, sampling=SHORT, prompt=PROMPT):
+    message = AddRequest(EngineRequest(request_id, prompt, sampling))
+    return client.open_stream(handle.description.incarnation, request_id, message)
+
+
+async def read(stream):
+    """Every token until the end."""
+    tokens = []
+    while True:
+        event = await stream.get()
+        if isinstance(event, TokenOutput):
+            tokens += event.token_ids
+            if event.finish_reason is not None:
+                stream.close(abort=False)
+                return tokens
+
+
+async def first_token(stream):
+    while not isinstance(await stream.get(), TokenOutput):
+        pass
+
+
+async def until(predicate, what, deadline_s=20.0):
+    """Poll until an asynchronous predicate is true."""
+    end_s = time.monotonic() + deadline_s
+    while not await predicate():
+        assert time.monotonic() < end_s, f"not in {deadline_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def is_idle(client, handle):
+    """Whether every slot and block is free."""
+    metrics = await client.metrics(handle.description.incarnation)
+    groups = metrics.groups
+    return not metrics.num_waiting and all(
+        (g.num_empty_slots, g.num_free_blocks) == (g.num_slots, g.num_blocks) for g in groups
+    )
+
+
+async def num_aborted(client, handle):
+    """Requests that were dropped since the engine started."""
+    metrics = await client.metrics(handle.description.incarnation)
+    return sum(group.requests_finished.get("abort", 0) for group in metrics.groups)
+
+
+def is_running(pid):
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def wait_gone(pid):
+    async def is_gone():
+        return not is_running(pid)
+
+    await until(is_gone, f"process {pid} has ended")
+
+
+def run_python(code, *arguments):
+    """A Python process of the test's own, and its first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+# --- start and end -----------------------------------------------------------------------------
+
+
+def test_engine_tells_how_far_its_start_has_come_and_what_it_is():
+    stages = []
+    settings = config(tt_data_parallel=2, kv_connector="p2p")
+    handle = start_engine(
+        settings, progress=lambda stage, fraction: stages.append((stage, fraction))
+    )
+    described = handle.description
+    handle.stop()
+    handle.stop()
+    assert not handle.is_alive
+    assert stages
+    assert all(0.0 <= fraction <= 1.0 for _, fraction in stages)
+    assert described.model == settings.model
+    assert (described.dp_groups, described.slots_per_group, described.blocks_per_group) == (
+        2,
+        2,
+        39,
+    )
+    assert (described.max_model_len, described.block_size) == (256, 32)
+    assert described.kv_endpoint.startswith("tcp://127.0.0.1:")
+    assert len(described.kv_layout_hash) == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
+        ({"max_model_len": 1000}, ["1000", "256"]),
+        ({"kv_connector": "p2p", "block_size": 16, "num_blocks": 80}, ["16", "32"]),
+        ({"kv_connector": "pigeon"}, ["pigeon", "p2p"]),
+        ({"kv_connector": "p2p", "kv_endpoint": "tcp://192.0.2.1:*"}, ["192.0.2.1"]),
+    ],
+)
+def test_engine_that_cannot_start_says_why(changes, words):
+    with pytest.raises(EngineStartError) as caught:
+        start_engine(msgspec.structs.replace(config(), **changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_engine_ends_with_its_parent():
+    code = (
+        "import sys, msgspec\n"
+        "from replicas.config import EngineConfig\n"
+        "from replicas.launch import start_engine\n"
+        "handle = start_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))\n"
+        "print(handle.description.pid, flush=True)\n"
+        "handle.wait()\n"
+    )
+    parent, line = run_python(code, msgspec.json.encode(config()).decode())
+    try:
+        assert is_running(int(line))
+        os.kill(parent.pid, signal.SIGKILL)
+        asyncio.run(wait_gone(int(line)))
+    finally:
+        end(parent)
+
+
+# --- loss of the engine ------------------------------------------------------------------------
+
+
+def dead_streams(handle, kill):
+    """Open more streams than there are slots, `kill`, and return what each stream ends with."""
+
+    async def run():
+        lost = []
+        async with connected(handle, on_dead=lambda *args: lost.append(args)) as client:
+            streams = [open_stream(client, handle, f"r{i}", LONG) for i in range(40)]
+            for stream in streams[:4]:
+                await first_token(stream)
+            call = asyncio.ensure_future(client.metrics(handle.description.incarnation))
+            kill(handle.description.pid)
+            ends = await asyncio.gather(*map(read, streams), call, return_exceptions=True)
+            with pytest.raises(EngineDeadError):
+                open_stream(client, handle, "late")
+            return ends, lost
+
+    ends, lost = asyncio.run(run())
+    assert [incarnation for incarnation, _ in lost] == [handle.description.incarnation]
+    return ends[:-1], lost[0][1]
+
+
+def test_killed_engine_ends_every_open_stream_with_an_error(doomed):
+    ends, reason = dead_streams(doomed, lambda pid: os.kill(pid, signal.SIGKILL))
+    assert {type(error) for error in ends[4:]} == {EngineDeadError}
+    assert reason == "its connection broke"
+    assert doomed.wait() == -signal.SIGKILL
+
+
+def test_frozen_engine_counts_as_dead(doomed):
+    ends, reason = dead_streams(doomed, lambda pid: os.kill(pid, signal.SIGSTOP))
+    assert {type(error) for error in ends[4:]} == {EngineDeadError}
+    assert "sent nothing" in reason
+
+
+def drain_outputs(client):
+    """Read more often than there can be steps."""
+    for _ in range(1000):
+        client.get_outputs()
+
+
+def test_killed_engine_ends_a_synchronous_client_with_an_error():
+    client = SyncMPClient(config())
+    try:
+        client.add_request(EngineRequest("r", PROMPT, LONG))
+        os.kill(client.description.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            drain_outputs(client)
+    finally:
+        client.shutdown()
+
+
+# --- loss of a client --------------------------------------------------------------------------
+
+
+def test_client_that_closes_without_a_word_takes_its_requests_along(engine):
+    async def run():
+        async with connected(engine) as witness:
+            before = await num_aborted(witness, engine)
+            async with connected(engine) as client:
+                streams = [open_stream(client, engine, f"r{i}", LONG) for i in range(60)]
+                await first_token(streams[0])
+            await until(lambda: is_idle(witness, engine), "slots and blocks free")
+            assert await num_aborted(witness, engine) > before
+            assert len(await read(open_stream(witness, engine, "after"))) == 5
+
+    asyncio.run(run())
+
+
+def test_killed_client_takes_its_requests_along(engine):
+    code = (
+        "import asyncio, sys, msgspec\n"
+        "from replicas.async_client import AsyncMPClient\n"
+        "from replicas.messages import AddRequest, EngineDescription\n"
+        "engine = msgspec.json.decode(sys.argv[1], type=EngineDescription)\n"
+        "requests = msgspec.json.decode(sys.argv[2], type=list[AddRequest])\n"
+        "async def main():\n"
+        "    client = AsyncMPClient()\n"
+        "    await client.connect(engine)\n"
+        "    for r in requests:\n"
+        "        s = client.open_stream(engine.incarnation, r.request.request_id, r)\n"
+        "    await s.get()\n"
+        "    print('open', flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    requests = [AddRequest(EngineRequest(f"k{i}", PROMPT, LONG)) for i in range(60)]
+    arguments = [msgspec.json.encode(x).decode() for x in (engine.description, requests)]
+
+    async def count():
+        async with connected(engine) as witness:
+            return await num_aborted(witness, engine)
+
+    before = asyncio.run(count())
+    process, line = run_python(code, *arguments)
+    try:
+        assert line == "open"
+        process.kill()
+
+        async def run():
+            async with connected(engine) as witness:
+                await until(lambda: is_idle(witness, engine), "slots and blocks free")
+                return await num_aborted(witness, engine)
+
+        assert asyncio.run(run()) > before
+    finally:
+        end(process)
+
+
+def test_closed_stream_frees_its_slot(engine):
+    async def run():
+        async with connected(engine) as client:
+            stream = open_stream(client, engine, "r", LONG)
+            await first_token(stream)
+            stream.close(abort=True)
+            stream.close(abort=True)
+            await until(lambda: is_idle(client, engine), "slots and blocks free")
+
+    asyncio.run(run())
+
+
+# --- what is sent ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raw_sockets(engine, identity):
+    """A client's two sockets without the client."""
+    with zmq.Context() as context:
+        sockets = [
+            connect_dealer(context, identity, endpoint)
+            for endpoint in (engine.description.input_endpoint, engine.description.output_endpoint)
+        ]
+        try:
+            yield sockets
+        finally:
+            for socket in sockets:
+                socket.close(linger=1000)
+
+
+def assert_serves(engine):
+    async def run():
+        async with connected(engine) as client:
+            assert len(await read(open_stream(client, engine, "check"))) == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"no message"],
+        [b"\xc1" * 1000],
+        [encode(Hello(PROTOCOL_VERSION))[:-1]],
+        [msgspec.msgpack.encode(["add", 5, "local", -1, None])],
+        [msgspec.msgpack.encode(["unknown"])],
+        [b"one", b"too", b"many"],
+    ],
+)
+def test_malformed_message_is_dropped_and_the_engine_goes_on(engine, frames):
+    with raw_sockets(engine, b"stranger") as (out, _):
+        out.send_multipart(frames)
+        assert_serves(engine)
+
+
+def test_client_of_another_protocol_version_is_not_served(engine):
+    async def num_known():
+        async with connected(engine) as client:
+            metrics = await client.metrics(engine.description.incarnation)
+            return sum(sum(g.requests_finished.values()) for g in metrics.groups)
+
+    with raw_sockets(engine, b"from the future") as (out, back):
+        before = asyncio.run(num_known())
+        out.send(encode(Hello(PROTOCOL_VERSION + 1)))
+        out.send(encode(AddRequest(EngineRequest("r", PROMPT, SHORT))))
+        assert_serves(engine)
+        assert_serves(engine)
+        assert not back.poll(0)
+        assert asyncio.run(num_known()) == before + 2
+
+
+def test_two_clients_share_an_engine_and_see_only_their_own(engine):
+    async def run():
+        async with connected(engine) as one, connected(engine) as two:
+            first = [open_stream(one, engine, f"one{i}", prompt=[i, 1]) for i in range(6)]
+            second = [open_stream(two, engine, f"two{i}", prompt=[i, 2]) for i in range(6)]
+            return await asyncio.gather(*map(read, first + second))
+
+    prompts = [[i, j] for j in (1, 2) for i in range(6)]
+    with engine_core(config()) as core:
+        assert asyncio.run(run()) == generate(core, prompts, SHORT)
+
+
+def test_snapshots_come_in_order_and_end_at_the_start_values(engine):
+    snapshots = []
+
+    async def run():
+        async with connected(
+            engine, on_snapshot=lambda _, snapshot: snapshots.append(snapshot)
+        ) as client:
+            start = snapshots[0]
+            await asyncio.gather(*(read(open_stream(client, engine, f"r{i}")) for i in range(6)))
+
+            async def is_back():
+                return snapshots[-1].groups == start.groups
+
+            await until(is_back, "the last snapshot shows an idle engine")
+
+    asyncio.run(run())
+    numbers = [snapshot.seq for snapshot in snapshots]
+    assert numbers == sorted(numbers)
+    assert min(snapshot.groups[0].num_empty_slots for snapshot in snapshots) < 4
+
+
+def test_draining_engine_refuses_and_finishes_what_it_has(doomed):
+    async def run():
+        async with connected(doomed) as client:
+            old = open_stream(client, doomed, "old", LONG)
+            assert isinstance(await old.get(), Accepted)
+            client.send(doomed.description.incarnation, Drain())
+            refused = await open_stream(client, doomed, "new").get()
+            assert isinstance(refused, Refused)
+            assert refused.reason == "draining"
+            assert len(await read(old)) == LONG.max_tokens
+
+    asyncio.run(run())

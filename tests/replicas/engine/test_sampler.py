@@ -1,0 +1,105 @@
+"""Sampling draws from exactly the distribution that the parameters describe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.engine.sampler import sample
+from replicas.philox import uniform
+
+VOCAB = 12
+
+
+def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0):
+    """One token per row, all rows with the same parameters."""
+    rows = len(logits)
+    return sample(
+        logits,
+        np.full(rows, temperature, dtype=np.float32),
+        np.full(rows, top_k, dtype=np.int32),
+        np.full(rows, top_p, dtype=np.float32),
+        np.asarray(uniforms, dtype=np.float64),
+    )
+
+
+def distribution(logits, temperature, top_k, top_p):
+    """The definition, token by token: keep the k best, of these the least set of mass top_p."""
+    scaled = np.asarray(logits, dtype=np.float64) / np.float64(np.float32(temperature))
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    kept = order[:top_k] if top_k > 0 else order
+    weights = np.exp(scaled - scaled.max())
+    total, mass, nucleus = sum(weights[t] for t in kept), 0.0, []
+    for token in kept:
+        if nucleus and mass / total >= np.float64(np.float32(top_p)) and top_p < 1.0:
+            break
+        nucleus.append(token)
+        mass += weights[token]
+    return {token: weights[token] / mass for token in nucleus}
+
+
+@given(
+    logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB),
+    temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+    top_k=st.integers(-1, VOCAB + 2),
+    top_p=st.sampled_from([0.05, 0.3, 0.613, 0.9, 1.0]),
+)
+def test_shares_of_an_even_grid_are_the_defined_probabilities(logits, temperature, top_k, top_p):
+    grid = (np.arange(2000) + 0.5) / 2000
+    rows = torch.tensor([logits]).expand(2000, -1)
+    counts = np.bincount(draw(rows, grid, temperature, top_k, top_p), minlength=VOCAB)
+    wanted = distribution(logits, temperature, top_k, top_p)
+    for token in range(VOCAB):
+        assert abs(counts[token] / 2000 - wanted.get(token, 0.0)) <= 1 / 1000 + 1e-9
+
+
+def test_seeded_draws_follow_the_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
+    indices = np.arange(20_000, dtype=np.int64)
+    tokens = draw(logits.expand(20_000, -1), uniform(np.full(20_000, 42), indices))
+    wanted = logits[0].double().softmax(0).numpy() * 20_000
+    counts = np.bincount(tokens, minlength=5)
+    # Chi-square with 4 degrees of freedom: 18.5 is the 0.1 % point.
+    assert ((counts - wanted) ** 2 / wanted).sum() < 18.5
+
+
+def test_tie_goes_to_the_lowest_token_when_greedy():
+    logits = torch.zeros(3, 5000)
+    logits[1, [17, 40, 4999]] = 1.0
+    logits[2, 4999] = 1.0
+    assert draw(logits, [0.9] * 3, temperature=0.0) == [0, 17, 4999]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_tiny_temperature_is_greedy(temperature):
+    assert draw(torch.tensor([[0.0, 1.0, 0.999]]), [0.0], temperature) == [1]
+
+
+def test_row_is_drawn_alike_in_any_batch():
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    settings = (
+        np.array([0.0, 0.5, 1.0, 1.5, 0.7, 2.0], dtype=np.float32),
+        np.array([0, 5, -1, 0, 100, 1], dtype=np.int32),
+        np.array([1.0, 0.9, 1.0, 0.5, 0.8, 1.0], dtype=np.float32),
+        np.linspace(0.05, 0.95, 6),
+    )
+    together = sample(logits, *settings)
+    for order in ([5, 4, 3, 2, 1, 0], [2], [1, 3]):
+        alone = sample(logits[order], *(setting[order] for setting in settings))
+        assert alone == [together[row] for row in order]
+
+
+@pytest.mark.parametrize("number", [0.0, np.nextafter(1.0, 0.0)])
+def test_extreme_numbers_never_draw_what_is_masked_or_impossible(number):
+    logits = torch.tensor([[-torch.inf, 1.0, 0.0, 0.5, -torch.inf]])
+    [token] = draw(logits, [number])
+    assert token in {1, 2, 3}
+    assert draw(logits, [number], top_k=2) in ([1], [3])
+    assert draw(logits, [number], top_p=1e-6) == [1]
+
+
+def test_bfloat16_logits_are_sampled():
+    assert draw(torch.tensor([[0.0, 9.0, 0.0]], dtype=torch.bfloat16), [0.5], 0.1) == [1]

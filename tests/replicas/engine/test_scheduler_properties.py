@@ -1,0 +1,186 @@
+"""Whatever is asked of a scheduler, each request ends once and everything it held comes back."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from replicas.engine.sequence import SequenceStatus
+from tests.replicas.engine.fakes import EOS, make_config, make_sequence, make_ticket
+from tests.replicas.engine.scheduler_world import World
+
+TOKENS = st.integers(0, 3)
+OUTPUTS = st.sampled_from([EOS, 1, 1, 1, 2, 2, 3, 3])
+CLIENTS = st.sampled_from([b"one", b"two", b"three"])
+
+
+@st.composite
+def prompts(draw, longest):
+    """Most begin alike, so that prefixes are found."""
+    start = [1, 2, 3, 1, 1, 2, 2, 3, 3, 1][: draw(st.integers(0, 10))]
+    return (start + draw(st.lists(TOKENS, min_size=1, max_size=3)))[-longest:]
+
+
+@st.composite
+def worlds(draw):
+    groups, slots, block_size = (draw(st.integers(1, n)) for n in (2, 3, 4))
+    num_blocks = draw(st.integers(4, 8))
+    room = (num_blocks - 1) * block_size
+    max_model_len = draw(st.integers(room // 2 + 1, room))
+    chunked = draw(st.booleans())
+    least = max(groups * slots, 1 if chunked else max_model_len)
+    config = make_config(
+        max_batch_size=groups * slots,
+        tt_data_parallel=groups,
+        block_size=block_size,
+        max_num_batched_tokens=draw(st.integers(least, least + 8)),
+        max_num_waiting=draw(st.sampled_from([None, 0, 2])),
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=draw(st.booleans()),
+        mixed_batches=draw(st.booleans()),
+        prefill_steps_per_decode_step=draw(st.integers(1, 3)),
+    )
+    return World(config, num_blocks, max_model_len)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Clients, peers and the clock in any order, one step of the engine at a time."""
+
+    @initialize(world=worlds())
+    def start(self, world):
+        self.world = world
+        self.scheduler = world.scheduler
+        self.count = 0
+        self.epoch = 0
+
+    def _new(self, data, mode):
+        self.count += 1
+        world = self.world
+        longest = world.scheduler._max_model_len - 1
+        return make_sequence(
+            f"{mode}-{self.count}",
+            data.draw(prompts(longest), label="prompt"),
+            mode=mode,
+            dp_group=data.draw(st.integers(-1, world.config.tt_data_parallel - 1), label="group"),
+            client=data.draw(CLIENTS, label="client"),
+            max_tokens=data.draw(st.integers(1, 20), label="max_tokens"),
+            ignore_eos=data.draw(st.booleans(), label="ignore_eos"),
+        )
+
+    def _accept(self, seq):
+        self.world.num_accepted += 1
+        self.world.outputs[seq.request_id] = []
+
+    def _pick(self, data, status):
+        found = [s for s in self.scheduler._sequences.values() if s.status is status]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def _ticket(self, seq):
+        self.epoch += 1
+        return make_ticket(seq.request_id, seq.num_prompt_tokens, self.epoch)
+
+    @rule(data=st.data(), remote=st.booleans(), count=st.integers(1, 4))
+    def add(self, data, remote, count):
+        for _ in range(count):
+            self._add_one(data, remote)
+
+    def _add_one(self, data, remote):
+        seq = self._new(data, "prefill" if remote else "local")
+        refusal = self.scheduler.add(seq, self._ticket(seq) if remote else None)
+        if refusal is None:
+            self._accept(seq)
+        else:
+            assert refusal == ("draining" if self.scheduler.is_draining else "queue_full")
+            assert seq.request_id not in self.world.connector.transfers
+
+    @rule(data=st.data())
+    def reserve(self, data):
+        seq = self._new(data, "decode")
+        before = self.scheduler.group_snapshots()
+        refusal = self.scheduler.reserve(seq, self.world.now_s)
+        if refusal is None:
+            self._accept(seq)
+            assert seq.slot >= 0
+            assert seq.dp_group == seq.slot // self.world.config.slots_per_group
+        else:
+            assert self.scheduler.group_snapshots() == before
+
+    @rule(data=st.data())
+    def load(self, data):
+        seq = self._pick(data, SequenceStatus.RESERVED)
+        if seq is not None:
+            self.scheduler.load(seq.request_id, self._ticket(seq))
+
+    @rule(data=st.data(), with_tokens=st.booleans())
+    def activate(self, data, with_tokens):
+        seq = self._pick(data, SequenceStatus.RESERVED)
+        if seq is None or seq.is_activated:
+            return
+        # A client activates with tokens only if the request goes on after them.
+        room = min(self.scheduler._max_model_len - seq.num_tokens, seq.request.sampling.max_tokens)
+        tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
+        tokens = tokens[: max(room - 1, 0)] if with_tokens else []
+        self.scheduler.activate(seq.request_id, tokens)
+        self.world.outputs[seq.request_id].extend(tokens)
+
+    @precondition(lambda self: self.world.connector.transfers)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_transfer(self, data, ok):
+        transfers = self.world.connector.transfers
+        request_id = data.draw(st.sampled_from(sorted(transfers)))
+        transfer = transfers[request_id]
+        if not transfer.is_load and transfer.num_saved_tokens < transfer.ticket.num_tokens:
+            ok = False
+        self.world.end_transfer(request_id, ok=ok)
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.world.outputs:
+            self.world.abort(data.draw(st.sampled_from(sorted(self.world.outputs))))
+
+    @precondition(lambda self: self.count > 6)
+    @rule(client=CLIENTS)
+    def client_vanishes(self, client):
+        for seq in self.scheduler._sequences.values():
+            self.world.ended[seq.request_id] += seq.client == client
+        self.world.ended = +self.world.ended
+        self.scheduler.abort_client(client)
+        assert all(s.client != client for s in self.scheduler._sequences.values())
+
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def step(self, data, count):
+        for _ in range(count):
+            if not self.world.step(lambda: data.draw(OUTPUTS)):
+                break
+            self.world.check()
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def time_passes(self, seconds):
+        self.world.expire(self.world.now_s + seconds)
+        deadline_s = self.scheduler.next_deadline_s()
+        assert deadline_s is None or deadline_s > self.world.now_s
+
+    @rule()
+    def prefixes_are_forgotten(self):
+        self.scheduler.reset_prefix_cache()
+
+    @precondition(lambda self: self.count > 20)
+    @rule()
+    def drain(self):
+        self.scheduler.drain()
+
+    def check_invariants(self, *_args, **_kwargs):
+        super().check_invariants(*_args, **_kwargs)
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.finish_everything(lambda: 1)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow], deadline=None
+)

@@ -1,0 +1,240 @@
+"""The three front ends give the same tokens and texts, and end requests as asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from replicas import LLM, AsyncLLM, SamplingParams
+from replicas.config import EngineConfig
+from replicas.errors import InvalidRequestError, ModelLoadError
+from tests.models import chat_folder
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_batch_size": 4,
+    "num_blocks": 40,
+    "num_threads": 1,
+}
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=20, temperature=0.9, top_k=50, top_p=0.95, seed=11)
+PROMPTS = ["hello world", "x", "größer 你好", "two  spaces\n\nand lines"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(chat_folder(), multiprocess=False, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def llm_process():
+    with LLM(chat_folder(), **SETTINGS) as llm:
+        yield llm
+
+
+def texts(outputs):
+    return [(output.outputs[0].text, output.outputs[0].token_ids) for output in outputs]
+
+
+def generate(llm, prompts, params=GREEDY):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def greedy(llm):
+    """The whole output of the first prompt."""
+    return generate(llm, PROMPTS[0])[0].outputs[0]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    params = [msgspec.structs.replace(GREEDY, max_tokens=n) for n in (9, 2, 7, 1)]
+    outputs = generate(llm, PROMPTS, params)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 2, 7, 1]
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+
+
+def test_token_ids_are_a_prompt_too(llm, greedy):
+    [output] = generate(llm, llm.get_tokenizer().encode(PROMPTS[0]))
+    assert output.prompt is None
+    assert output.outputs[0] == greedy
+
+
+def test_text_is_that_of_the_tokens(llm, greedy):
+    backend = llm.get_tokenizer().backend
+    assert greedy.text == backend.decode(greedy.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_string_cuts_the_text_and_is_named(llm, greedy, keep):
+    stop = greedy.text[6:9]
+    params = msgspec.structs.replace(GREEDY, stop=(stop,), include_stop_str_in_output=keep)
+    output = generate(llm, PROMPTS[0], params)[0].outputs[0]
+    end = greedy.text.index(stop) + len(stop) * keep
+    assert (output.text, output.finish_reason, output.stop_reason) == (
+        greedy.text[:end], "stop", stop,
+    )  # fmt: skip
+    assert len(output.token_ids) < len(greedy.token_ids)
+
+
+def test_engine_stops_at_a_stop_string(llm, greedy):
+    before = llm.get_metrics().groups[0]
+    generate(llm, PROMPTS[0], msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],)))
+    after = llm.get_metrics().groups[0]
+    num_aborted = [group.requests_finished.get("abort", 0) for group in (before, after)]
+    assert num_aborted[1] == num_aborted[0] + 1
+    assert after.num_empty_slots == 4
+
+
+def test_stop_token_ends_the_text_before_it(llm, greedy):
+    token_id = greedy.token_ids[4]
+    params = msgspec.structs.replace(GREEDY, stop_token_ids=(token_id,))
+    output = generate(llm, PROMPTS[0], params)[0].outputs[0]
+    cut = greedy.token_ids.index(token_id)
+    assert output.token_ids == greedy.token_ids[: cut + 1]
+    assert output.stop_reason == token_id
+    assert greedy.text.startswith(output.text)
+
+
+def test_end_token_ends_a_text_unless_ignored(llm):
+    params = [SamplingParams(max_tokens=100, temperature=2.0, seed=seed) for seed in range(20)]
+    ignoring = [msgspec.structs.replace(param, ignore_eos=True) for param in params]
+    ended, whole = (generate(llm, ["x"] * 20, each) for each in (params, ignoring))
+    assert {o.outputs[0].finish_reason for o in ended} == {"stop", "length"}
+    for short, full in zip(ended, whole, strict=True):
+        tokens = full.outputs[0].token_ids
+        cut = tokens.index(1) + 1 if 1 in tokens else len(tokens)
+        assert short.outputs[0].token_ids == tokens[:cut]
+
+
+def test_chat_answers_through_the_template(llm):
+    [output] = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
+    token_ids = llm.get_tokenizer().encode("<|user|>user: hello<|user|>", add_special_tokens=False)
+    assert output.prompt_token_ids == token_ids
+    assert texts([output]) == texts(generate(llm, token_ids))
+
+
+def test_second_prompt_of_a_kind_comes_from_the_cache_until_it_is_forgotten(llm):
+    prompt = [token % 380 for token in range(2, 100)]
+    assert generate(llm, prompt)[0].num_cached_tokens == 0
+    assert generate(llm, prompt)[0].num_cached_tokens == 96
+    llm.reset_prefix_cache()
+    assert generate(llm, prompt)[0].num_cached_tokens == 0
+
+
+def test_minted_seeds_differ_by_request_and_repeat_by_llm_seed():
+    free = msgspec.structs.replace(SEEDED, seed=None)
+    runs = []
+    for seed in (5, 5, 6):
+        with LLM(chat_folder(), multiprocess=False, seed=seed, **SETTINGS) as llm:
+            runs.append(texts(generate(llm, ["x", "x"], free)))
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "name", "words"),
+    [
+        ([], GREEDY, "prompt", ["empty"]),
+        ([5] * 128, GREEDY, "prompt", ["128 tokens", "max_model_len is 128"]),
+        ([5, 384], GREEDY, "prompt", ["vocabulary"]),
+        ("x", SamplingParams(max_tokens=0), "max_tokens", ["0"]),
+        ("x", SamplingParams(temperature=float("inf")), "temperature", ["inf"]),
+        ("x", SamplingParams(stop=("",)), "stop", ["empty"]),
+    ],
+)
+def test_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm, prompt, params, name, words):
+    before = llm.get_metrics()
+    with pytest.raises(InvalidRequestError) as caught:
+        generate(llm, ["hello", prompt], [GREEDY, params])
+    assert caught.value.param == name
+    for word in words:
+        assert word in str(caught.value)
+    assert not llm.llm_engine.has_unfinished_requests()
+    after = llm.get_metrics()
+    assert after.num_steps == before.num_steps
+    assert after.groups[0].num_free_blocks == after.groups[0].num_blocks
+
+
+def test_aborted_request_gives_nothing_more(llm):
+    engine = llm.llm_engine
+    kept, dropped = (engine.add_request(prompt, GREEDY) for prompt in ("x", "hello"))
+    engine.step()
+    engine.abort_request([dropped, "unknown"])
+    seen = set()
+    while engine.has_unfinished_requests():
+        seen |= {output.request_id for output in engine.step()}
+    assert seen == {kept}
+    assert llm.get_metrics().groups[0].num_empty_slots == 4
+
+
+def test_live_request_id_is_refused(llm):
+    llm.llm_engine.add_request("x", GREEDY, request_id="mine")
+    with pytest.raises(InvalidRequestError, match="mine"):
+        llm.llm_engine.add_request("x", GREEDY, request_id="mine")
+    llm.llm_engine.abort_request(["mine"])
+
+
+def test_llm_without_a_tokenizer_works_on_token_ids(llm, greedy):
+    with LLM(chat_folder(), multiprocess=False, skip_tokenizer_init=True, **SETTINGS) as plain:
+        [output] = generate(plain, llm.get_tokenizer().encode(PROMPTS[0]))
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", greedy.token_ids)
+        with pytest.raises(InvalidRequestError, match="tokenizer"):
+            generate(plain, "text")
+        with pytest.raises(ModelLoadError, match="tokenizer"):
+            plain.chat([{"role": "user", "content": "hello"}])
+
+
+# --- the same through every client -------------------------------------------------------------
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_engine_process_gives_the_same_outputs(llm, llm_process, params):
+    assert texts(generate(llm_process, PROMPTS, params)) == texts(generate(llm, PROMPTS, params))
+
+
+@pytest.mark.process
+def test_engine_process_is_told_of_a_stop_string(llm, llm_process, greedy):
+    params = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
+    assert texts(generate(llm_process, PROMPTS, params)) == texts(generate(llm, PROMPTS, params))
+    # The next call's requests and this abort travel in order: nothing is left once it has ended.
+    generate(llm_process, "x", msgspec.structs.replace(GREEDY, max_tokens=1))
+    [group] = llm_process.get_metrics().groups
+    assert (group.num_empty_slots, group.num_free_blocks) == (4, 39)
+
+
+@pytest.mark.process
+def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
+    async def last(engine, prompt, params):
+        lengths = []
+        async for output in engine.generate(prompt, params):
+            lengths.append(len(output.outputs[0].token_ids))
+        assert lengths == sorted(lengths)
+        return output
+
+    async def run():
+        engine = await AsyncLLM.start(EngineConfig(model=chat_folder(), **SETTINGS))
+        try:
+            found = []
+            for params in (GREEDY, SEEDED):
+                jobs = (last(engine, prompt, params) for prompt in PROMPTS)
+                found.append(texts(await asyncio.gather(*jobs)))
+            stream = engine.generate("x", GREEDY)
+            await anext(stream)
+            await stream.aclose()
+            stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
+            found.append(texts([await last(engine, PROMPTS[0], stop)]))
+            with pytest.raises(InvalidRequestError):
+                await last(engine, [], GREEDY)
+            return found
+        finally:
+            await engine.shutdown()
+
+    stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
+    wanted = [texts(generate(llm, PROMPTS, params)) for params in (GREEDY, SEEDED)]
+    assert asyncio.run(run()) == [*wanted, texts(generate(llm, PROMPTS[0], stop))]
