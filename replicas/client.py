@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import CONNECT_S, HELLO_S, connect_dealer
+from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
 from replicas.engine.core import EngineCore
 from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
 from replicas.launch import start_engine
@@ -259,15 +259,17 @@ class SyncMPClient:
         return event
 
     def _read(self, socket: zmq.Socket[bytes]) -> None:
-        """Output thread: frames to events until the engine ends."""
+        """Output thread: frames to events until the engine ends, or says nothing any more."""
+        heard_s = time.monotonic()
         try:
-            while self._handle.is_alive:
+            while self._handle.is_alive and time.monotonic() - heard_s < SILENCE_S:
                 if not socket.poll(250):
                     continue
+                heard_s = time.monotonic()
                 frame = decode_engine_frame(socket.recv())
                 self._greeted.set()
                 for event in frame.events:
                     self._events.put(event)
         finally:
             socket.close(linger=0)
-        self._events.put(EngineDeadError("the engine process has ended; its log says why"))
+        self._events.put(EngineDeadError("the engine has ended or hangs; its log says more"))

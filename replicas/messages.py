@@ -27,7 +27,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence to generate.
 
     Attributes:
-        request_id: Unique among the client's live requests.
+        request_id: Unique among the engine's live requests.
         prompt_token_ids: At least one token id.
         sampling: Validated parameters with a seed.
     """

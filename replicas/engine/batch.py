@@ -206,19 +206,3 @@ class PersistentBatch:
         start = int(self.num_blocks[slot])
         self.block_table[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] = start + len(block_ids)
-
-
-def causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
-    """(T, L) bool: which positions of its sequence each token attends to, L the longest context.
-
-    In a step of first chunks L is the longest query and every request can use the first rows of one
-    shared triangle; `shared_causal_mask` gives that form.
-    """
-    length = int(batch.seq_lens.max())
-    return np.arange(length)[None, :] <= batch.positions[:, None]
-
-
-def shared_causal_mask(batch: FlatBatch) -> npt.NDArray[np.bool_]:
-    """(Q, Q) bool triangle, Q = max_query_len, for every request of a step of first chunks."""
-    assert not batch.num_computed_tokens.any(), "only for steps without computed tokens"
-    return np.tri(batch.max_query_len, dtype=np.bool_)

@@ -123,7 +123,7 @@ class EngineCore:
             case LoadKV():
                 self._load(client, message)
             case Activate():
-                self._scheduler.activate(message.request_id, message.token_ids)
+                self._activate(message)
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
@@ -284,6 +284,15 @@ class EngineCore:
             self._events[client].append(
                 KVLoaded(message.request_id, message.ticket.epoch, str(error))
             )
+
+    def _activate(self, message: Activate) -> None:
+        """Start a reserved request, unless its tokens are not of this model."""
+        seq = self._scheduler.get(message.request_id)
+        if seq is not None and not all(0 <= t < self.facts.vocab_size for t in message.token_ids):
+            self._scheduler.abort(message.request_id)
+            self._fail(seq, f"a token id is outside the vocabulary of {self.facts.vocab_size}")
+            return
+        self._scheduler.activate(message.request_id, message.token_ids)
 
     def _has_pending_transfers(self) -> bool:
         return self._connector is not None and self._connector.has_pending_work()

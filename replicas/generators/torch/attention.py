@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from replicas.generators.masks import causal_mask
+
 if TYPE_CHECKING:
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
 
@@ -77,9 +79,8 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     # Query heads that share a KV head stand side by side: (G, H / G, n, D).
     grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)
     scores = grouped @ k.unsqueeze(1).transpose(-1, -2) * head_dim**-0.5
-    query_positions = torch.arange(length - num_queries, length)
-    is_future = torch.arange(length) > query_positions[:, None]
-    weights = _softmax(scores.masked_fill(is_future, -torch.inf))
+    is_visible = torch.from_numpy(causal_mask(np.arange(length - num_queries, length), length))
+    weights = _softmax(scores.masked_fill(~is_visible, -torch.inf))
     return (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)
 
 
@@ -258,7 +259,7 @@ def _prefill(batch: PagedBatch, request: int, block_size: int, num_kv_heads: int
     length = int(batch.seq_lens[request])
     start = length - (end - begin)
     blocks = batch.block_table[request, : num_blocks_for(length, block_size)]
-    is_visible = torch.arange(length) <= torch.arange(start, length)[:, None]
+    is_visible = torch.from_numpy(causal_mask(np.arange(start, length), length))
     return _Prefill(
         begin=begin,
         end=end,

@@ -12,8 +12,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from replicas.engine.batch import PersistentBatch, causal_mask, shared_causal_mask
+from replicas.engine.batch import PersistentBatch
 from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.generators.masks import causal_mask
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_BATCH_SIZE = 2, 12, 4
 PROMPTS = [[100, 101, 102], [200, 201], [300, 301, 302, 303, 304, 305, 306, 307]]
@@ -151,8 +152,18 @@ def test_arrays_have_the_dtypes_that_generators_expect():
     assert dtypes == {name: "int64" if name in wide else "int32" for name in dtypes}
 
 
+def shared_mask(flat):
+    """The one mask that every request of a step of first chunks can use."""
+    return causal_mask(np.arange(flat.max_query_len), flat.max_query_len)
+
+
+def own_mask(flat):
+    """A row for each scheduled token, over the longest context."""
+    return causal_mask(flat.positions, int(flat.seq_lens.max()))
+
+
 def test_first_chunks_share_one_triangle_of_5_by_5():
-    mask = shared_causal_mask(run([STEP_1], 6))
+    mask = shared_mask(run([STEP_1], 6))
     assert mask.astype(int).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -164,13 +175,13 @@ def test_first_chunks_share_one_triangle_of_5_by_5():
 
 def test_every_request_of_the_first_step_reads_its_rows_off_the_shared_triangle():
     flat = run([STEP_1], 6)
-    shared, own = shared_causal_mask(flat), causal_mask(flat)
+    shared, own = shared_mask(flat), own_mask(flat)
     for start, end in zip(flat.query_start_loc[:-1], flat.query_start_loc[1:], strict=True):
         np.testing.assert_array_equal(own[start:end], shared[: end - start])
 
 
 def test_second_step_has_a_row_of_8_positions_for_each_of_5_tokens():
-    mask = causal_mask(run([STEP_1, STEP_2], 6))
+    mask = own_mask(run([STEP_1, STEP_2], 6))
     assert mask.astype(int).tolist() == [
         [1, 1, 1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0, 0],
@@ -178,8 +189,3 @@ def test_second_step_has_a_row_of_8_positions_for_each_of_5_tokens():
         [1, 1, 1, 1, 1, 1, 1, 0],
         [1, 1, 1, 1, 1, 1, 1, 1],
     ]
-
-
-def test_shared_triangle_is_refused_where_tokens_are_computed_already():
-    with pytest.raises(AssertionError, match="computed tokens"):
-        shared_causal_mask(run([STEP_1, STEP_2], 6))
