@@ -1,6 +1,6 @@
 """Continuous batching: which sequences advance in the next step, and by how many tokens.
 
-Owner of the waiting and running sequences, the block pools and the slot table; it lives on the
+Owner of the waiting and running sequences and of the DP groups' slots and blocks; it lives on the
 engine's core thread. Pure: time enters as `now_s`, KV bytes and tensors are elsewhere.
 There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step
 advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
@@ -15,43 +15,19 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import TransferError
-from replicas.block_hash import extend_block_hashes
-from replicas.engine.block_pool import BlockPool
+from replicas.engine.groups import DPGroups
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.slots import SlotTable
 from replicas.engine.step import NewSequence, ScheduledBatch
-from replicas.messages import GroupCounters, GroupSnapshot, TokenOutput
+from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
 
     from kv_transfer.connector import KVConnectorScheduler
     from kv_transfer.ticket import Ticket
     from replicas.config import EngineConfig
     from replicas.engine.step import StepKind, StepResult
-    from replicas.messages import FinishReason, RefusalReason
-
-
-class _GroupStats:
-    """Running totals of one DP group."""
-
-    __slots__ = (
-        "finished",
-        "generation_tokens",
-        "num_preemptions",
-        "prefix_hits",
-        "prefix_queries",
-        "prompt_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self.num_preemptions = 0
-        self.finished: dict[str, int] = {}
+    from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
 
 
 class _StepPlan:
@@ -96,33 +72,27 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
     ) -> None:
-        groups = config.tt_data_parallel
         self._config = config
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._connector = connector
-        self._pools = [
-            BlockPool(num_blocks, enable_prefix_caching=bool(config.enable_prefix_caching))
-            for _ in range(groups)
-        ]
-        self._slots = SlotTable(groups, config.slots_per_group)
-        self._stats = [_GroupStats() for _ in range(groups)]
+        self._groups = DPGroups(config, num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._reserved: dict[str, Sequence] = {}
         # Finished here, but another engine still reads or writes their blocks.
         self._held: dict[str, Sequence] = {}
         self._num_waiting_tokens = 0
         # Queued sequences by the group that they ask for; index -1 counts those that ask for none.
-        self._num_waiting_in = [0] * (groups + 1)
+        self._num_waiting_in = [0] * (len(self._groups) + 1)
         self._prefill_streak = 0
         self._draining = False
 
     def __repr__(self) -> str:
         return (
             f"Scheduler(waiting={len(self._waiting)}, running={len(self._running)}, "
-            f"reserved={self._num_reserved()}, held={len(self._held)}, {self._slots!r}, "
-            f"{self._pools!r})"
+            f"reserved={len(self._reserved)}, held={len(self._held)}, {self._groups!r})"
         )
 
     # --- requests in ---------------------------------------------------------------------------
@@ -141,7 +111,7 @@ class Scheduler:
         if refusal is not None:
             return refusal
         limit = self._config.max_num_waiting
-        if limit is not None and len(self._waiting) >= limit + self._num_empty_slots():
+        if limit is not None and len(self._waiting) >= limit + self._groups.num_empty_slots:
             return "queue_full"
         if ticket is not None:
             assert self._connector is not None
@@ -159,14 +129,14 @@ class Scheduler:
         refusal = self._refusal(seq)
         if refusal is not None:
             return refusal
-        group = self._choose_group(seq)
+        group = self._groups.choose(seq)
         if group is None:
             return "no_slot"
-        hits = self._find_prefix(seq, group)
-        if not self._fits(group, seq.num_tokens + 1, hits):
+        hits = self._groups.find_prefix(seq, group)
+        if not self._groups.fits(group, seq.num_tokens + 1, hits):
             return "no_blocks"
-        self._sequences[seq.request_id] = seq
-        self._admit(seq, group, hits, seq.num_tokens + 1)
+        self._groups.admit(seq, group, hits, seq.num_tokens + 1)
+        self._sequences[seq.request_id] = self._reserved[seq.request_id] = seq
         seq.status = SequenceStatus.RESERVED
         seq.deadline_s = now_s + self._config.reservation_timeout_s
         return None
@@ -180,8 +150,8 @@ class Scheduler:
             TransferError: The ticket is for another number of tokens, or the connector cannot use
                 it; the reservation stands.
         """
-        seq = self._sequences.get(request_id)
-        if seq is None or seq.status is not SequenceStatus.RESERVED or self._connector is None:
+        seq = self._reserved.get(request_id)
+        if seq is None or self._connector is None:
             return
         if ticket.num_tokens != seq.num_prompt_tokens:
             raise TransferError(
@@ -209,8 +179,8 @@ class Scheduler:
             request_id: The reserved sequence; unknown ids are ignored.
             token_ids: Output tokens that the client has already; empty: compute the prompt here.
         """
-        seq = self._sequences.get(request_id)
-        if seq is None or seq.status is not SequenceStatus.RESERVED or seq.is_activated:
+        seq = self._reserved.get(request_id)
+        if seq is None or seq.is_activated:
             return
         seq.is_activated = True
         seq.token_ids.extend(token_ids)
@@ -231,7 +201,7 @@ class Scheduler:
         seq.is_loading = False
         seq.next_ticket = None
         seq.num_computed_tokens = seq.num_prompt_tokens
-        self._cache_full_blocks(seq)
+        self._groups.cache_full_blocks(seq)
         self._start_if_ready(seq)
         return seq
 
@@ -264,8 +234,7 @@ class Scheduler:
         """Free blocks that another engine has fetched, or will not fetch any more."""
         seq = self._held.pop(request_id, None)
         if seq is not None:
-            self._pools[seq.dp_group].free(seq.block_ids)
-            seq.block_ids = []
+            self._groups.give_back_blocks(seq)
 
     def drain(self) -> None:
         """Refuse every new sequence from now on."""
@@ -292,9 +261,7 @@ class Scheduler:
     def expire(self, now_s: float) -> list[Sequence]:
         """Give up reservations that nobody activated in time; returns them, finished."""
         lapsed = [
-            s
-            for s in self._sequences.values()
-            if s.status is SequenceStatus.RESERVED and not s.is_activated and now_s >= s.deadline_s
+            s for s in self._reserved.values() if not s.is_activated and now_s >= s.deadline_s
         ]
         for seq in lapsed:
             self._finish(seq, "error")
@@ -339,7 +306,7 @@ class Scheduler:
         ):
             seq = by_slot[slot]
             seq.num_computed_tokens += count
-            self._cache_full_blocks(seq)
+            self._groups.cache_full_blocks(seq)
             if token_id >= 0:
                 outputs.append((seq, self._append_token(seq, token_id)))
         return outputs
@@ -360,12 +327,8 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """When the next reservation lapses."""
-        deadlines = [
-            s.deadline_s
-            for s in self._sequences.values()
-            if s.status is SequenceStatus.RESERVED and not s.is_activated
-        ]
-        return min(deadlines, default=None)
+        waiting = (s.deadline_s for s in self._reserved.values() if not s.is_activated)
+        return min(waiting, default=None)
 
     @property
     def is_draining(self) -> bool:
@@ -389,60 +352,32 @@ class Scheduler:
 
     def group_snapshots(self) -> list[GroupSnapshot]:
         """What each DP group has left."""
-        running, reserved = self._count_by_group()
+        running, reserved = self._count(self._running), self._count(self._reserved.values())
         return [
-            GroupSnapshot(
-                self._slots.num_empty(g),
-                pool.num_free_blocks,
-                running[g],
-                reserved[g],
-                self._num_waiting_in[g],
-            )
-            for g, pool in enumerate(self._pools)
+            self._groups.snapshot(g, running[g], reserved[g], self._num_waiting_in[g])
+            for g in range(len(self._groups))
         ]
 
     def group_counters(self) -> list[GroupCounters]:
         """Totals and gauges of each DP group."""
-        running, reserved = self._count_by_group()
-        return [
-            GroupCounters(
-                num_running=running[g],
-                num_reserved=reserved[g],
-                num_slots=self._config.slots_per_group,
-                num_empty_slots=self._slots.num_empty(g),
-                num_blocks=pool.num_blocks,
-                num_free_blocks=pool.num_free_blocks,
-                prompt_tokens=stats.prompt_tokens,
-                generation_tokens=stats.generation_tokens,
-                prefix_cache_queries=stats.prefix_queries,
-                prefix_cache_hits=stats.prefix_hits,
-                num_preemptions=stats.num_preemptions,
-                requests_finished=dict(stats.finished),
-            )
-            for g, (pool, stats) in enumerate(zip(self._pools, self._stats, strict=True))
-        ]
+        running, reserved = self._count(self._running), self._count(self._reserved.values())
+        return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; what runs is not touched."""
-        for pool in self._pools:
-            pool.reset_prefix_cache()
+        self._groups.reset_prefix_cache()
 
     def check_invariants(self) -> None:
-        """Every block and slot has exactly the holders that the sequences say."""
-        self._slots.check_invariants()
-        for pool in self._pools:
-            pool.check_invariants()
-        holders = [*self._sequences.values(), *self._held.values()]
-        for group, pool in enumerate(self._pools):
-            used = {b for s in holders if s.dp_group == group for b in s.block_ids}
-            assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
-        with_slot = [s for s in self._sequences.values() if s.slot >= 0]
-        assert len({s.slot for s in with_slot}) == len(with_slot)
-        assert len(with_slot) == len(self._running) + self._num_reserved()
+        """Every sequence is in exactly one place, and holds what that place means."""
+        self._groups.check_invariants([*self._sequences.values(), *self._held.values()])
+        places = [*self._waiting, *self._running, *self._reserved.values()]
+        assert len(places) == len(self._sequences)
+        assert {id(s) for s in places} == {id(s) for s in self._sequences.values()}
+        for seq in places:
+            assert (seq.slot < 0) == (seq.status is SequenceStatus.WAITING)
+            assert (not seq.block_ids) == (seq.status is SequenceStatus.WAITING)
+        assert all(s.slot < 0 for s in self._held.values())
         assert self._num_waiting_tokens == sum(s.num_new_tokens for s in self._waiting)
-        for seq in self._waiting:
-            assert seq.slot < 0
-            assert not seq.block_ids
 
     # --- admission -----------------------------------------------------------------------------
 
@@ -465,56 +400,11 @@ class Scheduler:
         self._num_waiting_tokens += sign * seq.num_new_tokens
         self._num_waiting_in[seq.dp_group] += sign
 
-    def _find_prefix(self, seq: Sequence, group: int) -> list[int]:
-        """Cached leading blocks; at least one token is left to compute, for its logits."""
-        if not self._config.enable_prefix_caching:
-            return []
-        block_size = self._config.block_size
-        extend_block_hashes(seq.block_hashes, seq.token_ids, block_size)
-        return self._pools[group].find_prefix(
-            seq.block_hashes[: (seq.num_tokens - 1) // block_size]
-        )
-
-    def _choose_group(
-        self, seq: Sequence, full_groups: AbstractSet[int] = frozenset()
-    ) -> int | None:
-        """The asked DP group, or the one with the most empty slots; None if there is none.
-
-        Args:
-            seq: The sequence to place.
-            full_groups: Groups where an earlier sequence waits for what is left.
-        """
-        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
-        open_groups = [g for g in asked if g not in full_groups and self._slots.num_empty(g)]
-        return max(
-            open_groups,
-            key=lambda g: (self._slots.num_empty(g), self._pools[g].num_free_blocks, -g),
-            default=None,
-        )
-
-    def _fits(self, group: int, num_tokens: int, hits: list[int]) -> bool:
-        pool = self._pools[group]
-        num_new_blocks = self._num_blocks_for(num_tokens) - len(hits)
-        return num_new_blocks + pool.num_evictable(hits) <= pool.num_free_blocks
-
-    def _admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
-        """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
-        pool = self._pools[group]
-        pool.share(hits)
-        seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
-        seq.num_cached_blocks = len(hits)
-        seq.num_computed_tokens = len(hits) * self._config.block_size
-        seq.dp_group = group
-        seq.slot = self._slots.take(group)
-        if seq.num_cached_tokens < 0:
-            seq.num_cached_tokens = seq.num_computed_tokens
-            self._stats[group].prefix_queries += seq.num_prompt_tokens
-            self._stats[group].prefix_hits += seq.num_computed_tokens
-
     def _start_if_ready(self, seq: Sequence) -> None:
         """Move a reserved sequence to running once it is activated and no transfer is under way."""
-        if not seq.is_activated or seq.is_loading or seq.status is not SequenceStatus.RESERVED:
+        if not seq.is_activated or seq.is_loading or seq.request_id not in self._reserved:
             return
+        del self._reserved[seq.request_id]
         # The last known token is always computed here: its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         seq.status = SequenceStatus.RUNNING
@@ -539,13 +429,17 @@ class Scheduler:
             count = self._clip(seq.num_new_tokens, plan.budget)
             if count == 0:
                 continue
-            needed = self._num_blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids)
-            pool = self._pools[seq.dp_group]
-            while needed > pool.num_free_blocks and seq.status is SequenceStatus.RUNNING:
-                self._preempt(self._last_running(seq.dp_group))
+            num_tokens = seq.num_computed_tokens + count
+            while not self._groups.can_grow(seq, num_tokens):
+                victim = self._last_running(seq.dp_group)
+                self._preempt(victim)
                 preempted = True
-            if seq.status is SequenceStatus.RUNNING:
-                self._append_blocks(plan, seq, needed)
+                if victim is seq:
+                    break
+            else:
+                block_ids = self._groups.grow(seq, num_tokens)
+                if block_ids and seq.is_known_to_runner:
+                    plan.appended.append((seq.slot, block_ids))
                 plan.add(seq, count)
         return preempted
 
@@ -553,7 +447,7 @@ class Scheduler:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
         skipped: list[Sequence] = []
         full_groups: set[int] = set()
-        while self._waiting and plan.budget > 0 and len(full_groups) < len(self._pools):
+        while self._waiting and plan.budget > 0 and len(full_groups) < len(self._groups):
             seq = self._waiting.popleft()
             self._count_waiting(seq, -1)
             if self._try_admit(plan, seq, full_groups):
@@ -566,15 +460,15 @@ class Scheduler:
             self._enqueue(seq, front=True)
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> bool:
-        group = self._choose_group(seq, full_groups)
+        group = self._groups.choose(seq, full_groups)
         if group is None:
             return False
-        hits = self._find_prefix(seq, group)
+        hits = self._groups.find_prefix(seq, group)
         count = self._clip(seq.num_tokens - len(hits) * self._config.block_size, plan.budget)
         # The whole prompt must fit, or two half-done prompts could starve each other.
-        if count == 0 or not self._fits(group, seq.num_tokens, hits):
+        if count == 0 or not self._groups.fits(group, seq.num_tokens, hits):
             return False
-        self._admit(seq, group, hits, seq.num_tokens)
+        self._groups.admit(seq, group, hits, seq.num_tokens)
         seq.status = SequenceStatus.RUNNING
         self._running.append(seq)
         plan.add(seq, count)
@@ -585,14 +479,6 @@ class Scheduler:
             return num_new_tokens
         return budget if self._config.enable_chunked_prefill else 0
 
-    def _append_blocks(self, plan: _StepPlan, seq: Sequence, count: int) -> None:
-        if count <= 0:
-            return
-        block_ids = self._pools[seq.dp_group].allocate(count)
-        seq.block_ids.extend(block_ids)
-        if seq.is_known_to_runner:
-            plan.appended.append((seq.slot, block_ids))
-
     def _last_running(self, group: int) -> Sequence:
         return next(s for s in reversed(self._running) if s.dp_group == group)
 
@@ -601,9 +487,10 @@ class Scheduler:
         self._running.remove(seq)
         if self._connector is not None:
             self._connector.request_preempted(seq.request_id)
-        self._release(seq)
+        self._groups.give_back_slot(seq)
+        self._groups.give_back_blocks(seq)
         seq.num_preemptions += 1
-        self._stats[seq.dp_group].num_preemptions += 1
+        self._groups.stats[seq.dp_group].num_preemptions += 1
         self._enqueue(seq, front=True)
 
     def _build(self, plan: _StepPlan) -> ScheduledBatch:
@@ -621,7 +508,7 @@ class Scheduler:
     def _append_token(self, seq: Sequence, token_id: int) -> TokenOutput:
         index = seq.num_output_tokens
         seq.token_ids.append(token_id)
-        stats = self._stats[seq.dp_group]
+        stats = self._groups.stats[seq.dp_group]
         stats.generation_tokens += 1
         if index == 0:
             stats.prompt_tokens += seq.num_prompt_tokens
@@ -662,6 +549,7 @@ class Scheduler:
             self._count_waiting(seq, -1)
         elif seq.status is SequenceStatus.RUNNING:
             self._running.remove(seq)
+        self._reserved.pop(seq.request_id, None)
         del self._sequences[seq.request_id]
         self._count_finished(seq, reason)
         hold = False
@@ -672,62 +560,22 @@ class Scheduler:
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
         seq.status = SequenceStatus.FINISHED
+        self._groups.give_back_slot(seq)
         if hold:
-            self._give_back_slot(seq)
             self._held[seq.request_id] = seq
         else:
-            self._release(seq)
-
-    def _release(self, seq: Sequence) -> None:
-        """Give back blocks and slot; the sequence keeps its tokens."""
-        self._give_back_slot(seq)
-        if seq.block_ids:
-            self._pools[seq.dp_group].free(seq.block_ids)
-        seq.block_ids = []
-        seq.num_computed_tokens = 0
-        seq.num_cached_blocks = 0
-
-    def _give_back_slot(self, seq: Sequence) -> None:
-        if seq.slot >= 0:
-            self._slots.give_back(seq.slot)
-            seq.slot = -1
-        seq.is_known_to_runner = False
-
-    def _cache_full_blocks(self, seq: Sequence) -> None:
-        """Index the blocks that have just become full and computed."""
-        full = seq.num_computed_tokens // self._config.block_size
-        if full <= seq.num_cached_blocks or not self._config.enable_prefix_caching:
-            return
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self._config.block_size)
-        pool = self._pools[seq.dp_group]
-        for i in range(seq.num_cached_blocks, full):
-            pool.cache(seq.block_ids[i], seq.block_hashes[i])
-        seq.num_cached_blocks = full
+            self._groups.give_back_blocks(seq)
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
-        finished = self._stats[max(seq.dp_group, 0)].finished
+        finished = self._groups.stats[max(seq.dp_group, 0)].finished
         finished[reason] = finished.get(reason, 0) + 1
 
-    # --- counting ------------------------------------------------------------------------------
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_size)
-
-    def _num_empty_slots(self) -> int:
-        return sum(self._slots.num_empty(g) for g in range(len(self._pools)))
-
-    def _num_reserved(self) -> int:
-        return sum(s.status is SequenceStatus.RESERVED for s in self._sequences.values())
-
-    def _count_by_group(self) -> tuple[list[int], list[int]]:
-        running = [0] * len(self._pools)
-        reserved = [0] * len(self._pools)
-        for seq in self._sequences.values():
-            if seq.status is SequenceStatus.RUNNING:
-                running[seq.dp_group] += 1
-            elif seq.status is SequenceStatus.RESERVED:
-                reserved[seq.dp_group] += 1
-        return running, reserved
+    def _count(self, sequences: Iterable[Sequence]) -> list[int]:
+        """How many of these are in each DP group."""
+        counts = [0] * len(self._groups)
+        for seq in sequences:
+            counts[seq.dp_group] += 1
+        return counts
 
 
 def _new_sequence(seq: Sequence) -> NewSequence:

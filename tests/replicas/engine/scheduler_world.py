@@ -191,7 +191,7 @@ class World:
         """The scheduler's own invariants, and reference counts against the holders."""
         self.scheduler.check_invariants()
         holders = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
-        for group, pool in enumerate(self.scheduler._pools):
+        for group, pool in enumerate(self.scheduler._groups._pools):
             counts = Counter(b for s in holders if s.dp_group == group for b in s.block_ids)
             assert pool._ref_counts == [counts[b] for b in range(self.num_blocks)]
 

@@ -1,0 +1,209 @@
+"""DP groups: slots, KV blocks and prefix index that sequences are admitted to, with totals.
+
+Owner: the scheduler, on the engine's core thread. It knows how a sequence gets and gives back what
+it needs, never when: that is the scheduler's policy. Slots are global, block ids are a group's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas.block_hash import extend_block_hashes
+from replicas.engine.block_pool import BlockPool
+from replicas.engine.slots import SlotTable
+from replicas.messages import GroupCounters, GroupSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from replicas.config import EngineConfig
+    from replicas.engine.sequence import Sequence
+
+
+class GroupStats:
+    """Running totals of one DP group."""
+
+    __slots__ = (
+        "finished",
+        "generation_tokens",
+        "num_preemptions",
+        "prefix_hits",
+        "prefix_queries",
+        "prompt_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.num_preemptions = 0
+        self.finished: dict[str, int] = {}
+
+
+class DPGroups:
+    """Slots and blocks of all DP groups; see the module docstring.
+
+    Args:
+        config: The engine's configuration.
+        num_blocks: Blocks of each group, null block included.
+
+    Attributes:
+        stats: Totals of each group, counted by whoever knows.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        count = config.tt_data_parallel
+        self._block_size = config.block_size
+        self._slots_per_group = config.slots_per_group
+        self._enable_prefix_caching = bool(config.enable_prefix_caching)
+        self._pools = [
+            BlockPool(num_blocks, enable_prefix_caching=self._enable_prefix_caching)
+            for _ in range(count)
+        ]
+        self._slots = SlotTable(count, config.slots_per_group)
+        self.stats = [GroupStats() for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def __repr__(self) -> str:
+        return f"DPGroups({self._slots!r}, {self._pools!r})"
+
+    @property
+    def num_empty_slots(self) -> int:
+        """Free slots of all groups together."""
+        return sum(self._slots.num_empty(g) for g in range(len(self._pools)))
+
+    def choose(self, seq: Sequence, full_groups: Collection[int] = ()) -> int | None:
+        """The asked group, or the one with the most empty slots; None if there is none.
+
+        Args:
+            seq: The sequence to place.
+            full_groups: Groups that must not be chosen.
+        """
+        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
+        return max(
+            (g for g in asked if g not in full_groups and self._slots.num_empty(g)),
+            key=lambda g: (self._slots.num_empty(g), self._pools[g].num_free_blocks, -g),
+            default=None,
+        )
+
+    def find_prefix(self, seq: Sequence, group: int) -> list[int]:
+        """Cached leading blocks; at least one token is left to compute, for its logits."""
+        if not self._enable_prefix_caching:
+            return []
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size)
+        limit = (seq.num_tokens - 1) // self._block_size
+        return self._pools[group].find_prefix(seq.block_hashes[:limit])
+
+    def fits(self, group: int, num_tokens: int, hits: list[int]) -> bool:
+        """Whether a group has blocks for so many tokens, the first of them in `hits`."""
+        pool = self._pools[group]
+        num_new_blocks = self._num_blocks_for(num_tokens) - len(hits)
+        return num_new_blocks + pool.num_evictable(hits) <= pool.num_free_blocks
+
+    def admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
+        """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
+        pool = self._pools[group]
+        pool.share(hits)
+        seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
+        seq.num_cached_blocks = len(hits)
+        seq.num_computed_tokens = len(hits) * self._block_size
+        seq.dp_group = group
+        seq.slot = self._slots.take(group)
+        if seq.num_cached_tokens < 0:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.stats[group].prefix_queries += seq.num_prompt_tokens
+            self.stats[group].prefix_hits += seq.num_computed_tokens
+
+    def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence's group has the blocks that it lacks for `num_tokens`."""
+        return self._num_missing(seq, num_tokens) <= self._pools[seq.dp_group].num_free_blocks
+
+    def grow(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Append the blocks that a sequence lacks for `num_tokens`; returns them."""
+        block_ids = self._pools[seq.dp_group].allocate(max(self._num_missing(seq, num_tokens), 0))
+        seq.block_ids.extend(block_ids)
+        return block_ids
+
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        """Index the blocks that have just become full and computed."""
+        full = seq.num_computed_tokens // self._block_size
+        if full <= seq.num_cached_blocks or not self._enable_prefix_caching:
+            return
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size)
+        pool = self._pools[seq.dp_group]
+        for i in range(seq.num_cached_blocks, full):
+            pool.cache(seq.block_ids[i], seq.block_hashes[i])
+        seq.num_cached_blocks = full
+
+    def give_back_slot(self, seq: Sequence) -> None:
+        """Take the slot from a sequence; its blocks stay. Idempotent."""
+        if seq.slot >= 0:
+            self._slots.give_back(seq.slot)
+            seq.slot = -1
+        seq.is_known_to_runner = False
+
+    def give_back_blocks(self, seq: Sequence) -> None:
+        """Take the blocks from a sequence; it keeps its tokens. Idempotent."""
+        if seq.block_ids:
+            self._pools[seq.dp_group].free(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed_tokens = 0
+        seq.num_cached_blocks = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; held ones stay held."""
+        for pool in self._pools:
+            pool.reset_prefix_cache()
+
+    def snapshot(self, group: int, running: int, reserved: int, waiting: int) -> GroupSnapshot:
+        """What a group has left.
+
+        Args:
+            group: The group.
+            running: Sequences that run in it.
+            reserved: Sequences that wait for their KV in it.
+            waiting: Queued sequences that ask for it.
+        """
+        num_free_blocks = self._pools[group].num_free_blocks
+        return GroupSnapshot(
+            self._slots.num_empty(group), num_free_blocks, running, reserved, waiting
+        )
+
+    def counters(self, group: int, running: int, reserved: int) -> GroupCounters:
+        """Totals and gauges of a group."""
+        pool, stats = self._pools[group], self.stats[group]
+        return GroupCounters(
+            num_running=running,
+            num_reserved=reserved,
+            num_slots=self._slots_per_group,
+            num_empty_slots=self._slots.num_empty(group),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            prefix_cache_queries=stats.prefix_queries,
+            prefix_cache_hits=stats.prefix_hits,
+            num_preemptions=stats.num_preemptions,
+            requests_finished=dict(stats.finished),
+        )
+
+    def check_invariants(self, holders: Iterable[Sequence]) -> None:
+        """Every block and slot has exactly the holders that the sequences say."""
+        self._slots.check_invariants()
+        sequences = list(holders)
+        slots = [s.slot for s in sequences if s.slot >= 0]
+        assert len(set(slots)) == len(slots)
+        assert self.num_empty_slots + len(slots) == self._slots_per_group * len(self._pools)
+        for group, pool in enumerate(self._pools):
+            pool.check_invariants()
+            used = {b for s in sequences if s.dp_group == group for b in s.block_ids}
+            assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return self._num_blocks_for(num_tokens) - len(seq.block_ids)
