@@ -76,7 +76,8 @@ class PoolReplica:
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
         config = load_cluster_config(args)
         if config.data_host == NODE_HOST:
-            config = msgspec.structs.replace(config, data_host=ray.util.get_node_ip_address())
+            address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            config = msgspec.structs.replace(config, data_host=address)
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
         engine_config = config.engine_config(role)

@@ -48,7 +48,8 @@ class RouterMetrics:
         time_to_first_token: Seconds from arrival to the first token.
         inter_token_latency: Seconds between the outputs of a request.
         e2e_latency: Seconds from arrival to the end.
-        requests: Requests that ended, by reason; "error" counts those that failed.
+        requests: Requests that ended, by reason; "error" counts those that failed, "abort" those
+            whose client left.
         refusals: Placements that an engine refused, by reason.
         retries: Parts of requests that were tried again, by reason.
     """

@@ -15,6 +15,8 @@ a finished prefill never waits for a decoder):
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import secrets
 import time
 from collections import deque
@@ -42,18 +44,44 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection
+    from collections.abc import AsyncGenerator
 
     from cluster.config import Role, RouterConfig
     from cluster.metrics import RouterMetrics
     from cluster.pools import PoolState
     from replicas.async_client import AsyncMPClient, EngineStream, Inbox
-    from replicas.messages import EngineDescription, EngineEvent, EngineRequest
+    from replicas.messages import EngineDescription, EngineEvent, EngineRequest, RequestMode
 
 RETRY_AFTER_S = 1
 """What a client that is turned away is told to wait."""
 
 _DECODING: tuple[Role, ...] = ("decode", "both")
+_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
+"""Refusals that mean that somebody else was faster: the request waits on, where it stood."""
+
+
+class _Place:
+    """A request's place in the queue, kept when an engine has no room for it after all.
+
+    Attributes:
+        order: When it came, among the requests of this ingress.
+        refused: Placements that had no room for it just now.
+        news: Set when it is its turn and something has changed, or when it waited too long.
+        deadline_s: When it has waited too long, on the event loop's clock; None before it waits.
+        is_late: Whether it has.
+    """
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+        self.refused: set[Placement] = set()
+        self.news = asyncio.Event()
+        self.deadline_s: float | None = None
+        self.is_late = False
+
+    def expire(self) -> None:
+        """Wake the request to tell it that it has waited too long."""
+        self.is_late = True
+        self.news.set()
 
 
 class Router:
@@ -73,19 +101,23 @@ class Router:
         self.pools = pools
         self.config = config
         self.metrics = metrics
-        self._changed = asyncio.Event()
-        # Waiters take turns, so that whoever came first is placed first.
-        self._turn = asyncio.Lock()
-        self._num_queued = 0
+        # In the order in which they came; only the first may take a slot.
+        self._queue: list[_Place] = []
+        self._orders = itertools.count()
 
     def capacity_changed(self) -> None:
-        """Call after a new snapshot, or when a replica came or went."""
-        self._changed.set()
+        """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
+        if self._queue:
+            self._queue[0].news.set()
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a decode slot."""
-        return self._num_queued
+        return len(self._queue)
+
+    def new_place(self) -> _Place:
+        """A place behind everybody who came before."""
+        return _Place(next(self._orders))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Run a request; yields its tokens in order of their index, the last with a finish reason.
@@ -102,57 +134,59 @@ class Router:
         finally:
             run.close()
 
-    async def hold_slot(
-        self, request_id: str, num_blocks: int, refused: Collection[Placement]
-    ) -> Placement:
-        """Wait for a DP group with room and hold it.
+    async def hold_slot(self, request_id: str, num_blocks: int, place: _Place) -> Placement:
+        """Wait for a DP group with room and hold it, in the order of arrival.
 
         Raises:
             NotReadyError: No replica can decode now.
             SaturatedError: The queue is full.
             QueueTimeoutError: No room within the deadline.
         """
-        if not self._turn.locked():
-            placement = self._try_hold(request_id, num_blocks, refused)
+        if not self._queue or place.order < self._queue[0].order:
+            placement = self._try_hold(request_id, num_blocks, place)
             if placement is not None:
                 return placement
-        if self._num_queued >= self.config.max_queued_requests:
-            raise SaturatedError(
-                f"all decode slots are taken and {self._num_queued} requests wait; retry later",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._num_queued += 1
+        loop = asyncio.get_running_loop()
+        if place.deadline_s is None:
+            if self.num_queued >= self.config.max_queued_requests:
+                raise SaturatedError(
+                    f"all decode slots are taken and {self.num_queued} requests wait; retry later",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            place.deadline_s = loop.time() + self.config.queue_timeout_s
+        bisect.insort(self._queue, place, key=lambda p: p.order)
+        # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+        timer = loop.call_at(place.deadline_s, place.expire)
         try:
-            return await asyncio.wait_for(
-                self._hold_in_turn(request_id, num_blocks, refused), self.config.queue_timeout_s
-            )
-        except asyncio.TimeoutError:
-            raise QueueTimeoutError(
-                f"no decode slot became free within {self.config.queue_timeout_s:g} s",
-                retry_after_s=RETRY_AFTER_S,
-            ) from None
+            return await self._hold_in_turn(request_id, num_blocks, place)
         finally:
-            self._num_queued -= 1
+            timer.cancel()
+            self._queue.remove(place)
+            self.capacity_changed()
 
-    async def _hold_in_turn(
-        self, request_id: str, num_blocks: int, refused: Collection[Placement]
-    ) -> Placement:
-        async with self._turn:
-            while True:
-                self._changed.clear()
-                placement = self._try_hold(request_id, num_blocks, refused)
-                if placement is not None:
-                    return placement
-                await self._changed.wait()
+    async def _hold_in_turn(self, request_id: str, num_blocks: int, place: _Place) -> Placement:
+        while True:
+            await place.news.wait()
+            place.news.clear()
+            if place.is_late:
+                raise QueueTimeoutError(
+                    f"no decode slot became free within {self.config.queue_timeout_s:g} s",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            if self._queue[0] is not place:
+                continue
+            # Whoever refused may have room by now.
+            place.refused.clear()
+            placement = self._try_hold(request_id, num_blocks, place)
+            if placement is not None:
+                return placement
 
-    def _try_hold(
-        self, request_id: str, num_blocks: int, refused: Collection[Placement]
-    ) -> Placement | None:
+    def _try_hold(self, request_id: str, num_blocks: int, place: _Place) -> Placement | None:
         if not self.pools.has_open(_DECODING):
             raise NotReadyError(
                 "no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S
             )
-        placement = place_decode(num_blocks, self.pools.decode_views(), refused)
+        placement = place_decode(num_blocks, self.pools.decode_views(), place.refused)
         if placement is not None:
             self.pools.hold_decode(request_id, placement, num_blocks)
         return placement
@@ -176,6 +210,8 @@ class _Run:
         self._prefill: EngineStream | None = None
         # What the decode engine said while prefill was waited for.
         self._early: deque[EngineEvent] = deque()
+        # Of the last ticket: news of an earlier one must not end the transfer under way.
+        self._epoch = 0
         self._has_output = False
 
     async def outputs(self) -> AsyncGenerator[TokenOutput, None]:
@@ -225,44 +261,48 @@ class _Run:
         Raises:
             ServingError: There is none to be had.
         """
-        refused: set[Placement] = set()
-        message = "no replica answered"
-        for _ in range(self._router.config.max_attempts):
-            placement = await self._hold_slot(refused)
+        place = self._router.new_place()
+        num_failures = 0
+        while True:
+            placement = await self._hold_slot(place)
             is_remote = self._is_remote(placement)
-            try:
-                self._decode = self._client.open_stream(
-                    placement.incarnation,
-                    self._id,
-                    AddRequest(
-                        self._request, "decode" if is_remote else "local", placement.dp_group
-                    ),
-                    self._inbox,
-                )
-                answer = await self._answer(self._decode)
-            except (EngineDeadError, _DecodeLostError) as error:
-                answer = Refused(self._id, "draining", str(error))
-            finally:
-                self._pools.release(self._id, placement.incarnation)
+            answer = await self._ask(placement, "decode" if is_remote else "local")
             if isinstance(answer, Accepted):
                 return is_remote
             self._drop_decode()
             self._router.metrics.refusals.labels(answer.reason).inc()
             if answer.reason == "invalid":
                 raise BadRequestError(answer.message, param="prompt")
-            refused.add(placement)
-            message = answer.message
-        raise SaturatedError(
-            f"{self._router.config.max_attempts} placements were refused; the last: {message}",
-            retry_after_s=RETRY_AFTER_S,
-        )
+            place.refused.add(placement)
+            if answer.reason in _NO_ROOM:
+                continue
+            num_failures += 1
+            if num_failures == self._router.config.max_attempts:
+                raise SaturatedError(
+                    f"{num_failures} placements were refused; the last: {answer.message}",
+                    retry_after_s=RETRY_AFTER_S,
+                )
 
-    async def _hold_slot(self, refused: set[Placement]) -> Placement:
+    async def _ask(self, placement: Placement, mode: RequestMode) -> Accepted | Refused:
+        """Send the request to a decode engine and wait for its answer; a dead one refuses."""
+        message = AddRequest(self._request, mode, placement.dp_group)
+        try:
+            self._decode = self._client.open_stream(
+                placement.incarnation, self._id, message, self._inbox
+            )
+            return await self._answer(self._decode)
+        except (EngineDeadError, _DecodeLostError) as error:
+            return Refused(self._id, "draining", str(error))
+        finally:
+            self._pools.release(self._id, placement.incarnation)
+            self._router.capacity_changed()
+
+    async def _hold_slot(self, place: _Place) -> Placement:
         started_s = time.monotonic()
         block_size = self._block_size()
         num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // block_size)
         try:
-            return await self._router.hold_slot(self._id, num_blocks, refused)
+            return await self._router.hold_slot(self._id, num_blocks, place)
         finally:
             self._router.metrics.queue_time.observe(time.monotonic() - started_s)
 
@@ -302,6 +342,8 @@ class _Run:
         while True:
             event = await self._next_of(self._decode)
             if isinstance(event, KVLoaded):
+                if event.epoch != self._epoch:
+                    continue
                 self._drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
@@ -376,6 +418,7 @@ class _Run:
         consumer = self._description(self._decode.incarnation)
         if producer is None or consumer is None or producer.kv_endpoint is None:
             return None
+        self._epoch = epoch
         return Ticket(
             transfer_id=secrets.token_bytes(16),
             request_id=self._id,

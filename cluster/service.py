@@ -83,19 +83,19 @@ class ClusterService:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
         engine_request = EngineRequest(request_id, request.prompt_token_ids, sampling)
         processor = OutputProcessor(self.tokenizer, engine_request, self.tokenizer.eos_token_ids)
-        watch = _Watch(self.metrics)
-        async with contextlib.aclosing(self._router.generate(engine_request)) as outputs:
-            async for output in outputs:
-                delta = processor.take(output)
-                if delta is None:
-                    continue
-                watch.saw_output()
-                if delta.finish_reason is None:
-                    yield TextDelta(delta.text, tuple(delta.token_ids))
-                    continue
-                watch.finished(delta.finish_reason)
-                yield _finished(delta, processor, len(request.prompt_token_ids))
-                return
+        with _Watch(self.metrics) as watch:
+            async with contextlib.aclosing(self._router.generate(engine_request)) as outputs:
+                async for output in outputs:
+                    delta = processor.take(output)
+                    if delta is None:
+                        continue
+                    watch.saw_output()
+                    if delta.finish_reason is None:
+                        yield TextDelta(delta.text, tuple(delta.token_ids))
+                        continue
+                    watch.reason = delta.finish_reason
+                    yield _finished(delta, processor, len(request.prompt_token_ids))
+                    return
 
     def is_ready(self) -> tuple[bool, str]:
         """Ready once every pool has had a replica, and as long as one can decode."""
@@ -185,12 +185,27 @@ class ClusterService:
 
 
 class _Watch:
-    """Times of one request, for the histograms."""
+    """Times and ending of one request, for the metrics.
+
+    Attributes:
+        reason: How it finished; without one it failed, or its client left.
+    """
+
+    reason: str | None = None
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._arrived_s = self._last_s = time.monotonic()
         self._has_output = False
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self.reason is not None:
+            self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
+        failed = "error" if isinstance(error, Exception) else "abort"
+        self._metrics.requests.labels(self.reason or failed).inc()
 
     def saw_output(self) -> None:
         now_s = time.monotonic()
@@ -199,10 +214,6 @@ class _Watch:
         else:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
         self._has_output, self._last_s = True, now_s
-
-    def finished(self, reason: str) -> None:
-        self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
-        self._metrics.requests.labels(reason).inc()
 
 
 def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens: int) -> Finished:

@@ -32,12 +32,11 @@ from replicas.messages import (
     PROTOCOL_VERSION,
     EngineDescription,
     EngineFrame,
-    EngineSnapshot,
     Hello,
 )
 
 if TYPE_CHECKING:
-    from replicas.messages import ClientMessage
+    from replicas.messages import ClientMessage, EngineEvent
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +199,9 @@ class EngineProcess:
         self._outbox = outbox
         self._clients: set[bytes] = set()
         self._snapshot = core.snapshot(0)
-        self._snapshot_sent_s = 0.0
-        self._is_snapshot_due = False
+        # Clients that have not had the latest snapshot.
+        self._behind: set[bytes] = set()
+        self._flushed_s = 0.0
         self._stopped = False
 
     def run(self) -> None:
@@ -230,8 +230,8 @@ class EngineProcess:
         deadline_s = self._core.next_deadline_s()
         if deadline_s is not None:
             waits.append(deadline_s - now_s)
-        if self._is_snapshot_due:
-            waits.append(self._snapshot_sent_s + SNAPSHOT_S - now_s)
+        if self._behind:
+            waits.append(self._flushed_s + SNAPSHOT_S - now_s)
         return max(min(waits), 0.0) if waits else None
 
     def _take(self, client: bytes, message: ClientMessage | _Wake | _ClientGone | _Stop) -> None:
@@ -242,6 +242,7 @@ class EngineProcess:
                 pass
             case _ClientGone():
                 self._clients.discard(client)
+                self._behind.discard(client)
                 num_dropped = self._core.client_gone(client)
                 if num_dropped:
                     logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
@@ -261,30 +262,35 @@ class EngineProcess:
             )  # fmt: skip
             return
         self._clients.add(client)
-        self._outbox.put((client, EngineFrame(self._incarnation, [], self._snapshot)))
+        self._behind.add(client)
+        self._send(client, [])
 
     def _publish(self) -> None:
         """Send each client its events, and the snapshot where it changed."""
-        events = self._core.take_events()
-        snapshot = self._next_snapshot()
-        self._is_snapshot_due = self._is_snapshot_due or snapshot is not None
-        for client, client_events in events.items():
-            self._outbox.put((client, EngineFrame(self._incarnation, client_events, snapshot)))
+        if self._renew_snapshot():
+            self._behind = set(self._clients)
+        for client, events in self._core.take_events().items():
+            self._send(client, events)
         now_s = time.monotonic()
-        if not self._is_snapshot_due or now_s - self._snapshot_sent_s < SNAPSHOT_S:
-            return
-        for client in self._clients - events.keys():
-            self._outbox.put((client, EngineFrame(self._incarnation, [], self._snapshot)))
-        self._snapshot_sent_s, self._is_snapshot_due = now_s, False
+        if self._behind and now_s - self._flushed_s >= SNAPSHOT_S:
+            for client in list(self._behind):
+                self._send(client, [])
+            self._flushed_s = now_s
 
-    def _next_snapshot(self) -> EngineSnapshot | None:
-        """The new snapshot if anything but the step count changed, else None."""
+    def _send(self, client: bytes, events: list[EngineEvent]) -> None:
+        """Queue a frame, with the snapshot if the client has not had this one."""
+        snapshot = self._snapshot if client in self._behind else None
+        self._behind.discard(client)
+        self._outbox.put((client, EngineFrame(self._incarnation, events, snapshot)))
+
+    def _renew_snapshot(self) -> bool:
+        """Take a new snapshot; False if nothing but the step count has changed."""
         old = self._snapshot
         new = self._core.snapshot(old.seq + 1)
         if msgspec.structs.replace(new, seq=old.seq, num_steps=old.num_steps) == old:
-            return None
+            return False
         self._snapshot = new
-        return new
+        return True
 
 
 def describe(

@@ -275,7 +275,9 @@ class Scheduler:
         Returns:
             The step, or None when nothing can run now.
         """
-        for kind in self._kinds_to_try():
+        kinds = deque(self._kinds_to_try())
+        while kinds:
+            kind = kinds.popleft()
             plan = _StepPlan(kind, self._config.max_num_batched_tokens)
             preempted = self._advance_running(plan)
             # Blocks that were just taken away are for those who needed them; if none of these can
@@ -285,6 +287,9 @@ class Scheduler:
             if plan.sequences:
                 self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
                 return self._build(plan)
+            if preempted and kind == "decode":
+                # It took everything from its own sequences: what they gave back may be enough.
+                kinds.append("prefill")
         return None
 
     def update(

@@ -255,3 +255,21 @@ def test_refused_ticket_queues_nothing():
     with pytest.raises(TransferError, match="not for this engine"):
         scheduler.add(make_sequence("p", [1], mode="prefill"), make_ticket("p", 1))
     assert (scheduler.num_live, scheduler.num_waiting) == (0, 0)
+
+
+def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_prompt():
+    connector = FakeConnector(block_size=2)
+    scheduler = make_scheduler(
+        num_blocks=8, block_size=2, mixed_batches=False, connector=connector, max_batch_size=4
+    )
+    prompt = [1, 2, 3]
+    # Both compute the same first block in one step, so a's copy of it stays private.
+    scheduler.add(make_sequence("lent", prompt, mode="prefill"), make_ticket("lent", num_tokens=3))
+    scheduler.add(make_sequence("a", prompt))
+    connector.transfers["lent"].num_saved_tokens = 3
+    assert step(scheduler) == {"lent": 3, "a": 3}
+    assert step(scheduler) == {"a": 1}
+    assert scheduler.reserve(make_sequence("r", [5] * 5, mode="decode"), now_s=0.0) is None
+    # a needs a third block and none is left: it gives up its copy and shares the lent one.
+    assert step(scheduler) == {"a": 1}
+    assert scheduler.get("a").num_preemptions == 1

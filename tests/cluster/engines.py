@@ -1,0 +1,390 @@
+"""Real engine processes on a tiny model for the cluster's tests, without Ray; and scripted ones."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tokenizers
+import torch
+import transformers
+import zmq
+import zmq.asyncio
+from tokenizers import decoders, models, pre_tokenizers
+
+from cluster.config import RouterConfig
+from cluster.metrics import RouterMetrics
+from cluster.pools import Member, PoolState
+from cluster.router import Router
+from replicas.async_client import AsyncMPClient
+from replicas.codec import decode_client_message, encode
+from replicas.config import EngineConfig
+from replicas.launch import start_engine
+from replicas.messages import (
+    EngineDescription,
+    EngineFrame,
+    EngineRequest,
+    EngineSnapshot,
+    GroupSnapshot,
+    Hello,
+)
+from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from cluster.config import Role
+    from replicas.launch import EngineHandle
+    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 2048
+DEADLINE_S = 20.0
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@cache
+def model_folder() -> Path:
+    """A random-weights Llama in float32 with a byte tokenizer and a chat template."""
+    folder = Path(tempfile.mkdtemp(prefix="cluster-model-")) / "tiny"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    config = transformers.LlamaConfig(**TINY, vocab_size=len(vocabulary), eos_token_id=1)
+    torch.manual_seed(7)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"eos_token": "</s>", "pad_token": "<pad>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return folder
+
+
+def prompts(
+    count: int, lengths: Sequence[int] = (3, 31, 32, 33, 64, 90, 130, 200)
+) -> list[list[int]]:
+    """Different prompts; no two share a block, so that none hits another's prefix."""
+    return [
+        [2 + (7 * i + 11 * j + j * j) % 250 for j in range(lengths[(i - 1) % len(lengths)])]
+        for i in range(1, count + 1)
+    ]
+
+
+def sampling(max_tokens: int = 12, **changes: object) -> SamplingParams:
+    """Greedy, and deaf to the end token."""
+    fields = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+    return SamplingParams(**{**fields, **changes})
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def engine_config(role: Role, **changes: object) -> EngineConfig:
+    """A small engine: eight decode slots in two lanes, or prompts in steps of 128 tokens."""
+    fields: dict[str, object] = {
+        "model": str(model_folder()),
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 129,
+        "num_threads": 1,
+        "max_batch_size": 16 if role == "prefill" else 8,
+        "max_num_batched_tokens": 128 if role == "prefill" else 256,
+        "max_num_waiting": 64 if role == "prefill" else 0,
+        "tt_data_parallel": 1 if role == "prefill" else 2,
+        "kv_connector": None if role == "both" else "p2p",
+    }
+    return EngineConfig(**{**fields, **changes})
+
+
+class Engine:
+    """A started engine process as a member of a pool; signals go to its process id."""
+
+    def __init__(self, role: Role, handle: EngineHandle) -> None:
+        self.handle = handle
+        self.description = handle.description
+        self.incarnation = handle.description.incarnation
+        self.member = Member(role, f"{role}-{self.incarnation}", handle.description)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it still runs."""
+        if self.handle.is_alive:
+            os.kill(self.description.pid, number)
+
+    def kill(self) -> None:
+        """Kill -9 and wait for the end."""
+        self.signal(signal.SIGKILL)
+        self.handle.wait()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process for the length of the block."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running(*configs: tuple[Role, EngineConfig]) -> Iterator[list[Engine]]:
+    """Start engines side by side; end them all."""
+    with ThreadPoolExecutor(len(configs)) as threads:
+        started = [threads.submit(start_engine, config) for _, config in configs]
+    engines = [
+        Engine(role, future.result())
+        for (role, _), future in zip(configs, started, strict=True)
+        if future.exception() is None
+    ]
+    try:
+        assert len(engines) == len(configs), [future.exception() for future in started]
+        yield engines
+    finally:
+        for engine in engines:
+            engine.signal(signal.SIGCONT)
+        with ThreadPoolExecutor(len(engines) or 1) as threads:
+            list(threads.map(lambda engine: engine.handle.stop(), engines))
+
+
+# --- an ingress without HTTP ---------------------------------------------------------------------
+
+
+class Rig:
+    """A router over real connections, as `ClusterService` wires it, and what a test asks of it."""
+
+    def __init__(self, **router: object) -> None:
+        self.pools = PoolState()
+        self.metrics = RouterMetrics("tiny")
+        self.lost: list[str] = []
+        self.client = AsyncMPClient(self._take_snapshot, self._lose)
+        config = RouterConfig(**router)
+        self.router = Router(self.client, self.pools, config, self.metrics)
+        self._ids = iter(range(10**9))
+
+    async def connect(self, *members: Member) -> None:
+        """Take members in, one after the other."""
+        for member in members:
+            self.pools.add(member)
+            await self.client.connect(member.description)
+
+    def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> EngineRequest:
+        """A request under a new id."""
+        return EngineRequest(f"r{id(self)}-{next(self._ids)}", list(prompt), params or sampling())
+
+    async def tokens(
+        self, prompt: Sequence[int], params: SamplingParams | None = None
+    ) -> list[int]:
+        """Run one request to its end; every output must start where the last one ended."""
+        token_ids: list[int] = []
+        async for output in self.router.generate(self.request(prompt, params)):
+            assert output.index == len(token_ids)
+            token_ids.extend(output.token_ids)
+        return token_ids
+
+    async def engine_metrics(self, engine: Engine) -> EngineMetrics:
+        """An engine's counters."""
+        return await self.client.metrics(engine.incarnation)
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter of the router, 0 if nothing was counted."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
+        self.pools.take_snapshot(incarnation, snapshot)
+        self.router.capacity_changed()
+
+    def _lose(self, incarnation: str, _reason: str) -> None:
+        self.lost.append(incarnation)
+        self.pools.remove(incarnation)
+        self.router.capacity_changed()
+
+
+@contextlib.asynccontextmanager
+async def rig(*members: Member | Engine, **router: object) -> AsyncIterator[Rig]:
+    """A connected rig; at its end no hold may be left on any member."""
+    made = Rig(**router)
+    try:
+        await made.connect(*(m.member if isinstance(m, Engine) else m for m in members))
+        yield made
+        made.pools.check_invariants()
+        assert not any(r.holds for r in made.pools._replicas.values()), made.pools
+        assert made.router.num_queued == 0
+    finally:
+        await made.client.close()
+
+
+async def until(predicate: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll until a predicate, plain or a coroutine function, is true."""
+    end_s = time.monotonic() + deadline_s
+    while True:
+        value = predicate()
+        if await value if asyncio.iscoroutine(value) else value:
+            return
+        assert time.monotonic() < end_s, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def is_idle(metrics: EngineMetrics) -> bool:
+    """Whether slots, blocks, leases and transfers are back where they were at the start."""
+    return (
+        metrics.num_waiting == 0
+        and metrics.transfer.num_inflight == metrics.transfer.num_leased_blocks == 0
+        and all(
+            group.num_empty_slots == group.num_slots
+            and group.num_free_blocks == group.num_blocks
+            and group.num_running == group.num_reserved == 0
+            for group in metrics.groups
+        )
+    )
+
+
+async def until_idle(made: Rig, *engines: Engine) -> None:
+    """Wait until engines have everything back."""
+    for engine in engines:
+        await until(
+            lambda engine=engine: _engine_is_idle(made, engine),
+            f"{engine.member.replica_id} has its slots and blocks back",
+        )
+
+
+async def _engine_is_idle(made: Rig, engine: Engine) -> bool:
+    return is_idle(await made.engine_metrics(engine))
+
+
+# --- scripted engines ----------------------------------------------------------------------------
+
+
+def make_member(role: Role, incarnation: str, **changes: object) -> Member:
+    """A member whose engine exists on paper only."""
+    fields: dict[str, object] = {
+        "incarnation": incarnation,
+        "input_endpoint": "tcp://127.0.0.1:1",
+        "output_endpoint": "tcp://127.0.0.1:1",
+        "kv_endpoint": "tcp://127.0.0.1:1",
+        "kv_layout_hash": "0" * 16,
+        "bytes_per_block": 1024,
+        "model": "/models/tiny",
+        "max_model_len": MAX_MODEL_LEN,
+        "vocab_size": 258,
+        "eos_token_ids": [1],
+        "block_size": BLOCK_SIZE,
+        "dp_groups": 1,
+        "slots_per_group": 4,
+        "blocks_per_group": 64,
+        "max_num_batched_tokens": 128,
+        "pid": 0,
+    }
+    description = EngineDescription(**{**fields, **changes})
+    return Member(role, f"{role}-{incarnation}", description)
+
+
+class ScriptedEngine:
+    """Speaks the engines' wire protocol and says exactly what a test tells it to.
+
+    For what a real engine does only in a race: refusals, duplicates, silence between two messages.
+
+    Args:
+        role: Its pool.
+        incarnation: Its name.
+        answer: Called with each message but Hello; returns the events to send back.
+    """
+
+    def __init__(
+        self, role: Role, incarnation: str, answer: Callable[[ClientMessage], list[EngineEvent]]
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._input, self._output = (self._bind() for _ in range(2))
+        self.member = make_member(
+            role,
+            incarnation,
+            input_endpoint=self._input.getsockopt_string(zmq.LAST_ENDPOINT),
+            output_endpoint=self._output.getsockopt_string(zmq.LAST_ENDPOINT),
+        )
+        self.messages: list[ClientMessage] = []
+        self._answer = answer
+        self._clients: set[bytes] = set()
+        self._seq = 0
+        self._snapshot = self.snapshot(num_empty_slots=4)
+        self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
+
+    async def __aenter__(self) -> ScriptedEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._context.term()
+
+    def received(self, kind: type[ClientMessage]) -> list[ClientMessage]:
+        """Messages of one kind so far."""
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    def snapshot(self, num_empty_slots: int, num_free_blocks: int = 64) -> EngineSnapshot:
+        """The next snapshot of one group."""
+        self._seq += 1
+        group = GroupSnapshot(num_empty_slots, num_free_blocks, 0, 0, 0)
+        return EngineSnapshot(self._seq, False, 0, 0, 0, [group])
+
+    async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
+        """Send a frame to every client."""
+        if snapshot is not None:
+            self._snapshot = snapshot
+        for client in self._clients:
+            frame = EngineFrame(self.member.description.incarnation, list(events), snapshot)
+            await self._output.send_multipart((client, encode(frame)))
+
+    def _bind(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.bind("tcp://127.0.0.1:*")
+        return socket
+
+    async def _serve(self) -> None:
+        while True:
+            client, raw = await self._input.recv_multipart()
+            message = decode_client_message(raw)
+            if isinstance(message, Hello):
+                self._clients.add(client)
+                await self.send(snapshot=self._snapshot)
+                continue
+            self.messages.append(message)
+            events = self._answer(message)
+            if events:
+                await self.send(*events)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            await self.send()

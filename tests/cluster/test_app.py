@@ -1,0 +1,83 @@
+"""What `serve deploy` calls refuses what `ttserve validate` refuses, and binds the rest."""
+
+import json
+import warnings
+
+import pytest
+
+from cluster.config import DeploymentOverride
+from cluster.errors import ClusterConfigError
+from tests.cluster.test_config import MODEL, changed
+
+with warnings.catch_warnings():
+    # Serve declares its own fields in a way that its pydantic no longer likes.
+    warnings.simplefilter("ignore")
+    from ray.serve.schema import DeploymentSchema
+
+    from cluster.app import build
+
+
+@pytest.fixture
+def args(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return {
+        "model": str(tmp_path),
+        "ingress": {"replicas": 3},
+        "router": {"max_queued_requests": 5},
+        "pools": {
+            "prefill": {"replicas": 2, "resources": {"TTNPU": 1}, "num_cpus": 0.5},
+            "decode": {"drain_timeout_s": 7},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("modle", "x", "args: .*`modle`"),
+        ("model", "relative/model", "args.model 'relative/model' is a relative path"),
+        ("model", "/no/such/model", "/no/such/model"),
+        ("pools.decode.replicas", "many", "args.pools"),
+        ("pools.decode.engine", {"block_size": 33}, "block_size"),
+        ("engine", {"kv_cache_memory_bytes": 1}, "holds no KV block"),
+    ],
+)
+def test_build_refuses_args_that_cannot_work(args, path, value, reason):
+    with pytest.raises(ClusterConfigError, match=reason):
+        build(changed(args, path, value))
+
+
+def deployments(application):
+    """Name -> deployment of an application and everything bound below it."""
+    ingress = application._bound_deployment
+    below = [v._bound_deployment for v in ingress.init_kwargs.values()]
+    return {d.name: d for d in (ingress, *below)}
+
+
+def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
+    bound = deployments(build(args))
+    assert {name: d.num_replicas for name, d in bound.items()} == {
+        "ingress": 3,
+        "prefill": 2,
+        "decode": 1,
+    }
+    assert bound["prefill"].ray_actor_options["resources"] == {"TTNPU": 1}
+    assert bound["prefill"].ray_actor_options["num_cpus"] == 0.5
+    assert bound["prefill"].init_args == (args, "prefill")
+    assert bound["ingress"].init_args == (args,)
+
+
+def test_pools_outlive_their_drain_and_the_ingress_outlives_the_pools(args):
+    bound = deployments(build(args))
+    stop = {name: d._deployment_config.graceful_shutdown_timeout_s for name, d in bound.items()}
+    assert stop["decode"] > 7
+    assert stop["ingress"] >= max(stop["prefill"], stop["decode"])
+
+
+def test_combined_pool_is_bound_alone(args):
+    bound = deployments(build({**args, "pools": {"both": {}}}))
+    assert set(bound) == {"ingress", "both"}
+
+
+def test_deployment_overrides_are_those_that_serve_knows():
+    assert set(DeploymentOverride.__struct_fields__) <= set(DeploymentSchema.model_fields)

@@ -1,0 +1,302 @@
+"""A configuration that cannot work is refused before anything starts, with the path of the key."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import configs
+from cluster.cli import app as cli
+from cluster.config import (
+    ClusterConfig,
+    HttpOptions,
+    ServeFile,
+    demo_model_folder,
+    load_cluster_config,
+    load_serve_file,
+)
+from cluster.errors import ClusterConfigError
+
+CONFIGS = sorted(Path(configs.__file__).parent.glob("*.yaml"))
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+MISSING = object()
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+@pytest.fixture
+def good(model):
+    """A whole file that works, as YAML would hold it."""
+    return {
+        "http_options": {"host": "127.0.0.1", "port": 8123},
+        "applications": [
+            {
+                "name": "ttserve",
+                "route_prefix": "/",
+                "import_path": "cluster.app:build",
+                "args": {
+                    "model": str(model),
+                    "engine": {"block_size": 32},
+                    "router": {"max_queued_requests": 4},
+                    "ingress": {"replicas": 1},
+                    "pools": {
+                        "prefill": {"replicas": 1, "engine": {"max_batch_size": 4}},
+                        "decode": {"replicas": 2, "engine": {"tt_data_parallel": 2}},
+                    },
+                },
+            }
+        ],
+    }
+
+
+def changed(raw, path, value):
+    """A copy in which the key at a path like `a.b[0].c` is another value, or gone."""
+    raw = copy.deepcopy(raw)
+    *parents, last = path.replace("[", ".[").split(".")
+    at = raw
+    for part in parents:
+        at = at[int(part[1:-1])] if part.startswith("[") else at.setdefault(part, {})
+    key = int(last[1:-1]) if last.startswith("[") else last
+    if value is MISSING:
+        del at[key]
+    else:
+        at[key] = value
+    return raw
+
+
+def write(folder, raw):
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def args_of(raw):
+    return raw["applications"][0]["args"]
+
+
+def test_good_file_says_what_it_says(good, tmp_path, model):
+    file = load_serve_file(write(tmp_path, good))
+    assert (file.name, file.host, file.port, file.url) == (
+        "ttserve",
+        "127.0.0.1",
+        8123,
+        "http://127.0.0.1:8123",
+    )
+    assert file.model_name == "tiny-llama"
+    config = load_cluster_config(file.args)
+    assert config.is_disaggregated
+    assert {role: pool.replicas for role, pool in config.pools.items()} == {
+        "prefill": 1,
+        "decode": 2,
+    }
+    decode, prefill = config.engine_config("decode"), config.engine_config("prefill")
+    assert (decode.model, decode.tt_data_parallel, decode.kv_connector) == (str(model), 2, "p2p")
+    assert (prefill.max_batch_size, prefill.tt_data_parallel) == (4, 1)
+    assert decode.max_num_waiting == 0, "the queue is the router's"
+
+
+FILE_MISTAKES = [
+    # a wrong key at every level
+    ("htp_options", {}, "htp_options"),
+    ("http_options.hots", "x", "http_options: .*`hots`"),
+    ("applications[0].nmae", "x", r"applications\[0\]: .*`nmae`"),
+    ("applications[0].args.modle", "x", "args: .*`modle`"),
+    ("applications[0].args.router.max_queue", 1, "args.router: .*`max_queue`"),
+    ("applications[0].args.ingress.replica", 1, "args.ingress: .*`replica`"),
+    ("applications[0].args.pools.decode.replica", 1, "args.pools.* .*`replica`"),
+    ("applications[0].args.engine.blocksize", 32, "args.engine: .*`blocksize`"),
+    ("applications[0].args.pools.decode.engine.lanes", 2, "args.pools.decode.engine: .*`lanes`"),
+    ("applications[0].args.pools.extra", {}, "^args.pools: .*'extra'"),
+    ("applications[0].deployments", [{"name": "x", "replicas": 2}], r"deployments\[0\].*`repl"),
+    # a wrong type
+    ("http_options.port", "8000", "http_options.port: Expected `int`"),
+    ("http_options.port", 8000.5, "http_options.port: Expected `int`"),
+    ("http_options.host", 0, "http_options.host: Expected `str`"),
+    ("applications", {}, "applications: Expected `array`"),
+    ("applications[0].args.model", 3, "args.model: Expected `str`"),
+    ("applications[0].args.pools", [], "args.pools: Expected `object`"),
+    ("applications[0].args.pools.decode.replicas", "two", "args.pools.*int"),
+    ("applications[0].args.pools.decode.replicas", True, "args.pools.*int"),
+    ("applications[0].args.router.queue_timeout_s", "1m", "args.router.queue_timeout_s: Exp"),
+    ("applications[0].args.engine.block_size", "32", "args.engine.block_size: Expected"),
+    ("applications[0].args.engine.dtype", "float8", "args.engine.dtype: Invalid enum"),
+    ("applications[0].args.pools.decode.engine.max_batch_size", None, "pools.decode.engine.max_b"),
+    # missing, or one too many
+    ("http_options", MISSING, "missing required field `http_options`"),
+    ("http_options.host", MISSING, "http_options: .*missing required field `host`"),
+    ("applications[0].name", MISSING, r"applications\[0\]: .*missing required field `name`"),
+    ("applications[0].args.pools", MISSING, "args: .*missing required field `pools`"),
+    ("applications", [], "one ttserve application, not 0"),
+    ("applications[0].import_path", "cluster.app:biuld", "import_path must be cluster.app:build"),
+    # pools
+    ("applications[0].args.pools.decode", MISSING, "args.pools must hold .* got .'prefill'.$"),
+    ("applications[0].args.pools.both", {}, "args.pools must hold"),
+    ("applications[0].args.pools", {}, r"args.pools must hold .* got \[\]"),
+    # values that cannot work
+    ("applications[0].args.pools.decode.replicas", 0, "args.pools.decode.replicas must be at le"),
+    ("applications[0].args.ingress.replicas", 0, "args.ingress.replicas must be at least 1"),
+    ("applications[0].args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
+    ("applications[0].args.router.max_attempts", 0, "args.router.max_attempts must be at least 1"),
+    ("applications[0].args.router.max_queued_requests", -1, "args.router.max_queued_requests must"),
+    ("applications[0].args.router.queue_timeout_s", 0, "args.router.queue_timeout_s must be pos"),
+    ("applications[0].args.model", "models/tiny", "args.model 'models/tiny' is a relative path"),
+    ("applications[0].args.model", "Demo", "args.model 'Demo' is a relative path"),
+    ("applications[0].args.model", "/no/such/model", "/no/such/model"),
+    ("applications[0].args.engine.model", "/x", "engine.model is set by the cluster"),
+    ("applications[0].args.pools.decode.engine.kv_connector", "p2p", "kv_connector is set by the"),
+    ("applications[0].args.engine.max_batch_size", 0, "max_batch_size must be at least 1, got 0"),
+    ("applications[0].args.pools.decode.engine.tt_data_parallel", 3, "32 .*multiple.* 3"),
+    ("applications[0].args.pools.decode.engine.max_num_batched_tokens", 8, "8 is less than .* 32"),
+    ("applications[0].args.pools.decode.engine.block_size", 64, "block_size is 32 .* and 64 in"),
+    ("applications[0].args.pools.decode.engine.dtype", "bfloat16", "dtype is float32 .* bfloat16"),
+    ("applications[0].args.engine.block_size", 48, "block_size 48 is no multiple of 32"),
+    ("applications[0].args.engine.num_blocks", 1, "num_blocks must be at least 2"),
+    ("applications[0].args.engine.num_blocks", 5, "max_model_len 256 .* holds 128 tokens"),
+    ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 holds no KV .* 16384 b"),
+    ("applications[0].args.engine.kv_cache_memory_bytes", 65536, "256 does not fit .* tokens"),
+    ("applications[0].args.engine.max_model_len", 257, "max_model_len 257 exceeds .* 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    FILE_MISTAKES,
+    ids=[f"{path.rpartition('args.')[2]}={value}" for path, value, _ in FILE_MISTAKES],
+)
+def test_mistake_is_refused_with_its_path_by_validate_and_by_the_loader(
+    good, tmp_path, path, value, reason
+):
+    file = write(tmp_path, changed(good, path, value))
+    with pytest.raises(ClusterConfigError, match=reason):
+        load_serve_file(file)
+    result = CliRunner().invoke(cli, ["validate", str(file)])
+    assert result.exit_code == 2
+    assert str(file) in result.output
+
+
+def test_two_applications_are_refused(good, tmp_path):
+    good["applications"] *= 2
+    with pytest.raises(ClusterConfigError, match="not 2"):
+        load_serve_file(write(tmp_path, good))
+
+
+@pytest.mark.parametrize("content", ["a: [", "", "- 1", "\x00", None])
+def test_file_that_holds_no_config_is_refused(tmp_path, content):
+    path = tmp_path / "serve.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ClusterConfigError):
+        load_serve_file(path)
+    assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 2
+
+
+def test_model_folder_that_is_no_model_is_refused(good, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    raw = changed(good, "applications[0].args.model", str(empty))
+    with pytest.raises(ClusterConfigError, match="empty"):
+        load_serve_file(write(tmp_path, raw))
+
+
+def test_validate_accepts_a_good_file_and_names_each_bad_one(good, tmp_path):
+    path = write(tmp_path, good)
+    result = CliRunner().invoke(cli, ["validate", str(path)])
+    assert (result.exit_code, result.output) == (0, f"{path}: ok\n")
+    result = CliRunner().invoke(cli, ["validate", str(path), str(tmp_path / "none.yaml")])
+    assert result.exit_code == 2
+    assert f"{path}: ok" in result.output
+    assert "none.yaml" in result.output
+
+
+def test_combined_pool_needs_no_connector(good):
+    args = {**args_of(good), "pools": {"both": {"engine": {"block_size": 16}}}}
+    config = load_cluster_config(args)
+    assert not config.is_disaggregated
+    assert config.engine_config("both").kv_connector is None, "any block size will do"
+    assert config.engine_config("both").block_size == 16
+
+
+def test_pool_engine_fields_go_over_those_of_all(good):
+    args = changed(args_of(good), "engine.max_batch_size", 16)
+    config = load_cluster_config(args)
+    assert config.engine_config("prefill").max_batch_size == 4
+    assert config.engine_config("decode").max_batch_size == 16
+
+
+def test_override_changes_model_host_and_port_and_nothing_else(good, tmp_path):
+    good["applications"][0]["args"]["model_name"] = "named"
+    file = load_serve_file(write(tmp_path, good))
+    assert file.model_name == "named"
+    assert file.override() == file
+    other = file.override(model=args_of(good)["model"], host="0.0.0.0", port=1)
+    assert (other.host, other.port, other.url) == ("0.0.0.0", 1, "http://127.0.0.1:1")
+    assert other.model_name == "tiny-llama", "another model has another name"
+    assert other.args["pools"] == file.args["pools"]
+    assert file.args["model_name"] == "named", "the file itself stays as it is"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_shipped_config_works_with_any_model(path, model, tmp_path):
+    raw = yaml.safe_load(path.read_text())
+    file = ServeFile(
+        http_options=HttpOptions(**raw["http_options"]),
+        applications=load_serve_file(
+            write(tmp_path, changed(raw, "applications[0].args.model", str(model)))
+        ).applications,
+    )
+    config = load_cluster_config(file.args)
+    assert file.host == "127.0.0.1", "loopback unless told otherwise"
+    assert args_of(raw)["model"] == "demo"
+    for role in config.pools:
+        assert config.engine_config(role).model == str(model)
+
+
+@pytest.mark.skipif(
+    not (demo_model_folder() / "config.json").is_file(), reason="the demo model is not built"
+)
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_shipped_config_loads_as_it_is(path):
+    file = load_serve_file(path)
+    assert file.model_name == "demo"
+    assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 0
+
+
+def test_shipped_configs_are_the_three_shapes():
+    shapes = {
+        path.stem: {
+            role: (pool.get("replicas", 1), pool["engine"].get("tt_data_parallel", 1))
+            for role, pool in args_of(yaml.safe_load(path.read_text()))["pools"].items()
+        }
+        for path in CONFIGS
+    }
+    assert shapes["demo"] == {"prefill": (1, 1), "decode": (1, 2)}
+    assert shapes["single"] == {"both": (1, 1)}
+    assert {role: n for role, (n, _) in shapes["2p2d"].items()} == {"prefill": 2, "decode": 2}
+
+
+def test_demo_model_is_found_wherever_the_process_runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = ClusterConfig(pools={})
+    assert config.model_folder == Path(configs.__file__).resolve().parent / "demo-model"
+    assert config.served_model_name == "demo"

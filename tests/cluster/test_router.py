@@ -1,0 +1,759 @@
+"""The router against real engine processes: same tokens as one engine, whatever dies or leaves."""
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from functools import cache
+
+import msgspec
+import pytest
+
+from cluster.errors import (
+    BadRequestError,
+    InternalError,
+    NotReadyError,
+    QueueTimeoutError,
+    ReplicaLostError,
+    SaturatedError,
+)
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+from tests import engines as local
+from tests.cluster.engines import (
+    BLOCK_SIZE,
+    ScriptedEngine,
+    engine_config,
+    prompts,
+    rig,
+    running,
+    sampling,
+    until,
+    until_idle,
+)
+
+pytestmark = pytest.mark.process
+
+LONG = 1500
+SEEDED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two prefill and two decode engines that every test leaves as it found them."""
+    kinds = ["prefill", "prefill", "decode", "decode"]
+    with running(*((kind, engine_config(kind)) for kind in kinds)) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def spares():
+    """Engines to be killed: three of prefill with short steps, three of decode."""
+    slow = engine_config("prefill", max_num_batched_tokens=16)
+    with running(*[("prefill", slow)] * 3, *[("decode", engine_config("decode"))] * 3) as engines:
+        yield {"prefill": engines[:3], "decode": engines[3:]}
+
+
+@pytest.fixture
+def victim(spares):
+    """Takes a spare engine of a role that no test has had yet."""
+    return lambda role: spares[role].pop()
+
+
+@cache
+def _reference(raw):
+    cases = msgspec.msgpack.decode(raw, type=list[tuple[list[int], local.SamplingParams]])
+    config = engine_config("both", max_batch_size=32, tt_data_parallel=1, num_blocks=400)
+    with local.engine_core(msgspec.structs.replace(config, max_num_batched_tokens=2048)) as core:
+        return local.generate(core, [p for p, _ in cases], [s for _, s in cases])
+
+
+def reference(*cases):
+    """Tokens of one local engine for (prompt, sampling) cases that run together."""
+    return _reference(msgspec.msgpack.encode(cases))
+
+
+async def transfers(made, *engines):
+    """What engines have received: (transfers, blocks, bytes)."""
+    total = [0, 0, 0]
+    for engine in engines:
+        counters = (await made.engine_metrics(engine)).transfer
+        total[0] += counters.transfers.get("receive", {}).get("ok", 0)
+        total[1] += counters.blocks.get("receive", 0)
+        total[2] += counters.bytes.get("receive", 0)
+    return total
+
+
+def start(made, prompt, params=None):
+    """Start a request; returns its outputs, to be read with anext and closed."""
+    return made.router.generate(made.request(prompt, params))
+
+
+async def token_of(outputs):
+    return (await anext(outputs)).token_ids
+
+
+async def rest_of(outputs):
+    return [token for output in [o async for o in outputs] for token in output.token_ids]
+
+
+async def until_reserved(made, engine, count=1):
+    async def is_reserved():
+        groups = (await made.engine_metrics(engine)).groups
+        return sum(group.num_reserved for group in groups) == count
+
+    await until(is_reserved, f"{count} reserved slots")
+
+
+async def num_finished(made, engine):
+    groups = (await made.engine_metrics(engine)).groups
+    return sum(group.requests_finished.get("length", 0) for group in groups)
+
+
+# --- tokens ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind):
+    changes = [SEEDED | {"seed": 100 + i} if kind == "seeded" else {} for i in range(32)]
+    cases = [
+        (prompt, sampling(12 + i % 5, **changes[i]))
+        for i, prompt in enumerate(prompts(32 if kind == "greedy" else 64)[-32:])
+    ]
+
+    async def run():
+        async with rig(*pool) as made:
+            before = await transfers(made, *pool)
+            results = await asyncio.gather(*(made.tokens(*case) for case in cases))
+            await until_idle(made, *pool)
+            after = await transfers(made, *pool)
+            return results, [b - a for a, b in zip(before, after, strict=True)]
+
+    results, (num_transfers, num_blocks, num_bytes) = asyncio.run(run())
+    assert results == reference(*cases)
+    assert len({tuple(r) for r in results}) > 16, "the prompts tell the outputs apart"
+    assert num_transfers == 32, "every prompt went from one pool to the other"
+    assert num_blocks == sum(-(-len(prompt) // BLOCK_SIZE) for prompt, _ in cases)
+    assert num_bytes == num_blocks * pool[2].description.bytes_per_block
+
+
+def test_prompt_longer_than_a_step_is_transferred_whole(pool):
+    (prompt,) = prompts(1, lengths=(1000,))
+
+    async def run():
+        async with rig(pool[0], pool[2]) as made:
+            before = await transfers(made, pool[2])
+            result = await made.tokens(prompt)
+            await until_idle(made, pool[0], pool[2])
+            after = await transfers(made, pool[2])
+            return result, after[1] - before[1]
+
+    assert asyncio.run(run()) == (reference((prompt, sampling()))[0], 32)
+
+
+def test_only_blocks_that_the_decode_engine_lacks_are_transferred(pool):
+    (prompt,) = prompts(1, lengths=(150,))
+    prompt = [token + 3 for token in prompt]
+
+    async def run():
+        async with rig(pool[0], pool[2]) as made:
+            counts = [(await transfers(made, pool[2]))[1]]
+            results = []
+            for _ in range(2):
+                results.append(await made.tokens(prompt))
+                await until_idle(made, pool[0], pool[2])
+                counts.append((await transfers(made, pool[2]))[1])
+            return results, [b - a for a, b in itertools.pairwise(counts)]
+
+    results, num_blocks = asyncio.run(run())
+    assert results[0] == results[1] == reference((prompt, sampling()))[0]
+    assert num_blocks == [5, 1], "four full blocks of the prompt were there already"
+
+
+def test_prompts_below_the_threshold_are_computed_on_the_decode_engine(pool):
+    short, long = prompts(2, lengths=(63, 64))
+    short = [token + 1 for token in short]
+    long = [token + 1 for token in long]
+
+    async def run():
+        async with rig(*pool, min_remote_prefill_tokens=64) as made:
+            counts = [(await transfers(made, *pool))[0]]
+            results = []
+            for prompt in (short, long):
+                results.append(await made.tokens(prompt))
+                counts.append((await transfers(made, *pool))[0])
+            await until_idle(made, *pool)
+            return results, [b - a for a, b in itertools.pairwise(counts)]
+
+    results, num_transfers = asyncio.run(run())
+    assert results == [reference((p, sampling()))[0] for p in (short, long)]
+    assert num_transfers == [0, 1]
+
+
+def test_first_token_comes_from_prefill_before_the_decode_engine_does_anything(pool):
+    prefill, decode = pool[0], pool[2]
+    (prompt,) = prompts(1, lengths=(77,))
+    expected = reference((prompt, sampling()))[0]
+
+    async def run():
+        async with rig(prefill, decode) as made:
+            outputs = start(made, prompt)
+            with prefill.stopped():
+                first = asyncio.ensure_future(anext(outputs))
+                await until_reserved(made, decode)
+                decode.signal(signal.SIGSTOP)
+            try:
+                output = await first
+            finally:
+                decode.signal(signal.SIGCONT)
+            assert (output.index, output.token_ids) == (0, expected[:1])
+            assert await rest_of(outputs) == expected[1:]
+            await until_idle(made, prefill, decode)
+
+    asyncio.run(run())
+
+
+def test_request_that_ends_with_its_first_token_frees_the_reservation(pool):
+    (prompt,) = prompts(1, lengths=(50,))
+
+    async def run():
+        async with rig(*pool) as made:
+            assert await made.tokens(prompt, sampling(1)) == reference((prompt, sampling(1)))[0]
+            await until_idle(made, *pool)
+
+    asyncio.run(run())
+
+
+# --- the client leaves -------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def queued(made, prefill, decode):
+    running_ones = [start(made, p, sampling(LONG)) for p in prompts(8, lengths=(5,))]
+    for outputs in running_ones:
+        await anext(outputs)
+    task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
+    await until(lambda: made.router.num_queued == 1, "one queued")
+    yield task
+    for outputs in running_ones:
+        await outputs.aclose()
+
+
+@contextlib.asynccontextmanager
+async def asked(made, prefill, decode):
+    with decode.stopped():
+        task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
+        await until(lambda: any(r.holds for r in made.pools._replicas.values()), "a hold")
+        yield task
+
+
+@contextlib.asynccontextmanager
+async def prefilling(made, prefill, decode):
+    with prefill.stopped():
+        task = asyncio.ensure_future(anext(start(made, prompts(1, lengths=(500,))[0])))
+        await until_reserved(made, decode)
+        yield task
+
+
+@contextlib.asynccontextmanager
+async def loading(made, prefill, decode):
+    outputs = start(made, [token + 5 for token in prompts(1, lengths=(500,))[0]])
+    with prefill.stopped():
+        first = asyncio.ensure_future(anext(outputs))
+        await until_reserved(made, decode)
+        decode.signal(signal.SIGSTOP)
+    try:
+        assert (await first).index == 0
+        yield asyncio.ensure_future(anext(outputs))
+    finally:
+        decode.signal(signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def decoding(made, prefill, decode):
+    outputs = start(made, [9, 8, 7], sampling(LONG))
+    for _ in range(3):
+        await anext(outputs)
+    yield asyncio.ensure_future(rest_of(outputs))
+
+
+@pytest.mark.parametrize("state", [queued, asked, prefilling, loading, decoding])
+def test_client_that_leaves_has_everything_freed(pool, state):
+    prefill, decode = pool[0], pool[2]
+
+    async def run():
+        async with rig(prefill, decode) as made:
+            num_whole = await num_finished(made, decode)
+            async with state(made, prefill, decode) as task:
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await until(lambda: made.router.num_queued == 0, "the queue is empty")
+            await until_idle(made, prefill, decode)
+            assert await num_finished(made, decode) == num_whole, "nothing ran to its end"
+            assert len(await made.tokens([4, 5, 6])) == 12, "the next request works"
+            await until_idle(made, prefill, decode)
+
+    asyncio.run(run())
+
+
+# --- engines die -------------------------------------------------------------------------------
+
+
+def test_prefill_engine_killed_before_it_answers_gives_way_to_another(pool, victim):
+    prefill, decode = pool[0], pool[2]
+    lost = victim("prefill")
+    (prompt,) = prompts(1, lengths=(170,))
+
+    async def run():
+        async with rig(lost, decode) as made:
+            lost.signal(signal.SIGSTOP)
+            task = asyncio.ensure_future(made.tokens(prompt))
+            await until_reserved(made, decode)
+            await made.connect(prefill.member)
+            before = await transfers(made, decode)
+            lost.kill()
+            result = await task
+            after = await transfers(made, decode)
+            await until_idle(made, prefill, decode)
+            assert made.count("ttserve_router_retries_total", reason="prefill") == 1
+            return result, after[0] - before[0]
+
+    assert asyncio.run(run()) == (reference((prompt, sampling()))[0], 1)
+
+
+def test_prefill_engine_killed_while_it_computes_gives_way_to_another(pool, victim):
+    prefill, decode = pool[0], pool[2]
+    lost = victim("prefill")
+    (prompt,) = prompts(1, lengths=(1900,))
+
+    async def run():
+        async with rig(lost, decode) as made:
+            task = asyncio.ensure_future(made.tokens(prompt))
+
+            async def computes():
+                return (await made.engine_metrics(lost)).scheduled_tokens
+
+            await until(computes, "the prompt is being computed")
+            await made.connect(prefill.member)
+            assert 0 < await computes() < len(prompt)
+            lost.kill()
+            result = await task
+            await until_idle(made, prefill, decode)
+            return result
+
+    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+
+
+def test_decode_engine_computes_the_prompt_itself_when_the_last_prefill_engine_dies(pool, victim):
+    decode = pool[2]
+    lost = victim("prefill")
+    first, second = prompts(2, lengths=(171,))
+
+    async def run():
+        async with rig(lost, decode) as made:
+            lost.signal(signal.SIGSTOP)
+            task = asyncio.ensure_future(made.tokens(first))
+            await until_reserved(made, decode)
+            lost.kill()
+            results = [await task, await made.tokens(second)]
+            await until_idle(made, decode)
+            return results
+
+    assert asyncio.run(run()) == [reference((p, sampling()))[0] for p in (first, second)]
+
+
+def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, victim):
+    prefill, decode = pool[0], pool[2]
+    lost = victim("decode")
+    (prompt,) = prompts(1, lengths=(172,))
+
+    async def run():
+        async with rig(prefill, lost) as made:
+            with prefill.stopped():
+                task = asyncio.ensure_future(made.tokens(prompt))
+                await until_reserved(made, lost)
+                await made.connect(decode.member)
+                lost.kill()
+                await until_reserved(made, decode)
+            result = await task
+            await until_idle(made, prefill, decode)
+            assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
+            return result
+
+    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+
+
+def test_decode_engine_killed_mid_stream_is_a_typed_error(pool, victim):
+    prefill, decode = pool[0], pool[2]
+    lost = victim("decode")
+
+    async def run():
+        async with rig(prefill, lost) as made:
+            streams = [start(made, p, sampling(LONG)) for p in prompts(3, lengths=(40,))]
+            for outputs in streams:
+                await token_of(outputs)
+                await token_of(outputs)
+            lost.kill()
+            for outputs in streams:
+                with pytest.raises(ReplicaLostError, match="mid-request"):
+                    await asyncio.wait_for(rest_of(outputs), 5)
+            assert made.lost == [lost.incarnation]
+            await until_idle(made, prefill)
+            with pytest.raises(NotReadyError):
+                await made.tokens([5, 6, 7])
+            await made.connect(decode.member)
+            assert len(await made.tokens([5, 6, 7])) == 12
+
+    asyncio.run(run())
+
+
+def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(pool, victim):
+    prefill, lost = pool[0], victim("decode")
+
+    async def run():
+        async with rig(prefill, lost) as made:
+            async with loading(made, prefill, lost) as task:
+                leased = (await made.engine_metrics(prefill)).transfer.num_leased_blocks
+                assert leased == 16, "blocks wait for the decode engine"
+                lost.kill()
+                with pytest.raises(ReplicaLostError):
+                    await asyncio.wait_for(task, 5)
+            await until_idle(made, prefill)
+
+    asyncio.run(run())
+
+
+def test_stopped_decode_engine_counts_as_lost_and_serves_again_when_it_wakes(pool):
+    prefill, decode = pool[0], pool[2]
+
+    async def run():
+        async with rig(prefill, decode) as made:
+            outputs = start(made, [7, 7, 7], sampling(LONG))
+            await token_of(outputs)
+            await token_of(outputs)
+            with decode.stopped():
+                with pytest.raises(ReplicaLostError):
+                    await asyncio.wait_for(rest_of(outputs), 10)
+                assert made.lost == [decode.incarnation]
+            await made.connect(decode.member)
+            await until_idle(made, prefill, decode)
+            assert len(await made.tokens([7, 8, 7])) == 12
+            await until_idle(made, prefill, decode)
+
+    asyncio.run(run())
+
+
+def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
+    prefill = pool[0]
+    config = engine_config(
+        "decode", max_batch_size=3, tt_data_parallel=1, num_blocks=9, max_model_len=256
+    )
+    cases = [(p, sampling(24)) for p in prompts(24, lengths=(20, 60, 120, 200))]
+
+    async def run(small):
+        async with rig(prefill, small) as one, rig(prefill, small) as other:
+            results = await asyncio.gather(
+                *((one, other)[i % 2].tokens(*case) for i, case in enumerate(cases))
+            )
+            await until_idle(one, prefill, small)
+            refusals = sum(
+                made.count("ttserve_router_refusals_total", reason=reason)
+                for made in (one, other)
+                for reason in ("no_slot", "no_blocks")
+            )
+            return results, refusals
+
+    with running(("decode", config)) as (small,):
+        results, refusals = asyncio.run(run(small))
+    assert results == reference(*cases)
+    assert refusals > 0, "they met"
+
+
+# --- the queue, and races, against scripted engines --------------------------------------------
+
+
+def accepts(message):
+    """An engine that takes every request."""
+    if isinstance(message, AddRequest):
+        return [Accepted(message.request.request_id, 0, 0, 0)]
+    return []
+
+
+def finishes(message):
+    """An engine that takes every request and ends it with one token."""
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [5], "length")]
+    return []
+
+
+def silent(_message):
+    return []
+
+
+async def full_engine(engine, made):
+    """Connect to a scripted engine that says that its slots are taken."""
+    await made.connect(engine.member)
+    await engine.send(snapshot=engine.snapshot(0))
+    await until(lambda: made.pools.decode_views()[0].num_empty_slots == 0, "full")
+
+
+def test_waiting_requests_are_placed_in_the_order_they_came():
+    async def run():
+        async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
+            await full_engine(engine, made)
+            tasks = []
+            for i in range(6):
+                tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
+                await until(lambda i=i: made.router.num_queued == i + 1, "queued")
+            await engine.send(snapshot=engine.snapshot(1))
+            assert await asyncio.gather(*tasks) == [[5]] * 6
+            asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
+            assert asked == [[10 + i] for i in range(6)]
+
+    asyncio.run(run())
+
+
+def test_newcomer_does_not_overtake_those_who_wait():
+    async def run():
+        async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
+            await made.connect(engine.member)
+            await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
+            await until(lambda: made.pools.decode_views()[0].num_free_blocks == 1, "little room")
+            large = asyncio.ensure_future(made.tokens([1] * 40))
+            await until(lambda: made.router.num_queued == 1, "queued")
+            small = asyncio.ensure_future(made.tokens([2]))
+            await until(lambda: made.router.num_queued == 2, "queued behind it")
+            await engine.send(snapshot=engine.snapshot(4, num_free_blocks=9))
+            await asyncio.gather(large, small)
+            assert [len(m.request.prompt_token_ids) for m in engine.received(AddRequest)] == [40, 1]
+
+    asyncio.run(run())
+
+
+def test_full_queue_is_429_and_a_long_wait_is_408():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", accepts) as engine,
+            rig(max_queued_requests=2, queue_timeout_s=0.3) as made,
+        ):
+            await full_engine(engine, made)
+            waiting = [asyncio.ensure_future(made.tokens([1])) for _ in range(2)]
+            await until(lambda: made.router.num_queued == 2, "queued")
+            with pytest.raises(SaturatedError) as caught:
+                await made.tokens([1])
+            assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+            for task in waiting:
+                with pytest.raises(QueueTimeoutError, match=r"0\.3 s"):
+                    await task
+            assert engine.received(AddRequest) == []
+
+    asyncio.run(run())
+
+
+def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
+    async def run():
+        async with rig() as made:
+            with pytest.raises(NotReadyError) as caught:
+                await made.tokens([1])
+            assert caught.value.status == 503
+            async with ScriptedEngine("both", "e", accepts) as engine:
+                await full_engine(engine, made)
+                task = asyncio.ensure_future(made.tokens([1]))
+                await until(lambda: made.router.num_queued == 1, "queued")
+            with pytest.raises(NotReadyError):
+                await task
+
+    asyncio.run(run())
+
+
+def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
+    """Another ingress was faster; the view of this one was stale."""
+    refuse = [True]
+
+    def answer(message):
+        if isinstance(message, AddRequest) and refuse:
+            refuse.clear()
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return finishes(message)
+
+    async def run():
+        async with ScriptedEngine("both", "e", answer) as engine, rig(queue_timeout_s=5) as made:
+            await made.connect(engine.member)
+            task = asyncio.ensure_future(made.tokens([1]))
+            await until(lambda: made.router.num_queued == 1, "it waits")
+            await engine.send(snapshot=engine.snapshot(1))
+            assert await task == [5]
+
+    asyncio.run(run())
+
+
+def test_lost_races_for_a_slot_never_end_a_request():
+    num_refusals = 7
+
+    def answer(message):
+        is_early = engines and len(engines[0].received(AddRequest)) <= num_refusals
+        if isinstance(message, AddRequest) and is_early:
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return finishes(message)
+
+    engines = []
+
+    async def run():
+        async with ScriptedEngine("both", "e", answer) as engine, rig(max_attempts=2) as made:
+            engines.append(engine)
+            await made.connect(engine.member)
+            task = asyncio.ensure_future(made.tokens([1]))
+            for i in range(num_refusals):
+                await until(lambda i=i: len(engine.received(AddRequest)) == i + 1, "asked")
+                await until(lambda: made.router.num_queued == 1, "it waits again")
+                await engine.send(snapshot=engine.snapshot(1))
+            assert await task == [5]
+
+    asyncio.run(run())
+
+
+def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
+    refuse = [True]
+
+    def answer(message):
+        if isinstance(message, AddRequest) and refuse:
+            refuse.clear()
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return finishes(message)
+
+    async def run():
+        async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
+            await full_engine(engine, made)
+            tasks = []
+            for i in range(3):
+                tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
+                await until(lambda i=i: made.router.num_queued == i + 1, "queued")
+            await engine.send(snapshot=engine.snapshot(1))
+            await until(lambda: len(engine.received(AddRequest)) >= 1, "asked and refused")
+            await engine.send(snapshot=engine.snapshot(0))
+            await until(lambda: made.router.num_queued == 3, "all wait")
+            await engine.send(snapshot=engine.snapshot(1))
+            await asyncio.gather(*tasks)
+            asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
+            assert asked == [[10], [10], [11], [12]]
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_at_the_moment_it_is_placed_leaves_no_hold():
+    async def run():
+        async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
+            await full_engine(engine, made)
+            task = asyncio.ensure_future(made.tokens([1]))
+            await until(lambda: made.router.num_queued == 1, "queued")
+            made.pools.take_snapshot("e", engine.snapshot(1))
+            made.router.capacity_changed()
+            for _ in range(50):
+                if any(r.holds for r in made.pools._replicas.values()):
+                    break
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 5)
+            assert made.pools.decode_views()[0].num_empty_slots == 1
+
+    asyncio.run(run())
+
+
+def test_request_that_no_engine_can_ever_run_is_400():
+    def answer(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "invalid", "the prompt has 9 tokens")]
+        return []
+
+    async def run():
+        async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
+            await made.connect(engine.member)
+            with pytest.raises(BadRequestError, match="9 tokens"):
+                await made.tokens([1] * 9)
+            assert len(engine.received(AddRequest)) == 1
+
+    asyncio.run(run())
+
+
+def test_draining_engine_gives_way_and_is_not_asked_for_ever():
+    def drains(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "draining", "draining")]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "a", drains) as one,
+            ScriptedEngine("both", "b", drains) as other,
+            rig(max_attempts=2) as made,
+        ):
+            await made.connect(one.member, other.member)
+            with pytest.raises(SaturatedError):
+                await made.tokens([1])
+            assert len(one.received(AddRequest)) == len(other.received(AddRequest)) == 1
+
+    asyncio.run(run())
+
+
+def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", accepts) as prefill,
+            ScriptedEngine("decode", "d", accepts) as decode,
+            rig() as made,
+        ):
+            await made.connect(prefill.member, decode.member)
+            task = asyncio.ensure_future(made.tokens([1]))
+            await until(lambda: prefill.received(AddRequest) and decode.received(LoadKV), "asked")
+            request_id = prefill.received(AddRequest)[0].request.request_id
+            await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
+            with pytest.raises(InternalError, match="it lapsed"):
+                await asyncio.wait_for(task, 5)
+            await until(lambda: prefill.received(Abort), "prefill is told")
+
+    asyncio.run(run())
+
+
+def test_failed_transfer_of_an_earlier_ticket_does_not_abort_the_present_one():
+    def refuses(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "queue_full", "full")]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p1", refuses) as first,
+            ScriptedEngine("prefill", "p2", accepts) as second,
+            ScriptedEngine("decode", "d", accepts) as decode,
+            rig() as made,
+        ):
+            await made.connect(first.member, second.member, decode.member)
+            outputs = start(made, [1])
+            task = asyncio.ensure_future(anext(outputs))
+            await until(lambda: len(decode.received(LoadKV)) == 2, "two tickets")
+            await until(lambda: second.received(AddRequest), "the second is asked")
+            old, new = (message.ticket for message in decode.received(LoadKV))
+            assert (old.epoch, new.epoch) == (0, 1)
+            await decode.send(KVLoaded(new.request_id, old.epoch, "peer_lost"))
+            await second.send(TokenOutput(new.request_id, 0, [5]))
+            assert (await task).token_ids == [5]
+            assert [m.token_ids for m in decode.received(Activate)] in ([], [[5]])
+            await decode.send(TokenOutput(new.request_id, 1, [6]))
+            assert (await anext(outputs)).token_ids == [6]
+            assert second.received(Abort) == [], "its transfer is under way"
+            await decode.send(TokenOutput(new.request_id, 2, [7], "length"))
+            assert await rest_of(outputs) == [7]
+
+    asyncio.run(run())

@@ -1,0 +1,418 @@
+"""One ingress without HTTP: text, members that come and go, what it counts."""
+
+import asyncio
+import contextlib
+import signal
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.config import load_cluster_config
+from cluster.errors import InternalError, NotReadyError, ReplicaLostError
+from cluster.openai import Finished, GenerateRequest, TextDelta
+from cluster.service import ClusterService
+from replicas.async_client import AsyncMPClient
+from replicas.messages import Abort, Accepted, AddRequest, TokenOutput
+from tests import engines as local
+from tests.cluster.engines import (
+    ScriptedEngine,
+    engine_config,
+    is_idle,
+    model_folder,
+    prompts,
+    running,
+    sampling,
+    until,
+)
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """One prefill and two decode engines; the last one is killed by the last test."""
+    kinds = ["prefill", "decode", "decode"]
+    with running(*((kind, engine_config(kind)) for kind in kinds)) as engines:
+        yield engines
+
+
+@contextlib.asynccontextmanager
+async def serving(*members, pools=("prefill", "decode"), **router):
+    """A service that has connected to these members."""
+    config = load_cluster_config(
+        {
+            "model": str(model_folder()),
+            "engine": {"dtype": "float32", "num_blocks": 129},
+            "pools": {role: {} for role in pools},
+            "router": router,
+        }
+    )
+    service = ClusterService(config)
+    try:
+        service.add_members(members)
+        await connected(service, members)
+        yield service
+    finally:
+        await service.close()
+
+
+async def connected(service, members):
+    names = {m.description.incarnation for m in members}
+    await until(
+        lambda: names <= service._client.incarnations and not service._connecting, "connected"
+    )
+
+
+def ask(prompt, params=None):
+    return GenerateRequest("tiny", list(prompt), params or sampling())
+
+
+async def collect(service, request, request_id="r"):
+    events = [event async for event in service.generate(request, request_id)]
+    assert isinstance(events[-1], Finished)
+    assert all(isinstance(event, TextDelta) for event in events[:-1])
+    return events
+
+
+def tokens_of(events):
+    return [token for event in events for token in event.token_ids]
+
+
+def text_of(events):
+    return "".join(event.text for event in events)
+
+
+def reference(prompt, params=None):
+    with local.engine_core(engine_config("both", tt_data_parallel=1)) as core:
+        return local.generate(core, [prompt], params or sampling())[0]
+
+
+async def until_idle(service, engine):
+    async def idle():
+        return is_idle(await service._client.metrics(engine.incarnation))
+
+    await until(idle, "idle")
+
+
+async def ended(service, engine, reason):
+    """How many sequences of an engine have ended for this reason."""
+    groups = (await service._client.metrics(engine.incarnation)).groups
+    return sum(group.requests_finished.get(reason, 0) for group in groups)
+
+
+def finished(service, reason):
+    name = "ttserve_ingress_requests_total"
+    return service.metrics.registry.get_sample_value(name, {"finished_reason": reason}) or 0
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+def test_text_and_tokens_are_those_of_a_local_engine(pool):
+    (prompt,) = prompts(1, lengths=(40,))
+
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            events = await collect(service, ask(prompt))
+            return events, service.tokenizer.decode(tokens_of(events)), finished(service, "length")
+
+    events, text, num_finished = asyncio.run(run())
+    assert tokens_of(events) == reference(prompt)
+    assert text_of(events) == text
+    assert (events[-1].usage.prompt_tokens, events[-1].usage.completion_tokens) == (40, 12)
+    assert num_finished == 1
+
+
+def test_stop_string_ends_the_request_and_frees_what_it_held(pool):
+    (prompt,) = prompts(1, lengths=(41,))
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            whole = text_of(await collect(service, ask(prompt, sampling(200)), "whole"))
+            stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
+            num_whole = await ended(service, decode, "length")
+            events = await collect(service, ask(prompt, sampling(1900, stop=(stop,))), "stopped")
+            await until_idle(service, prefill)
+            await until_idle(service, decode)
+            return whole, stop, events, await ended(service, decode, "length") - num_whole
+
+    whole, stop, events, num_whole = asyncio.run(run())
+    assert num_whole == 0, "the engine was told to stop"
+    assert text_of(events) == whole[: whole.index(stop)]
+    assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", stop)
+
+
+def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", finishes) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            for i, seed in enumerate([None, None, 0]):
+                await collect(service, ask([5], sampling(1, seed=seed)), f"r{i}")
+            return [m.request.sampling.seed for m in engine.received(AddRequest)]
+
+    first, second, given = asyncio.run(run())
+    assert first != second
+    assert given == 0
+
+
+def test_tokens_that_come_twice_are_shown_once():
+    def repeats(message):
+        if not isinstance(message, AddRequest):
+            return []
+        request_id = message.request.request_id
+        return [
+            Accepted(request_id, 0, 0, 0),
+            TokenOutput(request_id, 0, [40]),
+            TokenOutput(request_id, 0, [40]),
+            TokenOutput(request_id, 0, [40, 41]),
+            TokenOutput(request_id, 2, [42], "length"),
+        ]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", repeats) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            return await collect(service, ask([5], sampling(3)))
+
+    assert [event.token_ids for event in asyncio.run(run())] == [(40,), (41,), (42,)]
+
+
+def finishes(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40], "length")]
+    return []
+
+
+def starts(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40])]
+    return []
+
+
+def fails(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [], "error", error="no")]
+    return []
+
+
+def test_request_that_fails_is_counted_as_an_error():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", fails) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            with pytest.raises(InternalError, match="no"):
+                await collect(service, ask([5]))
+            assert (finished(service, "error"), finished(service, "abort")) == (1, 0)
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_aborts_its_request_and_is_counted():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", starts) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            events = service.generate(ask([5]), "closed")
+            await anext(events)
+            await events.aclose()
+            await until(lambda: engine.received(Abort) == [Abort(["closed"])], "aborted")
+            task = asyncio.ensure_future(collect(service, ask([5]), "cancelled"))
+            await until(lambda: len(engine.received(AddRequest)) == 2, "asked")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: len(engine.received(Abort)) == 2, "aborted")
+            assert (finished(service, "abort"), finished(service, "error")) == (2, 0)
+
+    asyncio.run(run())
+
+
+# --- members -----------------------------------------------------------------------------------
+
+
+def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving() as service:
+            assert service.is_ready() == (False, "no replica yet in pool prefill, decode")
+            service.add_members([decode.member])
+            await connected(service, [decode.member])
+            assert service.is_ready() == (False, "no replica yet in pool prefill")
+            service.add_members([decode.member, prefill.member])
+            await connected(service, [decode.member, prefill.member])
+            assert service.is_ready() == (True, "")
+            service._lose(prefill.incarnation, "test")
+            assert service.is_ready() == (True, ""), "the decode pool can do without"
+            service._lose(decode.incarnation, "test")
+            assert service.is_ready() == (False, "no replica can decode")
+            service.drain()
+            assert service.is_ready() == (False, "draining")
+            with pytest.raises(NotReadyError):
+                await collect(service, ask([5]))
+
+    asyncio.run(run())
+
+
+def test_member_that_is_not_listed_any_more_keeps_its_requests(pool):
+    """A replica that drains, or answers late, is missing from the list and still runs."""
+    prefill, decode, _ = pool
+    (prompt,) = prompts(1, lengths=(42,))
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            events = service.generate(ask(prompt, sampling(300)), "r")
+            first = await anext(events)
+            service.add_members([])
+            rest = [event async for event in events]
+            await until_idle(service, decode)
+            return [*first.token_ids, *tokens_of(rest)]
+
+    assert asyncio.run(run()) == reference(prompt, sampling(300))
+
+
+def test_member_that_does_not_answer_is_given_no_requests(pool):
+    prefill, decode, other = pool
+    nobody = msgspec.structs.replace(
+        other.description, incarnation="nobody", input_endpoint="tcp://127.0.0.1:1"
+    )
+    member = type(other.member)("decode", "decode-nobody", nobody)
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            service.add_members([prefill.member, decode.member, member])
+            await until(lambda: service._pools.member("nobody"), "it is being connected")
+            assert len(tokens_of(await collect(service, ask([5, 6, 7])))) == 12
+
+    asyncio.run(run())
+
+
+def test_client_may_be_closed_the_moment_it_loses_an_engine():
+    async def run():
+        closing = []
+        client = AsyncMPClient(
+            on_dead=lambda _incarnation, _reason: closing.append(
+                asyncio.ensure_future(client.close())
+            )
+        )
+        async with ScriptedEngine("both", "e", finishes) as engine:
+            await client.connect(engine.member.description)
+        await until(lambda: closing, "lost")
+        await asyncio.wait_for(closing[0], 5)
+
+    asyncio.run(run())
+
+
+def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
+    _, decode, _ = pool
+
+    async def run():
+        async with serving(decode.member) as service:
+            num_whole = await ended(service, decode, "length")
+            events = service.generate(ask([5, 5, 6], sampling(1900)), "r")
+            await anext(events)
+            await service._client.disconnect(decode.incarnation)
+            with pytest.raises(ReplicaLostError):
+                await collect_rest(events)
+            await service._client.connect(decode.description)
+            await until_idle(service, decode)
+            return await ended(service, decode, "length") - num_whole
+
+    assert asyncio.run(run()) == 0, "nobody would have read it"
+
+
+def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool):
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            reasons = ("abort", "length")
+            before = [await ended(service, decode, reason) for reason in reasons]
+            events = service.generate(ask([5, 5, 5], sampling(1900)), "r")
+            for _ in range(3):
+                await anext(events)
+            with decode.stopped():
+                with pytest.raises(ReplicaLostError):
+                    await asyncio.wait_for(collect_rest(events), 10)
+                # The list still has it: the replica's actor is well.
+                service.add_members([prefill.member, decode.member])
+            await connected(service, [decode.member])
+            await until_idle(service, decode)
+            after = [await ended(service, decode, reason) for reason in reasons]
+            return [b - a for a, b in zip(before, after, strict=True)]
+
+    num_aborted, num_finished = asyncio.run(run())
+    assert num_aborted >= 1
+    assert num_finished == 0, "nobody would have read them"
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+def test_metrics_leave_out_an_engine_that_does_not_answer():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", finishes) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            return (await service.metrics_text()).decode()
+
+    families = {family.name for family in text_string_to_metric_families(asyncio.run(run()))}
+    assert "vllm:time_to_first_token_seconds" in families
+
+
+def test_metrics_of_every_engine_are_merged(pool):
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            await collect(service, ask(prompts(1, lengths=(70,))[0]))
+            return (await service.metrics_text()).decode()
+
+    slots = {
+        (sample.labels["pool"], sample.labels["replica"], sample.labels["dp_group"]): sample.value
+        for family in text_string_to_metric_families(asyncio.run(run()))
+        for sample in family.samples
+        if sample.name == "ttserve_slots"
+    }
+    assert slots == {
+        (engine.member.role, engine.member.replica_id, str(group)): (
+            engine.description.slots_per_group
+        )
+        for engine in pool
+        for group in range(engine.description.dp_groups)
+    }
+
+
+def test_killed_decode_replica_leaves_the_other_serving(pool):
+    prefill, decode, other = pool
+
+    async def run():
+        async with serving(prefill.member, other.member) as service:
+            events = service.generate(ask([5, 5, 5], sampling(1900)), "r")
+            for _ in range(3):
+                await anext(events)
+            other.signal(signal.SIGKILL)
+            with pytest.raises(ReplicaLostError):
+                await asyncio.wait_for(collect_rest(events), 5)
+            assert service.members_lost.is_set(), "discovery looks again at once"
+            assert not service.is_ready()[0]
+            assert finished(service, "error") == 1
+            service.add_members([prefill.member, decode.member])
+            await connected(service, [decode.member])
+            assert len(tokens_of(await collect(service, ask([5, 6, 7]), "next"))) == 12
+            await until_idle(service, prefill)
+
+    asyncio.run(run())
+
+
+async def collect_rest(events):
+    return [event async for event in events]

@@ -1,0 +1,383 @@
+"""Starts real servers and real Ray clusters, and accounts for what they leave.
+
+Each server or cluster runs in a session of its own; its footprint is every process of the
+sessions that were seen below it, the ports on which these listen, and new entries of /dev/shm.
+Processes are ended by recorded id only. Linux only: reads /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster import supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BINARIES = Path(sys.executable).parent
+_POLL_S = 0.1
+_LISTEN = "0A"
+
+
+def wait_for(predicate: Callable[[], object], deadline_s: float, what: str) -> Any:
+    """Poll until the predicate's value is true.
+
+    Returns:
+        That value.
+
+    Raises:
+        AssertionError: It never was within `deadline_s` seconds.
+    """
+    end_s = time.monotonic() + deadline_s
+    while time.monotonic() < end_s:
+        if value := predicate():
+            return value
+        time.sleep(_POLL_S)
+    raise AssertionError(f"not within {deadline_s} s: {what}")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of the process table."""
+
+    process_id: int
+    parent_id: int
+    session_id: int
+    command: str
+
+
+def process_table() -> dict[int, Process]:
+    """Every process that is no zombie."""
+    table = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                command = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if stat[0] != "Z":
+                    process_id = int(entry.name)
+                    table[process_id] = Process(
+                        process_id, int(stat[1]), int(stat[3]), command[:120]
+                    )
+    return table
+
+
+def listening_ports(process_ids: set[int]) -> set[tuple[str, int]]:
+    """(hexadecimal address, port) of every TCP socket on which one of these processes listens."""
+    inodes = set()
+    for process_id in process_ids:
+        with contextlib.suppress(OSError):
+            for descriptor in os.scandir(f"/proc/{process_id}/fd"):
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(descriptor.path))
+    return {(address, port) for address, port, inode in _sockets() if f"socket:[{inode}]" in inodes}
+
+
+def _sockets() -> Iterator[tuple[str, int, str]]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == _LISTEN:
+                address, _, port = columns[1].partition(":")
+                yield address, int(port, 16), columns[9]
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return {entry.name for entry in os.scandir("/dev/shm")}
+
+
+@dataclass
+class Footprint:
+    """What a process tree holds; grows with every `look`, and is what must be gone at the end.
+
+    Attributes:
+        root: Process id at the top of the tree, a session leader.
+        sessions: Session ids of the tree.
+        ports: Ports on which the tree has listened.
+    """
+
+    root: int
+    shm_before: set[str] = field(default_factory=shared_memory)
+    sessions: set[int] = field(default_factory=set)
+    ports: set[int] = field(default_factory=set)
+
+    def look(self) -> set[int]:
+        """Add what the tree holds now; returns its process ids."""
+        table = process_table()
+        self.sessions.add(self.root)
+        family = {self.root}
+        while True:
+            more = {
+                process.process_id
+                for process in table.values()
+                if process.parent_id in family or process.session_id in self.sessions
+            } - family
+            if not more:
+                break
+            family |= more
+            self.sessions |= {table[process_id].session_id for process_id in more}
+        self.ports |= {port for _, port in listening_ports(family)}
+        return family
+
+    def processes_left(self) -> list[Process]:
+        """Processes of the tree's sessions that still run."""
+        return [p for p in process_table().values() if p.session_id in self.sessions]
+
+    def left(self) -> dict[str, object]:
+        """What is still there; empty when nothing is."""
+        found = {
+            "processes": self.processes_left(),
+            "ports": self.ports & {port for _, port, _ in _sockets()},
+            "shared memory": shared_memory() - self.shm_before,
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def kill(self) -> None:
+        """End what is left, process by process; a test's last resort."""
+        for process in self.processes_left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.process_id, signal.SIGKILL)
+
+
+class LocalServer:
+    """One `ttserve serve` (or `make serve`) in a process group of its own.
+
+    Attributes:
+        url: Address of its endpoint, without a path.
+        footprint: What it holds.
+    """
+
+    def __init__(
+        self, arguments: list[str], port: int, *, command: list[str] | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            arguments: Arguments after the command.
+            port: Port that the server was told, for `url`.
+            command: What to run instead of `ttserve serve`.
+        """
+        self.url = f"http://127.0.0.1:{port}"
+        self._log_folder = Path(tempfile.mkdtemp(prefix="e2e-"))
+        self._log = self._log_folder / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*(command or [str(BINARIES / "ttserve"), "serve"]), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY,
+                start_new_session=True,
+            )
+        self.footprint = Footprint(self.process.pid)
+
+    @property
+    def log(self) -> str:
+        """Everything that it has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self, deadline_s: float = 60.0) -> None:
+        """Wait until it has said that it is ready.
+
+        Raises:
+            AssertionError: It ended, or the deadline passed; with its output.
+        """
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log
+            return "Ready: " in self.log
+
+        wait_for(is_ready, deadline_s, f"ready; it said:\n{self.log}")
+        self.footprint.look()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group, as a terminal does."""
+        self.footprint.look()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait_gone(self, deadline_s: float = 20.0) -> int:
+        """Wait until nothing is left; returns the exit code.
+
+        Raises:
+            AssertionError: Something was left; says what.
+        """
+
+        def is_gone() -> bool:
+            return self.process.poll() is not None and not self.footprint.left()
+
+        try:
+            wait_for(is_gone, deadline_s, "nothing left")
+        except AssertionError:
+            raise AssertionError(f"left: {self.footprint.left()}\n{self.log}") from None
+        return self.process.wait()
+
+    def close(self) -> None:
+        """End whatever is left and remove the log."""
+        if self.process.poll() is None:
+            self.signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+        self.footprint.look()
+        self.footprint.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        shutil.rmtree(self._log_folder, ignore_errors=True)
+
+
+class RayCluster:
+    """One `ray start --head --block` with token authentication, in a private folder.
+
+    Attributes:
+        environment: For every `ray` and `serve` command that talks to it.
+        footprint: What it holds.
+    """
+
+    def __init__(self) -> None:
+        """Start it and wait until it runs."""
+        self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
+        dashboard = supervisor.free_port()
+        self.environment = {
+            **os.environ,
+            **supervisor.environment(self.folder, str(BINARIES / "ttserve-haproxy")),
+            "PATH": f"{BINARIES}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        }
+        subprocess.run(
+            ["ray", "get-auth-token", "--generate"],
+            env=self.environment, check=True, capture_output=True,
+        )  # fmt: skip
+        self._log = self.folder / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    "ray", "start", "--head", "--block", "--disable-usage-stats",
+                    f"--temp-dir={self.folder / 'r'}", f"--port={supervisor.free_port()}",
+                    f"--dashboard-port={dashboard}", "--object-store-memory=100000000",
+                    f"--ray-client-server-port={supervisor.free_port()}",
+                ],
+                env=self.environment, cwd=REPOSITORY, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.footprint = Footprint(self.process.pid)
+        wait_for(
+            lambda: "Ray runtime started" in self._log.read_text(errors="replace"), 60, "ray start"
+        )
+
+    def run(self, *command: str) -> str:
+        """Run a `ray` or `serve` command against this cluster; returns what it printed."""
+        done = subprocess.run(
+            command, env=self.environment, cwd=REPOSITORY, timeout=120, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def applications(self, *status: str) -> dict[str, Any]:
+        """The applications that `serve status` shows.
+
+        Args:
+            status: The command; default `serve status`.
+        """
+        import yaml
+
+        text = self.run(*(status or ("serve", "status")))
+        start = text.find("proxies:")
+        assert start >= 0, text
+        applications: dict[str, Any] = yaml.safe_load(text[start:])["applications"]
+        return applications
+
+    def stop(self, deadline_s: float = 45.0) -> None:
+        """End it by its recorded process id.
+
+        Raises:
+            AssertionError: Something is left; says what.
+        """
+        self.footprint.look()
+        self.process.terminate()
+        self.process.wait(deadline_s)
+        wait_for(lambda: not self.footprint.left(), 10, f"nothing left of {self.footprint.left()}")
+
+    def close(self) -> None:
+        """End whatever is left and remove the private folder."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(45)
+        self.footprint.look()
+        self.footprint.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def get_json(url: str, timeout_s: float = 30.0) -> tuple[int, Any]:
+    """Status and JSON body of a GET; the text where it is no JSON."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+            status, body = reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        status, body = error.code, error.read()
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, body.decode()
+
+
+def post_json(url: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
+    """Status and JSON body of a POST."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def stream_events(
+    base_url: str, path: str, body: dict[str, Any], timeout_s: float = 60.0
+) -> Iterator[str]:
+    """The data of each server-sent event of a POST, as it comes."""
+    address = base_url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        for line in reply:
+            if line.startswith(b"data: "):
+                yield line[6:].strip().decode()
+    finally:
+        connection.close()
+
+
+def is_listening(port: int) -> bool:
+    """Whether somebody accepts connections on a loopback port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[int]:
+    """Hold a loopback port; yields it."""
+    with socket.create_server(("127.0.0.1", supervisor.free_port())) as server:
+        yield server.getsockname()[1]

@@ -1,0 +1,454 @@
+"""A whole `ttserve serve` on a tiny model: what clients get, what it counts, what a death costs.
+
+One server for the module; the last test kills its decode engine.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import harness
+import openai
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster import supervisor
+from replicas import LLM
+from replicas.async_llm import AsyncLLM
+from replicas.tokenizer import Tokenizer
+from tests.cluster.engines import MAX_MODEL_LEN, engine_config, model_folder, prompts, sampling
+
+pytestmark = pytest.mark.ray
+
+MODEL = "tiny"
+BLOCK_SIZE = 32
+LONG = 1900
+MESSAGES = [{"role": "user", "content": "How long is a block?"}]
+GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One prefill engine and one decode engine with two lanes, behind HAProxy and Serve."""
+    port = supervisor.free_port()
+    path = tmp_path_factory.mktemp("serving") / "serve.yaml"
+    path.write_text(yaml.safe_dump(serve_file(port)))
+    server = harness.LocalServer(["--config", str(path)], port)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def serve_file(port):
+    engine = {"block_size": BLOCK_SIZE, "dtype": "float32", "num_threads": 1, "num_blocks": 129}
+    pools = {
+        "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
+        "decode": {"engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
+    }
+    args = {
+        "model": str(model_folder()),
+        "model_name": MODEL,
+        "engine": engine,
+        "ingress": {"max_body_bytes": 100_000},
+        "pools": pools,
+    }
+    return {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [
+            {"name": "ttserve", "import_path": "cluster.app:build", "args": args},
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(model_folder())
+
+
+def offline(cases):
+    """Tokens of one local engine for (prompt, sampling) cases, all at once."""
+    config = {"dtype": "float32", "num_blocks": 513, "num_threads": 1, "block_size": BLOCK_SIZE}
+    with LLM(str(model_folder()), multiprocess=False, **config) as llm:
+        outputs = llm.generate([p for p, _ in cases], [s for _, s in cases], use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+async def combined(cases):
+    """The same from one engine process that does both, with every request in flight."""
+    config = engine_config("both", max_batch_size=32, tt_data_parallel=2, max_num_waiting=None)
+    llm = await AsyncLLM.start(config)
+    try:
+
+        async def run(prompt, params):
+            async for output in llm.generate(prompt, params):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        return await asyncio.gather(*(run(*case) for case in cases))
+    finally:
+        await llm.shutdown()
+
+
+def metrics(server):
+    """(name, labels) -> value of every sample that the server shows."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
+        page = reply.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def total(samples, name, **labels):
+    """Sum of a name's samples that have these labels."""
+    return sum(
+        value
+        for (found, found_labels), value in samples.items()
+        if found == name and set(labels.items()) <= found_labels
+    )
+
+
+def labels_of(samples, name, *keys):
+    """The values of these labels on every sample of a name."""
+    return {
+        tuple(dict(labels)[key] for key in keys) for (found, labels) in samples if found == name
+    }
+
+
+def is_idle(samples):
+    """Whether every slot and block is free and no transfer is under way."""
+    return (
+        total(samples, "ttserve_slots") == total(samples, "ttserve_empty_slots") > 0
+        and total(samples, "ttserve_kv_blocks") == total(samples, "ttserve_kv_free_blocks") > 0
+        and total(samples, "ttserve_reserved_slots") == 0
+        and total(samples, "ttserve_kv_leased_blocks") == 0
+        and total(samples, "ttserve_kv_inflight_transfers") == 0
+    )
+
+
+def wait_idle(server):
+    """Poll until everything is free; returns the metrics."""
+
+    def idle():
+        samples = metrics(server)
+        return samples if is_idle(samples) else None
+
+    return harness.wait_for(idle, 20, "every slot and block is free")
+
+
+def added(before, after, name, **labels):
+    """How much a counter has grown."""
+    return total(after, name, **labels) - total(before, name, **labels)
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def test_server_says_what_it_serves(server, client):
+    models = client.models.list().data
+    assert [model.id for model in models] == [MODEL]
+    assert client.models.retrieve(MODEL).max_model_len == MAX_MODEL_LEN
+    assert harness.get_json(f"{server.url}/health") == (200, "")
+    assert harness.get_json(f"{server.url}/live") == (200, "")
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["text", "token_ids"])
+def test_completion_streamed_or_not_is_the_offline_text(client, tokenizer, ids):
+    text = "def answer():"
+    prompt = tokenizer.encode(text)
+    (expected,) = offline([(prompt, sampling(12))])
+    given = prompt if ids else text
+    whole = client.completions.create(model=MODEL, prompt=given, **GREEDY)
+    chunks = list(
+        client.completions.create(
+            model=MODEL,
+            prompt=given,
+            stream=True,
+            stream_options={"include_usage": True},
+            **GREEDY,
+        )
+    )
+    assert whole.choices[0].text == tokenizer.decode(expected)
+    assert whole.choices[0].finish_reason == "length"
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert chunks[-1].usage.model_dump() == whole.usage.model_dump() | {
+        "prompt_tokens_details": chunks[-1].usage.model_dump()["prompt_tokens_details"]
+    }
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 12)
+    assert len([c for c in chunks if c.choices]) > 6, "tokens come as they are made"
+
+
+def test_chat_streamed_or_not_is_the_offline_text(client, tokenizer):
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), False)
+    (expected,) = offline([(prompt, sampling(12))])
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    chunks = list(
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **GREEDY)
+    )
+    assert whole.choices[0].message.content == tokenizer.decode(expected)
+    assert whole.choices[0].message.role == chunks[0].choices[0].delta.role == "assistant"
+    assert whole.usage.prompt_tokens == len(prompt)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_ends_the_text_and_frees_the_slot(server, client, stream):
+    options = {"model": MODEL, "prompt": "stop here", **GREEDY, "max_tokens": 200}
+    text = client.completions.create(**options).choices[0].text
+    stop = next(text[i : i + 2] for i in range(8, 190) if text[i : i + 2].isascii())
+    answer = client.completions.create(**options, stop=[stop], stream=stream)
+    choices = [part.choices[0] for part in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    wait_idle(server)
+
+
+def test_seed_repeats_an_answer_and_another_seed_changes_it(client):
+    def ask(seed):
+        answer = client.completions.create(
+            model=MODEL, prompt="dice", temperature=1.0, seed=seed, max_tokens=24
+        )
+        return answer.choices[0].text
+
+    assert ask(1) == ask(1)
+    assert len({ask(1), ask(2), ask(None), ask(None)}) == 4
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(server, tokenizer):
+    text = "größer than 'this'"
+    status, body = harness.post_json(f"{server.url}/tokenize", {"model": MODEL, "prompt": text})
+    assert (status, body["tokens"]) == (200, tokenizer.encode(text))
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_MODEL_LEN)
+    status, back = harness.post_json(
+        f"{server.url}/detokenize", {"model": MODEL, "tokens": body["tokens"]}
+    )
+    assert (status, back["prompt"]) == (200, text)
+    status, chat = harness.post_json(
+        f"{server.url}/tokenize", {"model": MODEL, "messages": MESSAGES}
+    )
+    expected = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), False)
+    assert (status, chat["tokens"]) == (200, expected)
+
+
+# --- the same tokens, and what is counted ------------------------------------------------------
+
+
+def test_requests_in_flight_give_the_tokens_of_offline_and_combined_engines(server, client):
+    before = wait_idle(server)
+    cases = [
+        (
+            prompt,
+            sampling(12 + i % 7)
+            if i < 32
+            else sampling(12, temperature=0.8, top_k=50, top_p=0.9, seed=i),
+        )
+        for i, prompt in enumerate(prompts(64, lengths=(3, 31, 32, 33, 64, 90, 130, 300)))
+    ]
+
+    def ask(case):
+        prompt, params = case
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=params.seed,
+            extra_body={"ignore_eos": True, "return_token_ids": True, "top_k": params.top_k},
+        )
+        return answer.choices[0].token_ids
+
+    with ThreadPoolExecutor(32) as threads:
+        answers = [*threads.map(ask, cases[:32]), *threads.map(ask, cases[32:])]
+    assert answers == offline(cases)
+    assert answers == asyncio.run(combined(cases))
+    assert len({tuple(answer) for answer in answers}) > 32, "the prompts tell them apart"
+    check_counts(before, wait_idle(server), cases)
+
+
+def check_counts(before, after, cases):
+    """What `/metrics` must say after these requests, from start to end through both pools."""
+    assert labels_of(after, "ttserve_slots", "pool", "dp_group") == {
+        ("prefill", "0"),
+        ("decode", "0"),
+        ("decode", "1"),
+    }
+    assert len(labels_of(after, "ttserve_slots", "replica")) == 2
+    num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt, _ in cases)
+    (block_bytes,) = {v for (name, _), v in after.items() if name == "ttserve_kv_block_bytes"}
+    for pool, direction in (("prefill", "send"), ("decode", "receive")):
+        where = {"pool": pool, "direction": direction}
+        ended = added(before, after, "ttserve_kv_transfers_total", outcome="ok", **where)
+        assert ended == len(cases)
+        assert added(before, after, "ttserve_kv_transfer_blocks_total", **where) == num_blocks
+        assert added(before, after, "ttserve_kv_transfer_bytes_total", **where) == (
+            num_blocks * block_bytes
+        )
+    assert added(before, after, "ttserve_kv_transfers_total", outcome="failed") == 0
+    num_prompt = sum(len(prompt) for prompt, _ in cases)
+    num_output = sum(params.max_tokens for _, params in cases)
+    assert added(before, after, "vllm:prompt_tokens_total", pool="prefill") == num_prompt
+    assert added(before, after, "vllm:prompt_tokens_total", pool="decode") == 0
+    assert added(before, after, "vllm:generation_tokens_total") == num_output
+    for group in ("0", "1"):
+        group_tokens = added(
+            before, after, "vllm:generation_tokens_total", pool="decode", dp_group=group
+        )
+        assert group_tokens > num_output / 4, "both lanes decode"
+    done = "vllm:request_success_total"
+    assert added(before, after, done, pool="decode", finished_reason="length") == len(cases)
+    requests = "ttserve_ingress_requests_total"
+    assert added(before, after, requests, finished_reason="length") == len(cases)
+    assert added(before, after, "vllm:time_to_first_token_seconds_count") == len(cases)
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+PROMPT = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
+TOO_LONG = [5] * MAX_MODEL_LEN
+BAD = [
+    ({**PROMPT, "model": "gpt-4"}, 404, "gpt-4"),
+    ({**CHAT, "model": "gpt-4"}, 404, "gpt-4"),
+    ({**PROMPT, "max_tokens": "two"}, 400, "max_tokens"),
+    ({**PROMPT, "temperature": "hot"}, 400, "temperature"),
+    ({**PROMPT, "temperature": 2.5}, 400, "temperature"),
+    ({**PROMPT, "stream": 1}, 400, "stream"),
+    ({**PROMPT, "seed": 0.5}, 400, "seed"),
+    ({**PROMPT, "tempreature": 0}, 400, "tempreature"),
+    ({**CHAT, "max_token": 3}, 400, "max_token"),
+    ({**CHAT, "messages": [{"role": "user", "contents": "x"}]}, 400, "contents"),
+    ({**CHAT, "messages": []}, 400, "messages"),
+    ({**CHAT, "messages": "hi"}, 400, "messages"),
+    ({**PROMPT, "prompt": ""}, 400, "prompt"),
+    ({**PROMPT, "prompt": []}, 400, "prompt"),
+    ({**PROMPT, "prompt": [10**6]}, 400, "prompt"),
+    ({**PROMPT, "max_tokens": 0}, 400, "max_tokens"),
+    ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
+    ({**PROMPT, "max_tokens": 10**6}, 400, "max_tokens.* 1000000 .* 2048"),
+    ({**PROMPT, "prompt": TOO_LONG}, 400, "2048 tokens.* 2048|2048.* 2048"),
+    ({**PROMPT, "prompt": [*TOO_LONG, 5]}, 400, "2049 tokens.* 2048|2049.* 2048"),
+    (b'{"model": "tiny", "prompt": "hi", "temperature": NaN}', 400, ""),
+    (b'{"model": "tiny", "prompt": "hi", "temperature": Infinity}', 400, ""),
+    (b'{"model": "tiny", "prompt": "hi", "temperature": 1e999}', 400, ""),
+    (b'{"model": "tiny", "prompt": "hi"', 400, ""),
+    (b"", 400, ""),
+    (b"[]", 400, ""),
+    (b"\xff\xfe", 400, ""),
+    (b" " * 100_001, 413, ""),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "reason"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_a_typed_error_that_names_its_field(server, body, status, reason):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    path = "/v1/chat/completions" if b"messages" in raw else "/v1/completions"
+    found, answer = post(server, path, raw)
+    assert found == status, answer
+    error = answer["error"]
+    assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+    assert re.search(reason, error["message"]), error
+
+
+def post(server, path, raw):
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    try:
+        connection.request("POST", path, raw, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+def test_bad_input_has_cost_nothing(server):
+    samples = wait_idle(server)
+    assert total(samples, "ttserve_ingress_requests_total", finished_reason="error") == 0
+
+
+# --- the client leaves, an engine dies ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_client_that_leaves_frees_its_slot_and_blocks(server, stream):
+    before = wait_idle(server)
+    body = {"model": MODEL, "prompt": "gone", "max_tokens": LONG, "stream": stream}
+    raw = json.dumps({**body, "ignore_eos": True, "temperature": 0})
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
+    if stream:
+        reply = connection.getresponse()
+        assert [reply.readline()[:5] for _ in range(3)] == [b"data:", b"\n", b"data:"]
+        reply.close()
+    else:
+        harness.wait_for(
+            lambda: total(metrics(server), "vllm:num_requests_running", pool="decode") == 1,
+            20,
+            "it decodes",
+        )
+    connection.close()
+    after = wait_idle(server)
+    done = "vllm:request_success_total"
+    assert added(before, after, done, pool="decode", finished_reason="abort") == 1
+    assert added(before, after, done, pool="decode", finished_reason="length") == 0
+
+
+def decode_engine(server):
+    """Process id of the decode pool's engine: the child of its replica."""
+    table = harness.process_table()
+    (found,) = [
+        process_id
+        for process_id in server.footprint.look()
+        if "replicas.engine" in table[process_id].command
+        and ":decode" in table[table[process_id].parent_id].command
+    ]
+    return found
+
+
+def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
+    before = wait_idle(server)
+    body = {"model": MODEL, "prompt": "fate", "max_tokens": LONG, "temperature": 0}
+    events = harness.stream_events(
+        server.url, "/v1/completions", {**body, "stream": True, "ignore_eos": True}, timeout_s=5
+    )
+    for _ in range(3):
+        assert "error" not in json.loads(next(events))
+    os.kill(decode_engine(server), signal.SIGKILL)
+    # The socket's timeout is what "within 5 s" means; the stream ends by itself.
+    rest = [*events]
+    assert "[DONE]" not in rest
+    errors = [json.loads(event)["error"] for event in rest if "error" in json.loads(event)]
+    assert [error["type"] for error in errors] == ["ReplicaLostError"]
+    assert "error" in json.loads(rest[-1])
+
+    def is_back():
+        return harness.get_json(f"{server.url}/health")[0] == 200
+
+    harness.wait_for(is_back, 40, "healthy again")
+    answer = client.completions.create(model=MODEL, prompt="again", **GREEDY)
+    assert answer.usage.completion_tokens == 12
+    after = wait_idle(server)
+    replicas = [
+        {replica for pool, replica in labels_of(s, "ttserve_slots", "pool", "replica") if pool == p}
+        for p in ("prefill", "decode")
+        for s in (before, after)
+    ]
+    assert replicas[0] == replicas[1], "the prefill replica is the same"
+    assert len(replicas[3]) == 1
+    assert replicas[2] != replicas[3], "the decode replica is a new one"
