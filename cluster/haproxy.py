@@ -5,7 +5,9 @@ names. The public address in it is the one of `http_options`, but the two admini
 (metrics and statistics) are written without one, which means every interface. The console script
 `ttserve-haproxy` stands in for the binary: it binds these two like the public one, then becomes
 HAProxy (same process id, which Serve checks). What HAProxy answers by itself becomes an
-OpenAI-style error instead of a bare 500.
+OpenAI-style error instead of a bare 500. And requests are not spliced: with
+`option splice-request` HAProxy 2.8 often does not notice that a client has left whose body came
+after its headers, and a request that nobody waits for would keep its decode slot to the end.
 
 Not a proxy and not a configuration of its own: anything else in the file stays as Serve wrote it.
 """
@@ -24,12 +26,13 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<rest>.*)$")
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
+_SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 _ERROR_FILE_NAME = "unavailable.http"
 
 
-def restrict_listeners(config: str, error_file: str | None = None) -> str:
-    """Bind every listener to the address of the public one, and answer our own error.
+def rewrite(config: str, error_file: str | None = None) -> str:
+    """Bind every listener to the public address, answer our own error, splice no requests.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
@@ -50,7 +53,7 @@ def restrict_listeners(config: str, error_file: str | None = None) -> str:
             result.append(f"{bind['indent']}{host}:{bind['port']}{bind['rest']}")
         elif error and error_file is not None:
             result.append(f"{error['indent']}errorfile {error['status']} {error_file}")
-        else:
+        elif not _SPLICE.match(line):
             result.append(line)
     return "\n".join(result) + "\n"
 
@@ -113,7 +116,7 @@ def main() -> None:
         path = Path(arguments[arguments.index("-f") + 1])
         error_file = path.with_name(_ERROR_FILE_NAME)
         error_file.write_bytes(error_response())
-        path.write_text(restrict_listeners(path.read_text(), str(error_file)))
+        path.write_text(rewrite(path.read_text(), str(error_file)))
     os.execv(binary, [binary, *arguments])
 
 

@@ -6,17 +6,16 @@ a finished prefill never waits for a decoder):
 1. wait for a DP group with room, hold it, send RESERVE; refused or dead: another group
 2. choose a prefill engine, mint a ticket, send PREFILL to it and LOAD to the decode engine
 3. the first token comes from prefill: pass it on at once, ACTIVATE the reservation with it
-4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1 A
-   prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill
-   on the decode engine. A decode engine that dies costs a new reservation as long as the client has
-   no token yet.
+4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1
+
+A prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill on
+the decode engine. A decode engine that dies costs a new reservation as long as the client has no
+token yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
 import secrets
 import time
 from collections import deque
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING
 from cluster.errors import (
     BadRequestError,
     InternalError,
-    NotReadyError,
-    QueueTimeoutError,
     ReplicaLostError,
     SaturatedError,
 )
-from cluster.placement import Placement, place_decode, place_prefill
+from cluster.placement import place_prefill
+from cluster.slot_queue import RETRY_AFTER_S, SlotQueue
 from kv_transfer.ticket import Ticket
 from replicas.errors import EngineDeadError
 from replicas.messages import (
@@ -46,42 +44,15 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from cluster.config import Role, RouterConfig
+    from cluster.config import RouterConfig
     from cluster.metrics import RouterMetrics
+    from cluster.placement import Placement
     from cluster.pools import PoolState
     from replicas.async_client import AsyncMPClient, EngineStream, Inbox
     from replicas.messages import EngineDescription, EngineEvent, EngineRequest, RequestMode
 
-RETRY_AFTER_S = 1
-"""What a client that is turned away is told to wait."""
-
-_DECODING: tuple[Role, ...] = ("decode", "both")
 _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
 """Refusals that mean that somebody else was faster: the request waits on, where it stood."""
-
-
-class _Place:
-    """A request's place in the queue, kept when an engine has no room for it after all.
-
-    Attributes:
-        order: When it came, among the requests of this ingress.
-        refused: Placements that had no room for it just now.
-        news: Set when it is its turn and something has changed, or when it waited too long.
-        deadline_s: When it has waited too long, on the event loop's clock; None before it waits.
-        is_late: Whether it has.
-    """
-
-    def __init__(self, order: int) -> None:
-        self.order = order
-        self.refused: set[Placement] = set()
-        self.news = asyncio.Event()
-        self.deadline_s: float | None = None
-        self.is_late = False
-
-    def expire(self) -> None:
-        """Wake the request to tell it that it has waited too long."""
-        self.is_late = True
-        self.news.set()
 
 
 class Router:
@@ -101,23 +72,16 @@ class Router:
         self.pools = pools
         self.config = config
         self.metrics = metrics
-        # In the order in which they came; only the first may take a slot.
-        self._queue: list[_Place] = []
-        self._orders = itertools.count()
+        self.queue = SlotQueue(pools, config.max_queued_requests, config.queue_timeout_s)
 
     def capacity_changed(self) -> None:
-        """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
-        if self._queue:
-            self._queue[0].news.set()
+        """Call when a slot may be free: a new snapshot, a replica came or went."""
+        self.queue.capacity_changed()
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a decode slot."""
-        return len(self._queue)
-
-    def new_place(self) -> _Place:
-        """A place behind everybody who came before."""
-        return _Place(next(self._orders))
+        return len(self.queue)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Run a request; yields its tokens in order of their index, the last with a finish reason.
@@ -133,63 +97,6 @@ class Router:
                 yield output
         finally:
             run.close()
-
-    async def hold_slot(self, request_id: str, num_blocks: int, place: _Place) -> Placement:
-        """Wait for a DP group with room and hold it, in the order of arrival.
-
-        Raises:
-            NotReadyError: No replica can decode now.
-            SaturatedError: The queue is full.
-            QueueTimeoutError: No room within the deadline.
-        """
-        if not self._queue or place.order < self._queue[0].order:
-            placement = self._try_hold(request_id, num_blocks, place)
-            if placement is not None:
-                return placement
-        loop = asyncio.get_running_loop()
-        if place.deadline_s is None:
-            if self.num_queued >= self.config.max_queued_requests:
-                raise SaturatedError(
-                    f"all decode slots are taken and {self.num_queued} requests wait; retry later",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            place.deadline_s = loop.time() + self.config.queue_timeout_s
-        bisect.insort(self._queue, place, key=lambda p: p.order)
-        # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
-        timer = loop.call_at(place.deadline_s, place.expire)
-        try:
-            return await self._hold_in_turn(request_id, num_blocks, place)
-        finally:
-            timer.cancel()
-            self._queue.remove(place)
-            self.capacity_changed()
-
-    async def _hold_in_turn(self, request_id: str, num_blocks: int, place: _Place) -> Placement:
-        while True:
-            await place.news.wait()
-            place.news.clear()
-            if place.is_late:
-                raise QueueTimeoutError(
-                    f"no decode slot became free within {self.config.queue_timeout_s:g} s",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            if self._queue[0] is not place:
-                continue
-            # Whoever refused may have room by now.
-            place.refused.clear()
-            placement = self._try_hold(request_id, num_blocks, place)
-            if placement is not None:
-                return placement
-
-    def _try_hold(self, request_id: str, num_blocks: int, place: _Place) -> Placement | None:
-        if not self.pools.has_open(_DECODING):
-            raise NotReadyError(
-                "no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S
-            )
-        placement = place_decode(num_blocks, self.pools.decode_views(), place.refused)
-        if placement is not None:
-            self.pools.hold_decode(request_id, placement, num_blocks)
-        return placement
 
 
 class _DecodeLostError(Exception):
@@ -261,13 +168,16 @@ class _Run:
         Raises:
             ServingError: There is none to be had.
         """
-        place = self._router.new_place()
+        started_s = time.monotonic()
+        num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // self._block_size())
+        place = self._router.queue.new_place()
         num_failures = 0
         while True:
-            placement = await self._hold_slot(place)
+            placement = await self._router.queue.hold(self._id, num_blocks, place)
             is_remote = self._is_remote(placement)
             answer = await self._ask(placement, "decode" if is_remote else "local")
             if isinstance(answer, Accepted):
+                self._router.metrics.queue_time.observe(time.monotonic() - started_s)
                 return is_remote
             self._drop_decode()
             self._router.metrics.refusals.labels(answer.reason).inc()
@@ -296,15 +206,6 @@ class _Run:
         finally:
             self._pools.release(self._id, placement.incarnation)
             self._router.capacity_changed()
-
-    async def _hold_slot(self, place: _Place) -> Placement:
-        started_s = time.monotonic()
-        block_size = self._block_size()
-        num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // block_size)
-        try:
-            return await self._router.hold_slot(self._id, num_blocks, place)
-        finally:
-            self._router.metrics.queue_time.observe(time.monotonic() - started_s)
 
     def _block_size(self) -> int:
         return min((m.description.block_size for m in self._pools.members()), default=1)

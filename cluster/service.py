@@ -20,7 +20,8 @@ from cluster.errors import NotReadyError
 from cluster.metrics import RouterMetrics, render
 from cluster.openai import Finished, ModelCard, TextDelta, Usage
 from cluster.pools import PoolState
-from cluster.router import RETRY_AFTER_S, Router
+from cluster.router import Router
+from cluster.slot_queue import RETRY_AFTER_S
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError
 from replicas.generators.model_config import load_hf_config

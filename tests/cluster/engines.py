@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
 
 BLOCK_SIZE = 32
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 8192
 DEADLINE_S = 20.0
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
@@ -117,7 +117,7 @@ def engine_config(role: Role, **changes: object) -> EngineConfig:
         "model": str(model_folder()),
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
-        "num_blocks": 129,
+        "num_blocks": 300,
         "num_threads": 1,
         "max_batch_size": 16 if role == "prefill" else 8,
         "max_num_batched_tokens": 128 if role == "prefill" else 256,

@@ -43,7 +43,7 @@ async def serving(*members, pools=("prefill", "decode"), **router):
     config = load_cluster_config(
         {
             "model": str(model_folder()),
-            "engine": {"dtype": "float32", "num_blocks": 129},
+            "engine": {"dtype": "float32", "num_blocks": 300},
             "pools": {role: {} for role in pools},
             "router": router,
         }

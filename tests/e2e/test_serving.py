@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ray
 
 MODEL = "tiny"
 BLOCK_SIZE = 32
-LONG = 1900
+LONG = 8000
 MESSAGES = [{"role": "user", "content": "How long is a block?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
@@ -48,7 +48,7 @@ def server(tmp_path_factory):
 
 
 def serve_file(port):
-    engine = {"block_size": BLOCK_SIZE, "dtype": "float32", "num_threads": 1, "num_blocks": 129}
+    engine = {"block_size": BLOCK_SIZE, "dtype": "float32", "num_threads": 1, "num_blocks": 300}
     pools = {
         "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
         "decode": {"engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
@@ -342,9 +342,9 @@ BAD = [
     ({**PROMPT, "prompt": [10**6]}, 400, "prompt"),
     ({**PROMPT, "max_tokens": 0}, 400, "max_tokens"),
     ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
-    ({**PROMPT, "max_tokens": 10**6}, 400, "max_tokens.* 1000000 .* 2048"),
-    ({**PROMPT, "prompt": TOO_LONG}, 400, "2048 tokens.* 2048|2048.* 2048"),
-    ({**PROMPT, "prompt": [*TOO_LONG, 5]}, 400, "2049 tokens.* 2048|2049.* 2048"),
+    ({**PROMPT, "max_tokens": 10**6}, 400, "max_tokens.* 1000000 .* 8192"),
+    ({**PROMPT, "prompt": TOO_LONG}, 400, "8192 tokens.* 8192|8192.* 8192"),
+    ({**PROMPT, "prompt": [*TOO_LONG, 5]}, 400, "8193 tokens.* 8192|8193.* 8192"),
     (b'{"model": "tiny", "prompt": "hi", "temperature": NaN}', 400, ""),
     (b'{"model": "tiny", "prompt": "hi", "temperature": Infinity}', 400, ""),
     (b'{"model": "tiny", "prompt": "hi", "temperature": 1e999}', 400, ""),
