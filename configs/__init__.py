@@ -1,1 +1,1 @@
-"""Deployment configurations and the demo model, as package data so that they are found wherever ttserve runs."""
+"""Deployment configurations and the demo model, found wherever ttserve is installed."""

@@ -50,6 +50,7 @@ def test_wrong_args_fail_the_deployment_with_the_reason(cluster, tmp_path):
     deployed_s = 0.0
     for change, reason in (
         ({"poools": {}}, "poools"),
+        ({"engine": {"block_size": "many"}}, "args.engine.block_size"),
         ({"model": "/no/such/model"}, "/no/such/model"),
     ):
         path, _ = demo_on_free_port(tmp_path, change)
