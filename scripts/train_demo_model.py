@@ -2,7 +2,7 @@
 
 From the root of the repository, with the project's development environment:
 
-    python -m scripts.train_demo_model                               # about 45 minutes on one core
+    python -m scripts.train_demo_model                               # about 40 minutes on one core
     python -m scripts.train_demo_model --resume                      # goes on after a stop
     python -m scripts.train_demo_model --evaluate configs/demo-model
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from scripts.demo_model.corpus import REFERENCE_PYTHON, REFERENCE_SHA256, Corpus, load_corpus
-from scripts.demo_model.evaluation import evaluate_folder
+from scripts.demo_model.evaluation import QUESTIONS, answer_questions, evaluate_folder
 from scripts.demo_model.folder import write_card, write_folder
 from scripts.demo_model.model import ModelShape
 from scripts.demo_model.text import train_tokenizer
@@ -73,7 +73,8 @@ def _train(options: argparse.Namespace, corpus: Corpus) -> None:
         "torch": torch.__version__.split("+")[0],
         "command": _command(plan, options),
     }
-    write_card(options.output, figures, trainer.history)
+    answers = answer_questions(options.output, QUESTIONS)
+    write_card(options.output, figures, trainer.history, answers)
     print(json.dumps(figures))
 
 

@@ -1,8 +1,8 @@
 """Reads the documentation of the running Python's standard library and splits it by module.
 
 Decides which texts the demo model may learn from, which choose its checkpoint and which measure
-it. Everything here is a pure function of the standard library's source files: no randomness, no
-clock, nothing platform specific.
+it. Everything here is a pure function of the standard library: no randomness, no clock. Builds of
+one Python version differ in the compiled modules that they have, so those to read are named here.
 
 It is not a tokenizer and knows nothing of chat formats.
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
+import inspect
 import sysconfig
+import warnings
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 # The Python whose documentation the demo model in the tree learned, and the digest of its corpus.
 REFERENCE_PYTHON = "3.11.7"
-REFERENCE_SHA256 = "8a15eb1f86388c169d84f7848fb342f55f13667c62db182e11dcbe79adc05c38"
+REFERENCE_SHA256 = "923580d7041300a4f59f41b1cc2f5ba540172c5b84ab7315171964da6eafb04d"
 
 # Directories that hold no documentation of the library: tests, third-party packages, bytecode.
 _SKIPPED_DIRECTORIES = frozenset(
@@ -32,6 +35,30 @@ _SKIPPED_DIRECTORIES = frozenset(
 _HELD_OUT_PER_MILLE = 150
 _VALIDATION_PER_MILLE = 30
 _TOPICS_MODULE = "pydoc_data"
+# Modules written in C that need no library outside Python, some of them not in every version. Their
+# docstrings are in no source file.
+# Not _decimal: its texts are those of _pydecimal, which trains, with few words changed.
+# fmt: off
+_COMPILED_MODULES = (
+    "_abc", "_asyncio", "_bisect", "_codecs", "_collections", "_contextvars", "_csv",
+    "_datetime", "_elementtree", "_functools", "_heapq", "_imp", "_io", "_json", "_locale",
+    "_lsprof", "_md5", "_multiprocessing", "_opcode", "_operator", "_pickle", "_posixshmem",
+    "_posixsubprocess", "_queue", "_random", "_sha1", "_sha256", "_sha512", "_signal",
+    "_socket", "_sre", "_statistics", "_string", "_struct", "_symtable", "_thread",
+    "_tracemalloc", "_typing", "_warnings", "_weakref", "_zoneinfo", "array", "atexit",
+    "audioop", "binascii", "builtins", "cmath", "errno", "faulthandler", "fcntl", "gc", "grp",
+    "itertools", "marshal", "math", "mmap", "posix", "pwd", "pyexpat", "resource", "select",
+    "sys", "syslog", "termios", "time", "unicodedata",
+)
+# fmt: on
+# The names under which compiled modules are known; otherwise the underscore in front goes.
+_PUBLIC_NAMES = {
+    "builtins": "",
+    "posix": "os",
+    "_thread": "threading",
+    "_sre": "re",
+    "_lsprof": "cProfile",
+}
 
 
 @dataclass(frozen=True)
@@ -39,12 +66,13 @@ class Document:
     """One documentation string.
 
     Attributes:
-        module: top-level module name; decides the part that the document belongs to.
+        module: top-level module name, without leading underscores if the module is compiled;
+            decides the part that the document belongs to.
         name: dotted name of what is documented, such as `json.dumps`; for a help topic the topic's
             own name.
         kind: "module", "class", "function", "topic" or "page".
         text: the cleaned documentation string, never empty.
-        source: the source file that it stands in, or the topic.
+        source: the source file or compiled module that it stands in, or the topic.
     """
 
     module: str
@@ -79,7 +107,11 @@ class Corpus:
 def load_corpus() -> Corpus:
     """Collect, deduplicate and split the documentation of the running interpreter's library."""
     parts: dict[str, list[Document]] = {"train": [], "validation": [], "held_out": []}
-    documents = [*_docstrings(Path(sysconfig.get_paths()["stdlib"])), *_topics()]
+    documents = [
+        *_docstrings(Path(sysconfig.get_paths()["stdlib"])),
+        *_compiled_docstrings(),
+        *_topics(),
+    ]
     seen: set[str] = set()
     # Train first: a text that also occurs in a train module is never counted as held out.
     for part in parts:
@@ -153,6 +185,42 @@ def _node_docstrings(node: ast.AST, dotted: tuple[str, ...], module: str) -> Ite
         name = getattr(child, "name", None)
         is_named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         yield from _node_docstrings(child, (*dotted, name) if is_named and name else dotted, module)
+
+
+def _compiled_docstrings() -> Iterator[Document]:
+    for name in _COMPILED_MODULES:
+        if importlib.util.find_spec(name) is None:
+            continue
+        # Without its underscore, a module is in the same part as the Python module that wraps it.
+        module = name.lstrip("_")
+        dotted = tuple(filter(None, [_PUBLIC_NAMES.get(name, module)]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of modules to be removed
+            compiled = importlib.import_module(name)
+        yield from _object_docstrings(compiled, dotted, module, name)
+
+
+def _object_docstrings(
+    thing: object, dotted: tuple[str, ...], module: str, source: str
+) -> Iterator[Document]:
+    """Yield the docstring of a compiled module, class or function and of what it defines."""
+    is_scope = inspect.ismodule(thing) or inspect.isclass(thing)
+    kind = "module" if inspect.ismodule(thing) else "class" if is_scope else "function"
+    documentation = getattr(thing, "__doc__", None)
+    text = inspect.cleandoc(documentation).strip() if isinstance(documentation, str) else ""
+    if text:
+        yield Document(module, ".".join(dotted) or module, kind, text, source)
+    for name, member in sorted(vars(thing).items()) if is_scope else ():
+        if _is_compiled(member, inside_module=inspect.ismodule(thing)):
+            yield from _object_docstrings(member, (*dotted, name), module, source)
+
+
+def _is_compiled(member: object, *, inside_module: bool) -> bool:
+    if inspect.isclass(member):
+        return inside_module  # a class inside a class is an alias such as `__class__`
+    if inspect.isfunction(member):
+        return False
+    return inspect.isroutine(member) or inspect.isdatadescriptor(member)
 
 
 def _topics() -> Iterator[Document]:

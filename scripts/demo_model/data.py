@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.demo_model.corpus import Document, pages
-from scripts.demo_model.text import chat_text, is_askable
+from scripts.demo_model.text import MAX_ANSWER_CHARACTERS, chat_text, is_askable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 Tokens = npt.NDArray[np.int64]
 
-_CHAT_SHARE = 0.35
-_CHAT_SHARE_BESIDE_PAGES = 0.25
+# How often a public document is asked for in an epoch. Modules and what stands directly in them,
+# which users ask for first, are asked for more often than methods.
+_CHAT_SHARE_NEAR_THE_TOP = 0.7
+_CHAT_SHARE_OF_OTHERS = 0.2
 _PAGE_SHARE = 0.75
-_ALSO_PLAIN_ABOVE_CHARACTERS = 1000
 
 
 class TokenStream:
@@ -88,7 +89,7 @@ class TokenStream:
         texts = [
             chat_text(document, rng)
             for document in self._documents
-            if is_askable(document) and rng.random() < _CHAT_SHARE_BESIDE_PAGES
+            if rng.random() < _chat_share(document)
         ]
         for page in pages(self._documents):
             if rng.random() < _PAGE_SHARE:
@@ -100,10 +101,10 @@ class TokenStream:
     def _single_texts(self, rng: random.Random) -> list[str]:
         texts: list[str] = []
         for document in self._documents:
-            as_chat = is_askable(document) and rng.random() < _CHAT_SHARE
+            as_chat = rng.random() < _chat_share(document)
             if as_chat:
                 texts.append(chat_text(document, rng))
-            if not as_chat or len(document.text) > _ALSO_PLAIN_ABOVE_CHARACTERS:
+            if not as_chat or len(document.text) > MAX_ANSWER_CHARACTERS:
                 texts.append(document.text)
         return texts
 
@@ -113,6 +114,13 @@ class TokenStream:
         encoded = self._tokenizer(texts)["input_ids"]
         tokens = np.array([t for ids in encoded for t in (*ids, end)], dtype=np.int64)
         return _split(tokens, self._parts, split_share, np.random.default_rng(rng.getrandbits(64)))
+
+
+def _chat_share(document: Document) -> float:
+    if not is_askable(document):
+        return 0.0
+    is_near_the_top = document.kind == "module" or document.name.count(".") <= 1
+    return _CHAT_SHARE_NEAR_THE_TOP if is_near_the_top else _CHAT_SHARE_OF_OTHERS
 
 
 def _merge_parts(tokenizer: PreTrainedTokenizerFast) -> Tokens:

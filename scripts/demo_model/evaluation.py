@@ -1,5 +1,7 @@
 """Measures a saved model folder against n-gram models: bits per byte on held-out documents.
 
+Also asks it questions, for the card.
+
 Reads the folder as any user would, with transformers, so that what is measured is what is served.
 """
 
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NGRAM_ORDER = 5
+QUESTIONS = (
+    "What does json.dumps do?",
+    "What does len do?",
+    "What is threading.Lock?",
+    "What does os.path.join do?",
+)
 # The longest rows in training; a longer document is read in windows that overlap by half.
 _WINDOW = 1024
 
@@ -73,6 +81,28 @@ def model_bits_per_byte(folder: Path, documents: Sequence[Document]) -> float:
             nats += functional.cross_entropy(logits, window[0, -fresh:], reduction="sum").item()
             counted += fresh
     return nats / math.log(2) / total_bytes(documents)
+
+
+@torch.inference_mode()
+def answer_questions(folder: Path, questions: Sequence[str]) -> dict[str, str]:
+    """Return the greedy answer to each question, on one line, cut after 80 tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32
+    )
+    answers = {}
+    for question in questions:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False
+        )[0, ids.shape[1] :]
+        text = tokenizer.decode(generated, skip_special_tokens=True)
+        is_cut = generated[-1] not in model.generation_config.eos_token_id
+        answers[question] = " ".join(text.split()) + (" ..." if is_cut else "")
+    return answers
 
 
 def byte_ngram_bits_per_byte(learned: Sequence[Document], documents: Sequence[Document]) -> float:

@@ -37,24 +37,39 @@ class TrainingLlama(nn.Module):
 
     Args:
         shape: the sizes.
-        dropout: share of the values dropped after the embedding, each attention and each MLP.
+        dropout: share of the values dropped after the embedding, each attention and each MLP; it is
+            rounded to a 256th.
     """
 
     def __init__(self, shape: ModelShape, dropout: float) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = _matrix(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(_Layer(shape, dropout) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden_size))
-        self.dropout = dropout
+        self.dropped_bytes = round(256 * dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return float32 logits (rows, length, vocab) for int64 ids (rows, length)."""
+    def noise_shape(self, rows: int, length: int) -> tuple[int, int, int, int]:
+        """Return the shape of the noise that `forward` takes: one mask per place of dropout."""
+        return (1 + 2 * len(self.layers), rows, length, self.shape.hidden_size)
+
+    def forward(self, ids: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return float32 logits (rows, length, vocab) for int64 ids (rows, length).
+
+        Args:
+            ids: the rows.
+            noise: uniform uint8 of `noise_shape` that decides what is dropped; without it nothing.
+        """
         cos, sin = _rotation(self.shape, ids.shape[1])
         hidden = functional.embedding(ids, self.embedding).bfloat16()
-        hidden = functional.dropout(hidden, self.dropout, self.training)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+        masks: list[Tensor | None] = [None] * (1 + 2 * len(self.layers))
+        if noise is not None:
+            # Bytes that the caller draws: a generator inside a compiled network is slow.
+            kept = (noise >= self.dropped_bytes) / (1 - self.dropped_bytes / 256)
+            masks = list(kept.bfloat16())
+        hidden = _drop(hidden, masks[0])
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, masks[1 + 2 * index], masks[2 + 2 * index])
         hidden = _rms_norm(hidden, self.norm, self.shape.rms_norm_eps)
         return functional.linear(hidden, self.embedding.bfloat16()).float()
 
@@ -89,10 +104,9 @@ _HUGGING_FACE_NAMES = {
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.dropout = dropout
         width, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
         self.query = _matrix(heads * shape.head_dim, width)
         self.key = _matrix(kv_heads * shape.head_dim, width)
@@ -106,7 +120,14 @@ class _Layer(nn.Module):
         self.attention_norm = nn.Parameter(torch.ones(width))
         self.mlp_norm = nn.Parameter(torch.ones(width))
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention_mask: Tensor | None,
+        mlp_mask: Tensor | None,
+    ) -> Tensor:
         """Return the residual stream (rows, length, hidden) after attention and MLP."""
         rows, length, _ = hidden.shape
         shape = self.shape
@@ -120,12 +141,16 @@ class _Layer(nn.Module):
         attended = _attention(_rotate(query, cos, sin), _rotate(key, cos, sin), value)
         attended = attended.transpose(1, 2).reshape(rows, length, -1)
         attended = functional.linear(attended, self.output.bfloat16())
-        hidden = hidden + functional.dropout(attended, self.dropout, self.training)
+        hidden = hidden + _drop(attended, attention_mask)
         normed = _rms_norm(hidden, self.mlp_norm, shape.rms_norm_eps)
         weights = torch.cat((self.gate, self.up)).bfloat16()
         gate, up = functional.linear(normed, weights).chunk(2, dim=-1)
         mixed = functional.linear(functional.silu(gate) * up, self.down.bfloat16())
-        return hidden + functional.dropout(mixed, self.dropout, self.training)
+        return hidden + _drop(mixed, mlp_mask)
+
+
+def _drop(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    return hidden if mask is None else hidden * mask
 
 
 def _matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:

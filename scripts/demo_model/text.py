@@ -55,7 +55,7 @@ _TYPE_QUESTIONS = (
     "What does the {kind} {name} do?",
     "How do I use {name}?",
 )
-_MAX_ANSWER_CHARACTERS = 1000
+MAX_ANSWER_CHARACTERS = 400
 
 
 def train_tokenizer(documents: Sequence[Document]) -> PreTrainedTokenizerFast:
@@ -125,7 +125,7 @@ def _answer(text: str) -> str:
     """Return whole leading paragraphs of the text, as many as fit an answer, at least one."""
     kept: list[str] = []
     for paragraph in text.split("\n\n"):
-        if kept and sum(map(len, kept)) + len(paragraph) > _MAX_ANSWER_CHARACTERS:
+        if kept and sum(map(len, kept)) + len(paragraph) > MAX_ANSWER_CHARACTERS:
             break
         kept.append(paragraph)
     return "\n\n".join(kept).strip()

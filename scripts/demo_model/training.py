@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from scripts.demo_model.corpus import Corpus, total_bytes
@@ -53,30 +54,31 @@ class TrainingPlan:
         phases: cheap short rows first; the last rows teach long contexts.
         learning_rate: (step, factor) knots, linear in between.
         split_until: the step from which tokens are no longer split.
+        averaging: the share of the averaged weights that survives a step; the averaged weights are
+            what is evaluated and saved.
     """
 
     seed: int = 20240607
     tokens_per_step: int = 4096
     phases: tuple[Phase, ...] = (
-        Phase(until=600, row_length=128, as_pages=False),
-        Phase(until=900, row_length=256, as_pages=True),
-        Phase(until=1800, row_length=1024, as_pages=True),
+        Phase(until=950, row_length=256, as_pages=False),
+        Phase(until=1850, row_length=256, as_pages=True),
+        Phase(until=2200, row_length=1024, as_pages=True),
     )
     learning_rate: tuple[tuple[int, float], ...] = (
         (0, 0.02),
-        (48, 0.98),
-        (600, 0.75),
-        (900, 0.577),
-        (1300, 0.368),
-        (1800, 0.0),
+        (50, 1.0),
+        (750, 0.85),
+        (2200, 0.0),
     )
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 0.003
     weight_decay: float = 0.15
     dropout: float = 0.15
     split_share: float = 0.04
-    split_until: int = 1500
-    evaluate_every: int = 100
+    split_until: int = 1850
+    averaging: float = 0.98
+    evaluate_every: int = 200
 
     @property
     def steps(self) -> int:
@@ -157,6 +159,8 @@ class Trainer:
         torch.manual_seed(plan.seed)
         self.plan = plan
         self.model = TrainingLlama(shape, plan.dropout)
+        averaging = get_ema_multi_avg_fn(plan.averaging)  # type: ignore[no-untyped-call]
+        self._averaged = AveragedModel(self.model, multi_avg_fn=averaging)
         self.history: list[dict[str, float]] = []
         self.best_weights: dict[str, Tensor] = {}
         self.step = 0
@@ -203,12 +207,12 @@ class Trainer:
             return
         state = torch.load(self._checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
+        self._averaged.load_state_dict(state["averaged"])
         self._muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])
         self._stream.epoch, self._stream.offset = state["position"]
         self.step, self.history, self.best_weights = state["step"], state["history"], state["best"]
         self._seconds_before = self.history[-1]["seconds"]
-        torch.set_rng_state(state["rng"])
 
     def _train_step(self) -> float:
         plan, phase = self.plan, self.plan.phase(self.step)
@@ -220,23 +224,28 @@ class Trainer:
                 plan.tokens_per_step, plan.split_share_at(self.step), as_pages=phase.as_pages
             )
         )
-        loss: Tensor = self._loss(
-            tokens[:-1].view(-1, phase.row_length), tokens[1:].view(-1, phase.row_length)
+        ids, targets = (x.view(-1, phase.row_length) for x in (tokens[:-1], tokens[1:]))
+        # Drawn anew from the step's number, so that a resumed run drops the same values.
+        noise = np.random.default_rng((plan.seed, self.step)).integers(
+            256, size=self.model.noise_shape(*ids.shape), dtype=np.uint8
         )
+        loss: Tensor = self._loss(ids, targets, torch.from_numpy(noise))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._muon.step()
         self._adam.step()
+        self._averaged.update_parameters(self.model)
         self.model.zero_grad(set_to_none=True)
         return loss.item()
 
-    def _row_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+    def _row_loss(self, ids: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(ids, noise).flatten(0, 1), targets.flatten())
 
     def _record(self, train_loss: float, seconds: float) -> None:
         bits = self._validation_bits_per_byte()
         if not self.history or bits < min(entry["validation_bpb"] for entry in self.history):
-            self.best_weights = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+            weights = self._averaged.module.state_dict()
+            self.best_weights = {k: v.detach().clone() for k, v in weights.items()}
         entry = {"step": self.step, "train_loss": train_loss, "validation_bpb": bits}
         entry |= {"epoch": self._stream.epoch, "seconds": seconds}
         self.history.append({key: round(value, 4) for key, value in entry.items()})
@@ -244,13 +253,13 @@ class Trainer:
         torch.save(
             {
                 "model": self.model.state_dict(),
+                "averaged": self._averaged.state_dict(),
                 "muon": self._muon.state_dict(),
                 "adam": self._adam.state_dict(),
                 "position": (self._stream.epoch, self._stream.offset),
                 "step": self.step,
                 "history": self.history,
                 "best": self.best_weights,
-                "rng": torch.get_rng_state(),
             },
             temporary,
         )
@@ -258,11 +267,9 @@ class Trainer:
 
     @torch.no_grad()
     def _validation_bits_per_byte(self) -> float:
-        self.model.eval()
         nats = 0.0
         for ids in self._validation_ids:
             tokens = torch.tensor(ids)
-            logits = self.model(tokens[None, :-1])[0]
+            logits = self._averaged(tokens[None, :-1])[0]
             nats += functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
-        self.model.train()
         return nats / math.log(2) / self._validation_bytes

@@ -25,6 +25,7 @@ from scripts.demo_model.evaluation import byte_ngram_bits_per_byte, model_bits_p
 from scripts.demo_model.folder import read_figures, write_folder
 from scripts.demo_model.model import ModelShape, TrainingLlama
 from scripts.demo_model.ngram import KneserNeyModel
+from scripts.demo_model.training import Phase, Trainer, TrainingPlan
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "demo-model"
 CONVERSATION = [
@@ -179,7 +180,18 @@ def test_no_held_out_text_or_module_is_in_the_train_part(corpus: Corpus) -> None
     assert {d.text for d in corpus.held_out}.isdisjoint(d.text for d in learned)
     assert {d.module for d in corpus.held_out}.isdisjoint(d.module for d in learned)
     share = corpora.total_bytes(corpus.held_out) / corpora.total_bytes((*learned, *corpus.held_out))
-    assert 0.04 < share < 0.09  # 0.056 on the version that the card names
+    assert 0.04 < share < 0.09  # 0.063 on the version that the card names
+
+
+def test_the_corpus_is_the_same_whenever_it_is_read(corpus: Corpus) -> None:
+    assert corpora.load_corpus() == corpus
+
+
+def test_compiled_modules_are_in_the_corpus_under_their_public_names(corpus: Corpus) -> None:
+    assert {"len", "dict.get", "os.getcwd", "time.sleep"} <= {d.name for d in corpus.train}
+    # Compiled halves of held-out modules are held out too.
+    assert {"pickle.Unpickler", "datetime.tzinfo"} <= {d.name for d in corpus.held_out}
+    assert not any(d.source == "_decimal" for d in (*corpus.train, *corpus.held_out))
 
 
 def test_kneser_ney_probabilities_sum_to_one_after_seen_and_unseen_contexts() -> None:
@@ -211,6 +223,17 @@ def test_the_token_stream_repeats_itself_and_loses_nothing_between_pieces(tokeni
     assert all(a[-1] == b[0] for a, b in itertools.pairwise(pieces))
 
 
+def test_functions_are_asked_for_more_often_than_methods(tokenizer: Any) -> None:
+    function, method = (Document("m", name, "function", "Return x.") for name in ("m.f", "m.C.f"))
+
+    def asked_share(document: Document) -> float:
+        tokens = TokenStream([document] * 200, tokenizer, seed=3).take(1000, 0.0)
+        bos, assistant = tokenizer.convert_tokens_to_ids(["<|bos|>", "<|assistant|>"])
+        return float(np.sum(tokens == assistant) / np.sum(tokens == bos))
+
+    assert asked_share(function) > 2 * asked_share(method) > 0
+
+
 def test_split_tokens_spell_the_same_text(tokenizer: Any) -> None:
     documents = [
         Document("m", f"_f{i}", "function", "Return the given argument.") for i in range(9)
@@ -220,6 +243,47 @@ def test_split_tokens_spell_the_same_text(tokenizer: Any) -> None:
     length = min(len(text) for text in (tokenizer.decode(first), tokenizer.decode(second)))
     assert tokenizer.decode(first)[:length] == tokenizer.decode(second)[:length]
     assert list(first) != list(second)
+
+
+def test_noise_decides_what_is_dropped_and_none_drops_nothing() -> None:
+    torch.manual_seed(1)
+    shape = ModelShape(
+        num_layers=1, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2
+    )
+    network, without_dropout = TrainingLlama(shape, dropout=0.25), TrainingLlama(shape, dropout=0.0)
+    without_dropout.load_state_dict(network.state_dict())
+    ids = torch.randint(0, 4096, (2, 20))
+    noise = torch.randint(0, 256, network.noise_shape(2, 20), dtype=torch.uint8)
+    with torch.inference_mode():
+        torch.testing.assert_close(without_dropout(ids, noise), network(ids))
+        torch.testing.assert_close(network(ids, noise), network(ids, noise.clone()))
+        assert not torch.equal(network(ids, noise), network(ids))
+        assert not network(ids, torch.zeros_like(noise)).any()  # everything is dropped
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    train = tuple(Document("m", f"m.f{i}", "function", f"Return item {i}.\n") for i in range(30))
+    texts = Corpus(train, (Document("v", "v", "module", "Return an item."),), (), "0" * 64)
+    shape = ModelShape(
+        num_layers=1, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2
+    )
+
+    def trainer(steps: int, name: str) -> Trainer:
+        plan = TrainingPlan(
+            tokens_per_step=64, phases=(Phase(steps, 16, as_pages=False),), evaluate_every=2
+        )
+        checkpoint = tmp_path / name
+        return Trainer(plan, shape, tokenizer, texts, checkpoint=checkpoint, compile_model=False)
+
+    whole, stopped, resumed = trainer(4, "whole"), trainer(2, "parts"), trainer(4, "parts")
+    whole.run()
+    stopped.run()
+    resumed.resume()
+    resumed.run()
+    assert resumed.step == 4
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_the_saved_folder_computes_what_the_training_network_did(
