@@ -36,7 +36,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): the first time this downloads a few hundred megabytes and takes minutes."
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
