@@ -32,10 +32,13 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "ttserve needs Python 3.10 to 3.12: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+		{ rm -rf $(VENV); echo "no venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): the first time this downloads a few hundred megabytes and takes minutes."
+	@echo "Setting up $(VENV): the first time this downloads PyTorch and Ray and takes minutes."
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
 	@touch $@
 

@@ -142,6 +142,16 @@ class IngressReplica:
     def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
         self._config = load_cluster_config(args)
         self._directory = PoolDirectory(pools)
+        self._following: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Tell Serve whether this ingress still finds replicas.
+
+        Raises:
+            RuntimeError: It does not; Serve starts another one.
+        """
+        if self._following is not None and self._following.done():
+            raise RuntimeError("discovery has ended")
 
     def __serve_build_asgi_app__(self) -> Starlette:
         service = ClusterService(self._config)
@@ -153,7 +163,7 @@ class IngressReplica:
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-            following = asyncio.create_task(self._directory.follow(service))
+            following = self._following = asyncio.create_task(self._directory.follow(service))
             try:
                 yield
             finally:
@@ -195,14 +205,17 @@ class PoolDirectory:
             answers = await handle.broadcast("describe").results_async(
                 timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
             )
-        except (RayServeException, RayError, TimeoutError, asyncio.TimeoutError) as error:
+            descriptions = [
+                msgspec.convert(answer, EngineDescription)
+                for answer in answers
+                if not isinstance(answer, BaseException)
+            ]
+        except (
+            RayServeException, RayError, TimeoutError, asyncio.TimeoutError,
+            msgspec.ValidationError,
+        ) as error:  # fmt: skip
             logger.info("pool %s has no replica that answers: %s", role, error)
             return []
-        descriptions = [
-            msgspec.convert(answer, EngineDescription)
-            for answer in answers
-            if not isinstance(answer, BaseException)
-        ]
         return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
 
 

@@ -27,7 +27,7 @@ async def drain_engine(description: EngineDescription, timeout_s: float) -> bool
     gone = asyncio.Event()
 
     def on_snapshot(_incarnation: str, snapshot: EngineSnapshot) -> None:
-        if snapshot.draining and is_idle(snapshot):
+        if snapshot.draining and is_idle(snapshot, description.blocks_per_group):
             idle.set()
 
     client = AsyncMPClient(on_snapshot, lambda _incarnation, _reason: gone.set())
@@ -45,8 +45,11 @@ async def drain_engine(description: EngineDescription, timeout_s: float) -> bool
     return idle.is_set()
 
 
-def is_idle(snapshot: EngineSnapshot) -> bool:
-    """Whether no request runs, waits, or has a reserved slot."""
+def is_idle(snapshot: EngineSnapshot, blocks_per_group: int) -> bool:
+    """Whether nothing runs, waits or is reserved, and no block is lent to a transfer."""
     return snapshot.num_waiting == 0 and all(
-        group.num_running == 0 and group.num_reserved == 0 for group in snapshot.groups
+        group.num_running == 0
+        and group.num_reserved == 0
+        and group.num_free_blocks == blocks_per_group
+        for group in snapshot.groups
     )

@@ -24,6 +24,7 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -299,7 +300,7 @@ class _Edge:
 
         try:
             await self._app(scope, receive, send_named)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             logger.info("client gone request_id=%s", request_id)
             if not is_started:  # nobody reads it, but proxies and access logs count it
                 await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send_named)

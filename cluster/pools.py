@@ -26,7 +26,7 @@ class Member:
 
     Attributes:
         role: Its pool's role.
-        replica_id: Its name in Serve.
+        replica_id: Its pool and incarnation: a replica that comes back has another one.
         description: What its engine is.
     """
 
@@ -56,10 +56,15 @@ class _Replica:
 
 
 class PoolState:
-    """Replicas, their snapshots, and the holds of this ingress."""
+    """Replicas, their snapshots, and the holds of this ingress.
+
+    Attributes:
+        num_snapshots: How many snapshots were taken over so far.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Replica] = {}
+        self.num_snapshots = 0
 
     def __repr__(self) -> str:
         return f"PoolState({[(r.member.role, i, len(r.holds)) for i, r in self._replicas.items()]})"
@@ -79,6 +84,7 @@ class PoolState:
             replica.snapshot is None or snapshot.seq >= replica.snapshot.seq
         ):
             replica.snapshot = snapshot
+            self.num_snapshots += 1
 
     def hold_decode(self, request_id: str, placement: Placement, num_blocks: int) -> None:
         """Count a slot and blocks as taken until the replica answers."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import (
     BadRequestError,
     InternalError,
+    QueueTimeoutError,
     ReplicaLostError,
     SaturatedError,
 )
@@ -343,6 +344,7 @@ class _Run:
         Raises:
             _DecodeLostError: The decode engine died.
             EngineDeadError: The wanted prefill engine died.
+            QueueTimeoutError: The reservation lapsed while prefill was waited for.
             InternalError: An engine gave the request up.
         """
         if wanted is self._decode and self._early:
@@ -354,6 +356,17 @@ class _Run:
                     raise _DecodeLostError(str(event))
                 if stream is wanted:
                     raise event
+            elif (
+                isinstance(event, TokenOutput)
+                and event.finish_reason == "error"
+                and stream is self._decode
+                and wanted is self._prefill
+            ):
+                # The reservation lapsed while the prompt waited for a prefill engine.
+                raise QueueTimeoutError(
+                    f"the prompt was not computed in time: {event.error}; retry later",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 raise InternalError(event.error or "the engine ended the request")
             elif stream is wanted:

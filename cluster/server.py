@@ -94,6 +94,13 @@ def _require_local(file: ServeFile) -> None:
     for key, value in (
         ("applications[0].deployments", file.applications[0].deployments),
         ("applications[0].runtime_env", file.applications[0].runtime_env),
+        ("applications[0].route_prefix", file.applications[0].route_prefix != "/"),
+        ("applications[0].logging_config", file.applications[0].logging_config),
+        ("applications[0].external_scaler_enabled", file.applications[0].external_scaler_enabled),
+        ("http_options.root_path", file.http_options.root_path),
+        ("proxy_location", file.proxy_location == "Disabled"),
+        ("logging_config", file.logging_config),
+        ("target_capacity", file.target_capacity is not None),
         ("grpc_options", file.grpc_options),
         ("controller_options", file.controller_options),
         ("tracing_config", file.tracing_config),
@@ -135,7 +142,12 @@ def _deploy(file: ServeFile, application: serve.Application) -> None:
     _say("Starting Ray Serve.")
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=file.host, port=file.port),
+        http_options=HTTPOptions(
+            host=file.host,
+            port=file.port,
+            request_timeout_s=file.http_options.request_timeout_s,
+            keep_alive_timeout_s=file.http_options.keep_alive_timeout_s,
+        ),
     )
     serve.run_many(
         [serve.RunTarget(target=application, name=file.name, route_prefix="/")],

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.errors import NotReadyError
 from cluster.metrics import RouterMetrics, render
 from cluster.openai import Finished, ModelCard, TextDelta, Usage
 from cluster.pools import PoolState
 from cluster.router import Router
-from cluster.slot_queue import RETRY_AFTER_S
 from replicas.async_client import AsyncMPClient
-from replicas.errors import EngineDeadError
+from replicas.errors import EngineDeadError, EngineError
 from replicas.generators.model_config import load_hf_config
 from replicas.kv_sizing import derive_max_model_len, num_blocks_per_lane
 from replicas.messages import EngineRequest
@@ -62,7 +60,6 @@ class ClusterService:
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._created_s = int(time.time())
         self._was_complete = False
-        self._draining = False
         self.members_lost = asyncio.Event()
 
     # --- ServingService ------------------------------------------------------------------------
@@ -77,8 +74,6 @@ class ClusterService:
         self, request: GenerateRequest, request_id: str
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Run a request; see `cluster.ingress.ServingService.generate`."""
-        if self._draining:
-            raise NotReadyError("this server is stopping", retry_after_s=RETRY_AFTER_S)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
@@ -100,8 +95,6 @@ class ClusterService:
 
     def is_ready(self) -> tuple[bool, str]:
         """Ready once every pool has had a replica, and as long as one can decode."""
-        if self._draining:
-            return False, "draining"
         if not self._was_complete:
             missing = [r for r in self._config.pools if not self._pools.has_open((r,))]
             if missing:
@@ -142,10 +135,6 @@ class ClusterService:
         wanted = sum(pool.replicas for pool in self._config.pools.values())
         return len(self._pools.members()) >= wanted
 
-    def drain(self) -> None:
-        """Refuse new requests; running ones go on."""
-        self._draining = True
-
     async def close(self) -> None:
         """Close every connection."""
         for task in self._connecting.values():
@@ -181,7 +170,7 @@ class ClusterService:
     async def _scrape(self, incarnation: str) -> EngineMetrics | None:
         try:
             return await asyncio.wait_for(self._client.metrics(incarnation), _SCRAPE_TIMEOUT_S)
-        except (EngineDeadError, asyncio.TimeoutError):
+        except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
             return None
 
 

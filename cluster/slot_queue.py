@@ -32,6 +32,7 @@ class QueuePlace:
     Attributes:
         order: When it came, among the requests of this ingress.
         refused: Placements that had no room for it just now.
+        num_snapshots: Snapshots that the pools had taken when it was last placed.
         news: Set when it is its turn and something has changed, or when it waited too long.
         deadline_s: When it has waited too long, on the event loop's clock; None before it waits.
         is_late: Whether it has.
@@ -40,6 +41,7 @@ class QueuePlace:
     def __init__(self, order: int) -> None:
         self.order = order
         self.refused: set[Placement] = set()
+        self.num_snapshots = 0
         self.news = asyncio.Event()
         self.deadline_s: float | None = None
         self.is_late = False
@@ -105,6 +107,9 @@ class SlotQueue:
                 )
             place.deadline_s = loop.time() + self._timeout_s
         bisect.insort(self._queue, place, key=lambda p: p.order)
+        if place.refused and place.num_snapshots != self._pools.num_snapshots:
+            # What changed while it was being refused woke nobody: it was not queued then.
+            place.news.set()
         # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
         timer = loop.call_at(place.deadline_s, place.expire)
         try:
@@ -138,5 +143,6 @@ class SlotQueue:
             )
         placement = place_decode(num_blocks, self._pools.decode_views(), place.refused)
         if placement is not None:
+            place.num_snapshots = self._pools.num_snapshots
             self._pools.hold_decode(request_id, placement, num_blocks)
         return placement

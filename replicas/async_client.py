@@ -120,10 +120,14 @@ class AsyncMPClient:
         self._links[description.incarnation] = link
         try:
             await asyncio.wait_for(link.start(), CONNECT_S)
-        except (asyncio.TimeoutError, EngineDeadError) as error:
+        except BaseException as error:
             self._links.pop(description.incarnation, None)
             link.close()
-            raise EngineDeadError(f"engine {description.incarnation} does not answer") from error
+            if isinstance(error, asyncio.TimeoutError | EngineDeadError):
+                raise EngineDeadError(
+                    f"engine {description.incarnation} does not answer"
+                ) from error
+            raise
 
     @property
     def incarnations(self) -> frozenset[str]:
@@ -152,8 +156,8 @@ class AsyncMPClient:
         link = self._link(incarnation)
         stream = EngineStream(link, request_id, inbox)
         assert request_id not in link.streams, f"{request_id} is open on {incarnation}"
-        link.streams[request_id] = stream
         link.send(message)
+        link.streams[request_id] = stream
         return stream
 
     def send(self, incarnation: str, message: ClientMessage) -> None:
@@ -230,6 +234,8 @@ class _EngineLink:
     async def start(self) -> None:
         """Say hello until the engine answers."""
         self._tasks = {asyncio.create_task(self._read()), asyncio.create_task(self._watch())}
+        for task in self._tasks:
+            task.add_done_callback(self._task_done)
         while not self._first_frame.is_set():
             self.send(Hello(PROTOCOL_VERSION))
             try:
@@ -279,14 +285,21 @@ class _EngineLink:
             socket.close(linger=0)
 
     async def _read(self) -> None:
-        # Before Python 3.12 `wait_for` may swallow the cancellation that `close` asks for.
+        # Polled, not `wait_for(recv())`: that may discard a frame, or swallow a cancellation.
         while not self._is_closed:
-            try:
-                raw = await asyncio.wait_for(self._output.recv(), SILENCE_S)
-            except asyncio.TimeoutError:
+            if not await self._output.poll(int(SILENCE_S * 1000)):
                 self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
                 return
-            self._take(decode_engine_frame(raw))
+            try:
+                self._take(decode_engine_frame(await self._output.recv()))
+            except msgspec.MsgspecError as error:
+                self._on_lost(self, f"it sent what this version cannot read: {error}")
+                return
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the reading tasks: one that fails takes the link with it."""
+        if not task.cancelled() and task.exception() is not None and not self._is_closed:
+            self._on_lost(self, f"reading from it failed: {task.exception()!r}")
 
     async def _watch(self) -> None:
         parse_monitor_message(await self._monitor.recv_multipart())

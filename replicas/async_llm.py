@@ -13,7 +13,7 @@ from replicas.async_client import AsyncMPClient
 from replicas.errors import RequestFailedError, RequestRefusedError
 from replicas.launch import start_engine
 from replicas.llm_engine import CompletionOutput, RequestOutput, to_token_ids
-from replicas.messages import AddRequest, EngineRequest, Refused, TokenOutput
+from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ class AsyncLLM:
         token_ids = to_token_ids(prompt, self._tokenizer, description.max_model_len)
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
-        request = EngineRequest(f"request-{next(self._counter)}", token_ids, sampling_params)
+        request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
         output = RequestOutput(
             request.request_id,
             prompt if isinstance(prompt, str) else None,

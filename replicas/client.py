@@ -12,6 +12,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -166,7 +167,9 @@ class SyncMPClient:
         self.description: EngineFacts = self._handle.description
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: queue.SimpleQueue[EngineEvent | EngineDeadError] = queue.SimpleQueue()
-        self._refusals: dict[str, Refused] = {}
+        # Events that a utility call read past; they come before those in the queue.
+        self._kept: deque[EngineEvent] = deque()
+        self._live: set[str] = set()
         self._call_ids = itertools.count(1)
         identity = secrets.token_bytes(8)
         self._input = connect_dealer(
@@ -187,9 +190,11 @@ class SyncMPClient:
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a refusal is raised by the next `get_outputs`."""
         self._send(AddRequest(request))
+        self._live.add(request.request_id)
 
     def abort(self, request_ids: list[str]) -> None:
         """See `EngineClient`."""
+        self._live.difference_update(request_ids)
         self._send(Abort(request_ids))
 
     def get_outputs(self) -> list[TokenOutput]:
@@ -199,16 +204,18 @@ class SyncMPClient:
             EngineDeadError: The engine is gone.
             RequestRefusedError: The engine did not take a request.
         """
-        outputs = []
-        event = self._next_event()
-        while True:
-            if isinstance(event, Refused):
+        outputs: list[TokenOutput] = []
+        while not outputs or self._kept or not self._events.empty():
+            event = self._next_event()
+            # What is left of requests that were given up concerns nobody.
+            if isinstance(event, Refused) and event.request_id in self._live:
+                self._live.discard(event.request_id)
                 raise RequestRefusedError(event.reason, event.message)
             if isinstance(event, TokenOutput):
                 outputs.append(event)
-            if outputs and self._events.empty():
-                return outputs
-            event = self._next_event()
+                if event.finish_reason is not None:
+                    self._live.discard(event.request_id)
+        return outputs
 
     def metrics(self) -> EngineMetrics:
         """See `EngineClient`; outputs that arrive meanwhile are kept for `get_outputs`."""
@@ -240,18 +247,19 @@ class SyncMPClient:
     def _call(self, method: str) -> object:
         call_id = next(self._call_ids)
         self._send(Utility(call_id, method))
-        kept: list[EngineEvent] = []
+        passed: list[EngineEvent] = []
         while True:
             event = self._next_event()
             if isinstance(event, UtilityResult) and event.call_id == call_id:
-                for other in kept:
-                    self._events.put(other)
+                self._kept.extend(passed)
                 if event.error is not None:
                     raise EngineError(event.error)
                 return event.result
-            kept.append(event)
+            passed.append(event)
 
     def _next_event(self) -> EngineEvent:
+        if self._kept:
+            return self._kept.popleft()
         event = self._events.get()
         if isinstance(event, EngineDeadError):
             self._events.put(event)
@@ -272,4 +280,5 @@ class SyncMPClient:
                     self._events.put(event)
         finally:
             socket.close(linger=0)
-        self._events.put(EngineDeadError("the engine has ended or hangs; its log says more"))
+            # Also when a frame could not be read: nobody may wait for more.
+            self._events.put(EngineDeadError("the engine has ended or is frozen; see its log"))

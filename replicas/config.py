@@ -1,5 +1,6 @@
 """Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -37,7 +38,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_connector: None, "p2p", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
-        seed: Base of the seeds that the engine mints for requests without one.
     """
 
     model: str
@@ -62,7 +62,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
     reservation_timeout_s: float = 120.0
-    seed: int = 0
 
     def validate(self) -> None:
         """Check what can be checked without the model.
@@ -85,6 +84,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_batch_size "
                 f"{self.max_batch_size}: a full decode step would not fit"
+            )
+        for name, least in (("max_model_len", 2), ("num_threads", 1), ("max_num_waiting", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if not (math.isfinite(self.reservation_timeout_s) and self.reservation_timeout_s > 0):
+            raise ConfigError(
+                f"reservation_timeout_s must be positive, got {self.reservation_timeout_s}"
             )
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(

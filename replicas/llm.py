@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from replicas.client import InprocClient, SyncMPClient
 from replicas.config import EngineConfig
-from replicas.errors import ModelLoadError
+from replicas.errors import ConfigError, ModelLoadError
 from replicas.llm_engine import LLMEngine
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
@@ -50,7 +51,10 @@ class LLM:
         **engine_options: Any,  # noqa: ANN401 - fields of EngineConfig, checked by it
     ) -> None:
         engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
-        config = EngineConfig(model=str(model), **engine_options)
+        try:
+            config = msgspec.convert({"model": str(model), **engine_options}, EngineConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"engine options: {error}") from error
         config.validate()
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(model)
         with _progress_bar() as bar:
@@ -94,7 +98,7 @@ class LLM:
             The finished requests, in the order of the prompts.
 
         Raises:
-            InvalidRequestError: A prompt or a parameter can never work; nothing has run.
+            InvalidRequestError: A prompt or a parameter can never work; the others are dropped.
             EngineDeadError: The engine died.
         """
         batch = _as_list(prompts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.errors import InvalidRequestError
-from replicas.messages import EngineRequest
+from replicas.messages import checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.philox import mint_seed
 
@@ -148,14 +148,18 @@ class LLMEngine:
         if sampling_params.seed is None:
             seed = mint_seed(self._seed, count)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
-        request = EngineRequest(request_id, token_ids, sampling_params)
+        request = checked_request(request_id, token_ids, sampling_params)
         output = RequestOutput(
             request_id, prompt if isinstance(prompt, str) else None, token_ids, [CompletionOutput()]
         )
         self._requests[request_id] = (
             output, OutputProcessor(self._tokenizer, request, self._eos_token_ids),
         )  # fmt: skip
-        self._client.add_request(request)
+        try:
+            self._client.add_request(request)
+        except BaseException:
+            del self._requests[request_id]
+            raise
         return request_id
 
     def step(self) -> list[RequestOutput]:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kv_transfer.ticket import Ticket
+from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -35,6 +36,23 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+
+
+def checked_request(
+    request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+) -> EngineRequest:
+    """Make a request whose values have the types that the wire demands.
+
+    A frozen struct checks no types when it is made; an engine would drop what it cannot decode.
+
+    Raises:
+        InvalidRequestError: A value has another type; the message says where.
+    """
+    request = EngineRequest(request_id, prompt_token_ids, sampling)
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InvalidRequestError("request", f"a value has a wrong type: {error}") from error
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -95,12 +113,10 @@ class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
     Attributes:
         call_id: Chosen by the client.
         method: One of the core's utility methods.
-        args: msgpack-able arguments.
     """
 
     call_id: int
     method: str
-    args: list[object] = []
 
 
 ClientMessage = Hello | AddRequest | LoadKV | Activate | Abort | Drain | Utility

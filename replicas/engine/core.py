@@ -7,6 +7,7 @@ socket. Outputs are collected per client until `take_events`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from replicas.engine.step import ScheduledBatch, StepResult
     from replicas.engine.worker import ModelFacts
     from replicas.messages import EngineEvent, RefusalReason
+
+logger = logging.getLogger(__name__)
 
 CoreMessage = AddRequest | LoadKV | Activate | Abort | Drain | Utility
 
@@ -281,8 +284,10 @@ class EngineCore:
         try:
             self._scheduler.load(message.request_id, message.ticket)
         except TransferError as error:
+            logger.warning("ticket of %s refused: %s", message.request_id, error)
             self._events[client].append(
-                KVLoaded(message.request_id, message.ticket.epoch, str(error))
+                # A word, not the error's text: it becomes a metric's label.
+                KVLoaded(message.request_id, message.ticket.epoch, "bad_ticket")
             )
 
     def _activate(self, message: Activate) -> None:

@@ -89,6 +89,22 @@ class DPGroups:
             default=None,
         )
 
+    def place(
+        self, seq: Sequence, num_tokens: int, full_groups: Collection[int] = ()
+    ) -> tuple[int, list[int]] | None:
+        """The first group, in the order of `choose`, with blocks for so many tokens.
+
+        Returns:
+            The group and the cached blocks that the sequence hits there, or None.
+        """
+        tried = set(full_groups)
+        while (group := self.choose(seq, tried)) is not None:
+            hits = self.find_prefix(seq, group)
+            if self.fits(group, num_tokens, hits):
+                return group, hits
+            tried.add(group)
+        return None
+
     def find_prefix(self, seq: Sequence, group: int) -> list[int]:
         """Cached leading blocks; at least one token is left to compute, for its logits."""
         if not self._enable_prefix_caching:

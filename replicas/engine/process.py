@@ -44,6 +44,8 @@ HEARTBEAT_S = 0.25
 """A client that gets nothing else gets an empty frame this often."""
 SNAPSHOT_S = 0.01
 """Clients without outputs in a step get a changed snapshot after at most this long."""
+MAX_MESSAGES_PER_STEP = 4096
+"""Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 _SEND_HWM = 100_000
@@ -218,9 +220,11 @@ class EngineProcess:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
         try:
             item = self._inbox.get(block=wait, timeout=self._wait_s())
-            while True:
+            # Bounded, so that a flood of messages cannot keep the core from stepping.
+            for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
                 item = self._inbox.get_nowait()
+            self._take(*item)
         except queue.Empty:
             return
 
@@ -346,7 +350,7 @@ def main() -> None:
         )
         receiver = Receiver(context, arguments.host, inbox)
         sender = Sender(context, arguments.host, arguments.incarnation, outbox, inbox)
-    except (EngineError, KVTransferError, OSError, ValueError) as error:
+    except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
     receiver.start()

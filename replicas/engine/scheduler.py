@@ -129,12 +129,10 @@ class Scheduler:
         refusal = self._refusal(seq)
         if refusal is not None:
             return refusal
-        group = self._groups.choose(seq)
-        if group is None:
-            return "no_slot"
-        hits = self._groups.find_prefix(seq, group)
-        if not self._groups.fits(group, seq.num_tokens + 1, hits):
-            return "no_blocks"
+        place = self._groups.place(seq, seq.num_tokens + 1)
+        if place is None:
+            return "no_slot" if self._groups.choose(seq) is None else "no_blocks"
+        group, hits = place
         self._groups.admit(seq, group, hits, seq.num_tokens + 1)
         self._sequences[seq.request_id] = self._reserved[seq.request_id] = seq
         seq.status = SequenceStatus.RESERVED
@@ -465,13 +463,13 @@ class Scheduler:
             self._enqueue(seq, front=True)
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> bool:
-        group = self._groups.choose(seq, full_groups)
-        if group is None:
-            return False
-        hits = self._groups.find_prefix(seq, group)
-        count = self._clip(seq.num_tokens - len(hits) * self._config.block_size, plan.budget)
         # The whole prompt must fit, or two half-done prompts could starve each other.
-        if count == 0 or not self._groups.fits(group, seq.num_tokens, hits):
+        place = self._groups.place(seq, seq.num_tokens, full_groups)
+        if place is None:
+            return False
+        group, hits = place
+        count = self._clip(seq.num_tokens - len(hits) * self._config.block_size, plan.budget)
+        if count == 0:
             return False
         self._groups.admit(seq, group, hits, seq.num_tokens)
         seq.status = SequenceStatus.RUNNING

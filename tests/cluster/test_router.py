@@ -11,7 +11,6 @@ import pytest
 
 from cluster.errors import (
     BadRequestError,
-    InternalError,
     NotReadyError,
     QueueTimeoutError,
     ReplicaLostError,
@@ -719,7 +718,7 @@ def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang(
             await until(lambda: prefill.received(AddRequest) and decode.received(LoadKV), "asked")
             request_id = prefill.received(AddRequest)[0].request.request_id
             await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
-            with pytest.raises(InternalError, match="it lapsed"):
+            with pytest.raises(QueueTimeoutError, match="it lapsed"):
                 await asyncio.wait_for(task, 5)
             await until(lambda: prefill.received(Abort), "prefill is told")
 

@@ -256,8 +256,6 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             assert service.is_ready() == (True, ""), "the decode pool can do without"
             service._lose(decode.incarnation, "test")
             assert service.is_ready() == (False, "no replica can decode")
-            service.drain()
-            assert service.is_ready() == (False, "draining")
             with pytest.raises(NotReadyError):
                 await collect(service, ask([5]))
 

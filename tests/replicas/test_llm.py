@@ -9,7 +9,12 @@ import pytest
 
 from replicas import LLM, AsyncLLM, SamplingParams
 from replicas.config import EngineConfig
-from replicas.errors import InvalidRequestError, ModelLoadError
+from replicas.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestRefusedError,
+)
 from tests.models import chat_folder
 
 SETTINGS = {
@@ -238,3 +243,46 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
     stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
     wanted = [texts(generate(llm, PROMPTS, params)) for params in (GREEDY, SEEDED)]
     assert asyncio.run(run()) == [*wanted, texts(generate(llm, PROMPTS[0], stop))]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        msgspec.structs.replace(GREEDY, stop="abc"),
+        msgspec.structs.replace(GREEDY, max_tokens=1.5),
+    ],
+    ids=["text for a list of texts", "fraction"],
+)
+def test_value_of_a_wrong_type_is_refused_and_the_next_prompt_runs(llm_process, greedy, params):
+    with pytest.raises(InvalidRequestError, match="wrong type"):
+        generate(llm_process, PROMPTS[0], params)
+    assert texts(generate(llm_process, PROMPTS[0])) == [(greedy.text, greedy.token_ids)]
+
+
+def test_engine_option_of_a_wrong_type_is_named():
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        LLM(chat_folder(), **{**SETTINGS, "max_batch_size": "many"})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"reservation_timeout_s": float("nan")},
+        {"reservation_timeout_s": -1.0},
+        {"max_model_len": -5},
+        {"max_num_waiting": -1},
+        {"num_threads": 0},
+    ],
+    ids=str,
+)
+def test_absurd_engine_options_are_refused(option):
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        LLM(chat_folder(), **{**SETTINGS, **option})
+
+
+def test_refusals_of_one_call_do_not_fail_the_next():
+    options = {**SETTINGS, "max_batch_size": 2, "max_num_waiting": 0}
+    with LLM(chat_folder(), **options) as small:
+        with pytest.raises(RequestRefusedError, match="queue"):
+            generate(small, [PROMPTS[0]] * 7)
+        assert len(generate(small, PROMPTS[0])) == 1

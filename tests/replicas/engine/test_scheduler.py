@@ -273,3 +273,14 @@ def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_promp
     # a needs a third block and none is left: it gives up its copy and shares the lent one.
     assert step(scheduler) == {"a": 1}
     assert scheduler.get("a").num_preemptions == 1
+
+
+def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slots():
+    scheduler = make_scheduler(num_blocks=5, block_size=2, max_batch_size=8, tt_data_parallel=2)
+    scheduler.add(make_sequence("long", [1] * 7, dp_group=0))
+    for name in ("b", "c"):
+        scheduler.add(make_sequence(name, [2], dp_group=1))
+    step(scheduler)
+    scheduler.add(make_sequence("new", [3] * 3))
+    assert "new" in step(scheduler)
+    assert scheduler.get("new").dp_group == 1
