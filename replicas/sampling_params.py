@@ -39,11 +39,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < GREEDY_EPS
-
     def validate(self) -> None:
         """Check every range.
 
