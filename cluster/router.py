@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import (
     BadRequestError,
@@ -43,17 +42,41 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from cluster.config import RouterConfig
     from cluster.metrics import RouterMetrics
     from cluster.placement import Placement
     from cluster.pools import PoolState
-    from replicas.async_client import AsyncMPClient, EngineStream, Inbox
-    from replicas.messages import EngineDescription, EngineEvent, EngineRequest, RequestMode
+    from replicas.messages import (
+        ClientMessage,
+        EngineDescription,
+        EngineEvent,
+        EngineRequest,
+        RequestMode,
+    )
+    from replicas.streams import EngineStream, Inbox
 
 _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
 """Refusals that mean that somebody else was faster: the request waits on, where it stood."""
+
+
+def _random_transfer_id() -> bytes:
+    return secrets.token_bytes(16)
+
+
+class EngineClient(Protocol):
+    """What a router needs of the connections to the engines."""
+
+    def open_stream(
+        self, incarnation: str, request_id: str, message: ClientMessage, inbox: Inbox | None = None
+    ) -> EngineStream:
+        """See `AsyncMPClient.open_stream`."""
+        ...
+
+    def send(self, incarnation: str, message: ClientMessage) -> None:
+        """See `AsyncMPClient.send`."""
+        ...
 
 
 class Router:
@@ -64,15 +87,22 @@ class Router:
         pools: What this ingress believes of them.
         config: Bounds and thresholds.
         metrics: Counts what is decided.
+        new_transfer_id: Makes 16 bytes that nobody can guess, for a ticket.
     """
 
     def __init__(
-        self, client: AsyncMPClient, pools: PoolState, config: RouterConfig, metrics: RouterMetrics
+        self,
+        client: EngineClient,
+        pools: PoolState,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        new_transfer_id: Callable[[], bytes] = _random_transfer_id,
     ) -> None:
         self.client = client
         self.pools = pools
         self.config = config
         self.metrics = metrics
+        self.new_transfer_id = new_transfer_id
         self.queue = SlotQueue(pools, config.max_queued_requests, config.queue_timeout_s)
 
     def capacity_changed(self) -> None:
@@ -169,7 +199,8 @@ class _Run:
         Raises:
             ServingError: There is none to be had.
         """
-        started_s = time.monotonic()
+        now_s = asyncio.get_running_loop().time
+        started_s = now_s()
         num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // self._block_size())
         place = self._router.queue.new_place()
         num_failures = 0
@@ -178,7 +209,7 @@ class _Run:
             is_remote = self._is_remote(placement)
             answer = await self._ask(placement, "decode" if is_remote else "local")
             if isinstance(answer, Accepted):
-                self._router.metrics.queue_time.observe(time.monotonic() - started_s)
+                self._router.metrics.queue_time.observe(now_s() - started_s)
                 return is_remote
             self._drop_decode()
             self._router.metrics.refusals.labels(answer.reason).inc()
@@ -322,7 +353,7 @@ class _Run:
             return None
         self._epoch = epoch
         return Ticket(
-            transfer_id=secrets.token_bytes(16),
+            transfer_id=self._router.new_transfer_id(),
             request_id=self._id,
             epoch=epoch,
             producer_endpoint=producer.kv_endpoint,

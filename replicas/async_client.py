@@ -19,14 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
 from replicas.errors import EngineDeadError, EngineError
-from replicas.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    EngineMetrics,
-    Hello,
-    Utility,
-    UtilityResult,
-)
+from replicas.messages import PROTOCOL_VERSION, EngineMetrics, Hello, Utility
+from replicas.streams import StreamTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,52 +28,11 @@ if TYPE_CHECKING:
     from replicas.messages import (
         ClientMessage,
         EngineDescription,
-        EngineEvent,
         EngineFrame,
         EngineSnapshot,
+        UtilityResult,
     )
-
-
-Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError]"]
-"""Events of one request, each with the stream of the engine that it came from."""
-
-
-class EngineStream:
-    """Events of one request on one engine, in order.
-
-    Owner: the coroutine that opened it; it must `close` it.
-    """
-
-    def __init__(self, link: _EngineLink, request_id: str, inbox: Inbox | None = None) -> None:
-        self._link = link
-        self.request_id = request_id
-        self._inbox: Inbox = asyncio.Queue() if inbox is None else inbox
-
-    @property
-    def incarnation(self) -> str:
-        """The engine's incarnation."""
-        return self._link.description.incarnation
-
-    async def get(self) -> EngineEvent:
-        """Wait for the next event.
-
-        Raises:
-            EngineDeadError: The engine is gone; nothing more will come.
-        """
-        _, event = await self._inbox.get()
-        if isinstance(event, EngineDeadError):
-            self.put(event)
-            raise event
-        return event
-
-    def close(self, *, abort: bool) -> None:
-        """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
-        if self._link.streams.pop(self.request_id, None) is not None and abort:
-            self._link.send(Abort([self.request_id]))
-
-    def put(self, event: EngineEvent | EngineDeadError) -> None:
-        """Called by the link only."""
-        self._inbox.put_nowait((self, event))
+    from replicas.streams import EngineStream, Inbox
 
 
 class AsyncMPClient:
@@ -153,12 +106,7 @@ class AsyncMPClient:
         Raises:
             EngineDeadError: The engine is not connected.
         """
-        link = self._link(incarnation)
-        stream = EngineStream(link, request_id, inbox)
-        assert request_id not in link.streams, f"{request_id} is open on {incarnation}"
-        link.send(message)
-        link.streams[request_id] = stream
-        return stream
+        return self._link(incarnation).table.open(request_id, message, inbox)
 
     def send(self, incarnation: str, message: ClientMessage) -> None:
         """Send a message about a request that is open already.
@@ -180,7 +128,7 @@ class AsyncMPClient:
         """Close the connection to an engine; open streams end with `EngineDeadError`."""
         link = self._links.pop(incarnation, None)
         if link is not None:
-            link.fail("disconnected")
+            link.table.fail("disconnected")
             link.close()
 
     async def close(self) -> None:
@@ -203,13 +151,13 @@ class AsyncMPClient:
 
     def _lost(self, link: _EngineLink, reason: str) -> None:
         if self._links.pop(link.description.incarnation, None) is not None:
-            link.fail(reason)
+            link.table.fail(reason)
             self._on_dead(link.description.incarnation, reason)
             link.close()
 
 
 class _EngineLink:
-    """Both sockets of one engine, the tasks that read them, and the open streams."""
+    """Both sockets of one engine and the tasks that read them."""
 
     def __init__(
         self,
@@ -220,9 +168,7 @@ class _EngineLink:
         on_lost: Callable[[_EngineLink, str], None],
     ) -> None:
         self.description = description
-        self.streams: dict[str, EngineStream] = {}
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
-        self._on_snapshot = on_snapshot
+        self.table = StreamTable(description, self.send, on_snapshot)
         self._on_lost = on_lost
         self._input = connect_dealer(context, identity, description.input_endpoint)
         self._output = connect_dealer(context, identity, description.output_endpoint)
@@ -255,23 +201,12 @@ class _EngineLink:
         Raises:
             EngineDeadError: The engine is lost meanwhile.
         """
-        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = future
+        future = self.table.expect(message.call_id)
         self.send(message)
         try:
             return await future
         finally:
-            self._calls.pop(message.call_id, None)
-
-    def fail(self, reason: str) -> None:
-        """Tell every open stream and call that the engine is gone."""
-        error = EngineDeadError(f"engine {self.description.incarnation} is gone: {reason}")
-        for stream in self.streams.values():
-            stream.put(error)
-        self.streams.clear()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+            self.table.forget(message.call_id)
 
     def close(self) -> None:
         """Close the sockets and end the tasks, also the one that calls. Idempotent."""
@@ -309,15 +244,5 @@ class _EngineLink:
         if frame.incarnation != self.description.incarnation:
             self._on_lost(self, "another engine answers at its address")
             return
-        if frame.snapshot is not None:
-            self._on_snapshot(frame.incarnation, frame.snapshot)
+        self.table.take(frame)
         self._first_frame.set()
-        for event in frame.events:
-            if isinstance(event, UtilityResult):
-                future = self._calls.get(event.call_id)
-                if future is not None and not future.done():
-                    future.set_result(event)
-            else:
-                stream = self.streams.get(event.request_id)
-                if stream is not None:
-                    stream.put(event)

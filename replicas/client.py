@@ -21,6 +21,7 @@ import zmq
 from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
 from replicas.launch import start_engine
 from replicas.messages import (
@@ -106,7 +107,7 @@ class InprocClient:
         config: EngineConfig,
         progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
-        self.core = EngineCore(config, progress=progress)
+        self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self.description: EngineFacts = _InprocFacts(
             config.model, self.core.max_model_len, self.core.facts.vocab_size
         )

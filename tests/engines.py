@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.messages import AddRequest, EngineRequest, Refused, TokenOutput
 from replicas.sampling_params import SamplingParams
 
@@ -34,7 +35,7 @@ def make_config(model: str, **changes: object) -> EngineConfig:
 @contextlib.contextmanager
 def engine_core(config: EngineConfig, **arguments: object) -> Iterator[EngineCore]:
     """An engine core that is shut down, and must have given everything back."""
-    core = EngineCore(config, **arguments)
+    core = EngineCore(config, UniProcExecutor(config, **arguments))
     before = core.snapshot(0)
     try:
         yield core

@@ -16,7 +16,6 @@ import msgspec
 
 from kv_transfer.connector import ConnectorSettings, SaveProgress, load_connector
 from kv_transfer.errors import TransferError
-from replicas.engine.executor import UniProcExecutor
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence
 from replicas.errors import ConfigError, InvalidRequestError
@@ -39,8 +38,6 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kv_transfer.connector import (
         ConnectorMeta,
         KVConnectorScheduler,
@@ -49,8 +46,8 @@ if TYPE_CHECKING:
     )
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
-    from replicas.engine.step import ScheduledBatch, StepResult
-    from replicas.engine.worker import ModelFacts
+    from replicas.engine.executor import Executor
+    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.messages import EngineEvent, RefusalReason
 
 logger = logging.getLogger(__name__)
@@ -71,9 +68,8 @@ class EngineCore:
 
     Args:
         config: The engine's configuration, validated here.
+        executor: The way to its workers, which are set up here.
         incarnation: Random id of this start.
-        notify: Called from any thread when a step is due although no message came.
-        progress: Called with (stage, fraction done) while the model loads.
 
     Raises:
         ConfigError: The configuration and the model do not fit; says which numbers.
@@ -82,12 +78,11 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
+        executor: Executor,
         incarnation: str = "local",
-        notify: Callable[[], None] = lambda: None,
-        progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
         config.validate()
-        self._executor = UniProcExecutor(config, incarnation, notify, progress)
+        self._executor = executor
         self._executor.collective_rpc("init_device")
         self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
         config = self.config = _resolve_capabilities(config, self.facts)
@@ -325,9 +320,10 @@ class EngineCore:
     def _finish_transfers(self, transfers: TransferResults) -> None:
         assert self._connector is not None
         self._connector.update_connector_output(transfers)
-        for request_id in transfers.sent:
+        # Sorted: what follows must not depend on the order of a set.
+        for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
-        for request_id in transfers.received:
+        for request_id in sorted(transfers.received):
             self._tell_loaded(self._scheduler.kv_received(request_id), None)
         for request_id, reason in transfers.failed.items():
             self._tell_loaded(self._scheduler.kv_failed(request_id), reason.value)

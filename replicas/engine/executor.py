@@ -6,7 +6,7 @@ same calls, which is why arguments and results are plain values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from replicas.engine.worker import Worker
 
@@ -16,17 +16,8 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
 
 
-class UniProcExecutor:
-    """Runs one worker on the caller's thread."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        incarnation: str,
-        notify: Callable[[], None],
-        progress: Callable[[str, float], None],
-    ) -> None:
-        self._worker = Worker(config, incarnation, notify, progress)
+class Executor(Protocol):
+    """Calls the workers; every worker gets every call."""
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker and return their results in rank order.
@@ -35,4 +26,28 @@ class UniProcExecutor:
             method: Name of a public method of `Worker`.
             *args: Its arguments.
         """
+        ...
+
+
+class UniProcExecutor:
+    """Runs one worker on the caller's thread.
+
+    Args:
+        config: The engine's configuration.
+        incarnation: Random id of this start.
+        notify: Called from any thread when a step is due although no message came.
+        progress: Called with (stage, fraction done) while the model loads.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str = "local",
+        notify: Callable[[], None] = lambda: None,
+        progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
+    ) -> None:
+        self._worker = Worker(config, incarnation, notify, progress)
+
+    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+        """See `Executor`."""
         return [getattr(self._worker, method)(*args)]

@@ -27,23 +27,18 @@ from kv_transfer.errors import KVTransferError
 from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
+from replicas.engine.server import EngineServer
 from replicas.errors import EngineError
-from replicas.messages import (
-    PROTOCOL_VERSION,
-    EngineDescription,
-    EngineFrame,
-    Hello,
-)
+from replicas.messages import EngineDescription, EngineFrame
 
 if TYPE_CHECKING:
-    from replicas.messages import ClientMessage, EngineEvent
+    from replicas.messages import ClientMessage
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 """A client that gets nothing else gets an empty frame this often."""
-SNAPSHOT_S = 0.01
-"""Clients without outputs in a step get a changed snapshot after at most this long."""
 MAX_MESSAGES_PER_STEP = 4096
 """Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
@@ -188,22 +183,15 @@ class EngineProcess:
     """The core thread's loop: drain the inbox, step, hand out frames.
 
     Args:
-        core: The engine.
-        incarnation: Random id of this start.
+        server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
         outbox: Frames for the sender.
     """
 
-    def __init__(self, core: EngineCore, incarnation: str, inbox: Inbox, outbox: Outbox) -> None:
-        self._core = core
-        self._incarnation = incarnation
+    def __init__(self, server: EngineServer, inbox: Inbox, outbox: Outbox) -> None:
+        self._server = server
         self._inbox = inbox
         self._outbox = outbox
-        self._clients: set[bytes] = set()
-        self._snapshot = core.snapshot(0)
-        # Clients that have not had the latest snapshot.
-        self._behind: set[bytes] = set()
-        self._flushed_s = 0.0
         self._stopped = False
 
     def run(self) -> None:
@@ -213,8 +201,9 @@ class EngineProcess:
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
-            ran = self._core.step(time.monotonic())
-            self._publish()
+            ran = self._server.core.step(time.monotonic())
+            for item in self._server.frames(time.monotonic()):
+                self._outbox.put(item)
 
     def _drain_inbox(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
@@ -229,72 +218,19 @@ class EngineProcess:
             return
 
     def _wait_s(self) -> float | None:
-        now_s = time.monotonic()
-        waits = []
-        deadline_s = self._core.next_deadline_s()
-        if deadline_s is not None:
-            waits.append(deadline_s - now_s)
-        if self._behind:
-            waits.append(self._flushed_s + SNAPSHOT_S - now_s)
-        return max(min(waits), 0.0) if waits else None
+        deadline_s = self._server.next_deadline_s()
+        return None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
 
     def _take(self, client: bytes, message: ClientMessage | _Wake | _ClientGone | _Stop) -> None:
         match message:
-            case Hello():
-                self._greet(client, message)
             case _Wake():
                 pass
             case _ClientGone():
-                self._clients.discard(client)
-                self._behind.discard(client)
-                num_dropped = self._core.client_gone(client)
-                if num_dropped:
-                    logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
+                self._server.client_gone(client)
             case _Stop():
                 self._stopped = True
-            case _ if client in self._clients:
-                self._core.handle(client, message, time.monotonic())
             case _:
-                # Never greeted, of another protocol, or given up: it gets no answer to anything.
-                pass
-
-    def _greet(self, client: bytes, hello: Hello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            logger.error(
-                "client %s speaks protocol %d, this engine %d: run one version everywhere",
-                client.hex(), hello.protocol_version, PROTOCOL_VERSION,
-            )  # fmt: skip
-            return
-        self._clients.add(client)
-        self._behind.add(client)
-        self._send(client, [])
-
-    def _publish(self) -> None:
-        """Send each client its events, and the snapshot where it changed."""
-        if self._renew_snapshot():
-            self._behind = set(self._clients)
-        for client, events in self._core.take_events().items():
-            self._send(client, events)
-        now_s = time.monotonic()
-        if self._behind and now_s - self._flushed_s >= SNAPSHOT_S:
-            for client in list(self._behind):
-                self._send(client, [])
-            self._flushed_s = now_s
-
-    def _send(self, client: bytes, events: list[EngineEvent]) -> None:
-        """Queue a frame, with the snapshot if the client has not had this one."""
-        snapshot = self._snapshot if client in self._behind else None
-        self._behind.discard(client)
-        self._outbox.put((client, EngineFrame(self._incarnation, events, snapshot)))
-
-    def _renew_snapshot(self) -> bool:
-        """Take a new snapshot; False if nothing but the step count has changed."""
-        old = self._snapshot
-        new = self._core.snapshot(old.seq + 1)
-        if msgspec.structs.replace(new, seq=old.seq, num_steps=old.num_steps) == old:
-            return False
-        self._snapshot = new
-        return True
+                self._server.take(client, message, time.monotonic())
 
 
 def describe(
@@ -342,12 +278,13 @@ def main() -> None:
     threading.excepthook = _die_with_thread
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        core = EngineCore(
+        executor = UniProcExecutor(
             arguments.config,
             arguments.incarnation,
             notify=lambda: inbox.put((b"", _WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
+        core = EngineCore(arguments.config, executor, arguments.incarnation)
         receiver = Receiver(context, arguments.host, inbox)
         sender = Sender(context, arguments.host, arguments.incarnation, outbox, inbox)
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
@@ -360,7 +297,7 @@ def main() -> None:
             ready=describe(core, arguments.incarnation, receiver.endpoint, sender.endpoint)
         )
     )
-    EngineProcess(core, arguments.incarnation, inbox, outbox).run()
+    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox).run()
     core.shutdown()
     outbox.put(None)
     sender.join(timeout=1.0)

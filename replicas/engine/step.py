@@ -1,4 +1,4 @@
-"""What the scheduler asks of the worker in one step, and what the worker answers.
+"""What the engine core and its worker say to each other: facts at start, then step by step.
 
 Plain records that could cross a process: a sequence is sent whole once, afterwards only what
 changed.
@@ -74,3 +74,27 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     device_s: float
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core has to know of a loaded model.
+
+    Attributes:
+        max_position_embeddings: Positions that the model was made for.
+        vocab_size: Token ids are below this.
+        eos_token_ids: End tokens of the model's configuration.
+        num_blocks: KV blocks per lane that fit, null block included.
+        bytes_per_block: Bytes of one block over all layers, K and V.
+        supports_mixed_batch: Prefill chunks and decodes may share a pass.
+        supports_chunked_prefill: A prompt may be computed over several calls.
+        supports_prefix_caching: A prefill may start after cached tokens.
+    """
+
+    max_position_embeddings: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    bytes_per_block: int
+    supports_mixed_batch: bool
+    supports_chunked_prefill: bool
+    supports_prefix_caching: bool

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from kv_transfer.connector import ConnectorSettings, load_connector
 from kv_transfer.layout import KVLayout
 from replicas.engine.runner import ModelRunner
+from replicas.engine.step import ModelFacts
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
@@ -36,30 +36,6 @@ if TYPE_CHECKING:
     from replicas.generators.protocol import Generator, ModelCapabilities
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core has to know of a loaded model.
-
-    Attributes:
-        max_position_embeddings: Positions that the model was made for.
-        vocab_size: Token ids are below this.
-        eos_token_ids: End tokens of the model's configuration.
-        num_blocks: KV blocks per lane that fit, null block included.
-        bytes_per_block: Bytes of one block over all layers, K and V.
-        supports_mixed_batch: Prefill chunks and decodes may share a pass.
-        supports_chunked_prefill: A prompt may be computed over several calls.
-        supports_prefix_caching: A prefill may start after cached tokens.
-    """
-
-    max_position_embeddings: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    num_blocks: int
-    bytes_per_block: int
-    supports_mixed_batch: bool
-    supports_chunked_prefill: bool
-    supports_prefix_caching: bool
 
 
 class Worker:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.ticket import Ticket
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.messages import (
     Abort,
     Accepted,
@@ -42,7 +43,7 @@ class Node:
         self.name = name
         self.is_frozen = False
         self.is_gone = False
-        self.core = EngineCore(config, name, notify=self._notify)
+        self.core = EngineCore(config, UniProcExecutor(config, name, self._notify), name)
         self.before = self.core.snapshot(0).groups
 
     def handle(self, message: CoreMessage) -> None:

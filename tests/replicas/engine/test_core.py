@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import (
@@ -29,7 +30,13 @@ from tests.models import VOCAB_SIZE, model_folder
 from tests.replicas.engine.fakes import make_ticket
 
 if TYPE_CHECKING:
+    from replicas.config import EngineConfig
     from replicas.generators.protocol import ModelCapabilities
+
+
+def start(config: EngineConfig) -> EngineCore:
+    """An engine core that nobody will shut down: it does not come to life."""
+    return EngineCore(config, UniProcExecutor(config))
 
 
 class NarrowGenerator(TorchGenerator):
@@ -243,14 +250,14 @@ def test_stop_token_ends_generation_and_is_named(folder):
 )
 def test_configuration_that_cannot_work_is_refused_with_its_numbers(folder, changes, words):
     with pytest.raises(ConfigError) as caught:
-        EngineCore(make_config(folder, **changes))
+        start(make_config(folder, **changes))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_missing_model_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
-        EngineCore(make_config(str(tmp_path / "nowhere")))
+        start(make_config(str(tmp_path / "nowhere")))
 
 
 def test_what_a_generator_cannot_do_is_left_out(folder):

@@ -1,0 +1,107 @@
+"""An engine as its clients see it: greetings and messages in, frames with events and snapshots out.
+
+Owner: the engine's core thread. It knows clients by their ids and reads no clock: the engine
+process puts sockets and threads around it, the simulator a virtual network and virtual time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.messages import PROTOCOL_VERSION, EngineFrame, Hello
+
+if TYPE_CHECKING:
+    from replicas.engine.core import EngineCore
+    from replicas.messages import ClientMessage, EngineEvent
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_S = 0.01
+"""Clients without outputs in a step get a changed snapshot after at most this long."""
+
+Frames = list[tuple[bytes, EngineFrame]]
+"""Frames to send, each with its client, in order."""
+
+
+class EngineServer:
+    """Serves the clients of one engine core; see the module docstring.
+
+    Args:
+        core: The engine.
+        incarnation: Random id of this start of the engine.
+    """
+
+    def __init__(self, core: EngineCore, incarnation: str) -> None:
+        self.core = core
+        self._incarnation = incarnation
+        # Clients, and which of them have not had the latest snapshot. Dictionaries, not sets:
+        # frames leave in an order that does not depend on hashes.
+        self._clients: dict[bytes, None] = {}
+        self._behind: dict[bytes, None] = {}
+        self._snapshot = core.snapshot(0)
+        self._flushed_s = 0.0
+        self._frames: Frames = []
+
+    def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
+        """Handle one message; of a client that was never greeted, or given up, only a greeting."""
+        if isinstance(message, Hello):
+            self._greet(client, message)
+        elif client in self._clients:
+            self.core.handle(client, message, now_s)
+
+    def client_gone(self, client: bytes) -> None:
+        """Drop a client that cannot be reached, and all that it asked for."""
+        self._clients.pop(client, None)
+        self._behind.pop(client, None)
+        num_dropped = self.core.client_gone(client)
+        if num_dropped:
+            logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
+
+    def frames(self, now_s: float) -> Frames:
+        """Take what is to be sent now: every client's events, and the snapshot where it is due."""
+        if self._renew_snapshot():
+            self._behind = dict.fromkeys(self._clients)
+        for client, events in self.core.take_events().items():
+            self._add_frame(client, events)
+        if self._behind and now_s - self._flushed_s >= SNAPSHOT_S:
+            for client in list(self._behind):
+                self._add_frame(client, [])
+            self._flushed_s = now_s
+        frames, self._frames = self._frames, []
+        return frames
+
+    def next_deadline_s(self) -> float | None:
+        """When a step or a snapshot is due although no message comes; None if never."""
+        deadline_s = self.core.next_deadline_s()
+        if not self._behind:
+            return deadline_s
+        flush_s = self._flushed_s + SNAPSHOT_S
+        return flush_s if deadline_s is None else min(deadline_s, flush_s)
+
+    def _greet(self, client: bytes, hello: Hello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            logger.error(
+                "client %s speaks protocol %d, this engine %d: run one version everywhere",
+                client.hex(), hello.protocol_version, PROTOCOL_VERSION,
+            )  # fmt: skip
+            return
+        self._clients[client] = self._behind[client] = None
+        self._add_frame(client, [])
+
+    def _add_frame(self, client: bytes, events: list[EngineEvent]) -> None:
+        """Queue a frame, with the snapshot if the client has not had this one."""
+        snapshot = self._snapshot if client in self._behind else None
+        self._behind.pop(client, None)
+        self._frames.append((client, EngineFrame(self._incarnation, events, snapshot)))
+
+    def _renew_snapshot(self) -> bool:
+        """Take a new snapshot; False if nothing but the step count has changed."""
+        old = self._snapshot
+        new = self.core.snapshot(old.seq + 1)
+        if msgspec.structs.replace(new, seq=old.seq, num_steps=old.num_steps) == old:
+            return False
+        self._snapshot = new
+        return True

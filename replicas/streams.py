@@ -1,0 +1,134 @@
+"""Streams of one client: which request on an engine has which reader, and how frames reach them.
+
+Owner: the client's event loop. No sockets and no clock: the asynchronous client and the simulator
+deliver frames through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from replicas.errors import EngineDeadError
+from replicas.messages import Abort, UtilityResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replicas.messages import (
+        ClientMessage,
+        EngineDescription,
+        EngineEvent,
+        EngineFrame,
+        EngineSnapshot,
+    )
+
+Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError]"]
+"""Events of one request, each with the stream of the engine that it came from."""
+
+
+class EngineStream:
+    """Events of one request on one engine, in order.
+
+    Owner: the coroutine that opened it; it must `close` it.
+    """
+
+    def __init__(self, table: StreamTable, request_id: str, inbox: Inbox | None = None) -> None:
+        self._table = table
+        self.request_id = request_id
+        self._inbox: Inbox = asyncio.Queue() if inbox is None else inbox
+
+    @property
+    def incarnation(self) -> str:
+        """The engine's incarnation."""
+        return self._table.description.incarnation
+
+    async def get(self) -> EngineEvent:
+        """Wait for the next event.
+
+        Raises:
+            EngineDeadError: The engine is gone; nothing more will come.
+        """
+        _, event = await self._inbox.get()
+        if isinstance(event, EngineDeadError):
+            self.put(event)
+            raise event
+        return event
+
+    def close(self, *, abort: bool) -> None:
+        """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
+        if self._table.remove(self.request_id) and abort:
+            self._table.send(Abort([self.request_id]))
+
+    def put(self, event: EngineEvent | EngineDeadError) -> None:
+        """Called by the table only."""
+        self._inbox.put_nowait((self, event))
+
+
+class StreamTable:
+    """The open streams and utility calls of one engine.
+
+    Args:
+        description: The engine.
+        send: Sends it a message; lost if the engine is.
+        on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
+    """
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        send: Callable[[ClientMessage], None],
+        on_snapshot: Callable[[str, EngineSnapshot], None],
+    ) -> None:
+        self.description = description
+        self.send = send
+        self._on_snapshot = on_snapshot
+        self._streams: dict[str, EngineStream] = {}
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+
+    def open(self, request_id: str, message: ClientMessage, inbox: Inbox | None) -> EngineStream:
+        """Send the message that starts a request and listen to what comes back."""
+        assert request_id not in self._streams, (
+            f"{request_id} is open on {self.description.incarnation}"
+        )
+        self.send(message)
+        stream = self._streams[request_id] = EngineStream(self, request_id, inbox)
+        return stream
+
+    def remove(self, request_id: str) -> bool:
+        """Stop listening to a request; False if nobody did."""
+        return self._streams.pop(request_id, None) is not None
+
+    def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
+        """A future for the result of a utility call; `forget` it in the end."""
+        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        return future
+
+    def forget(self, call_id: int) -> None:
+        """Drop a utility call."""
+        self._calls.pop(call_id, None)
+
+    def take(self, frame: EngineFrame) -> None:
+        """Hand out what a frame brings: the snapshot first, it counts what the events tell of."""
+        if frame.snapshot is not None:
+            self._on_snapshot(frame.incarnation, frame.snapshot)
+        for event in frame.events:
+            if isinstance(event, UtilityResult):
+                future = self._calls.get(event.call_id)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            else:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.put(event)
+
+    def fail(self, reason: str) -> None:
+        """Tell every open stream and call that the engine is gone."""
+        error = EngineDeadError(f"engine {self.description.incarnation} is gone: {reason}")
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
