@@ -8,7 +8,7 @@ anything is checked here.
 
 import os
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import yaml
@@ -18,12 +18,17 @@ from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
 from replicas.config import EngineConfig
-from replicas.errors import ConfigError
+from replicas.errors import ConfigError, FaultPlanError
+from replicas.faults import FaultPlan
 from replicas.generators.model_config import load_hf_config
-from replicas.kv_sizing import derive_max_model_len, num_blocks_per_lane, resolve_dtype
+from replicas.kv_sizing import longest_sequence, resolve_dtype
 
 Role = Literal["prefill", "decode", "both"]
 """What a pool's replicas start as: prefill only, decode (and short prompts), or everything."""
+
+PolicyName = Literal["most_empty_slots", "round_robin"]
+"""most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
+round_robin: in turn, whatever the load; a baseline to compare others with."""
 
 DEMO_MODEL = "demo"
 NODE_HOST = "node"
@@ -60,12 +65,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
+        policy: Which DP group a request gets, see `cluster.placement`.
     """
 
     max_queued_requests: int = 256
     queue_timeout_s: float = 60.0
     max_attempts: int = 3
     min_remote_prefill_tokens: int = 0
+    policy: PolicyName = "most_empty_slots"
 
 
 class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +104,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         pools: Either `prefill` and `decode`, or `both` alone.
         router: How requests are placed.
         ingress: The HTTP edge.
+        faults: Entries of a fault plan, which `docs/fault-plans.md` explains; only for pools whose
+            engines run on a simulated mesh.
+        fault_epoch_unix_s: When the plan starts; `cluster.app.build` sets it.
     """
 
     pools: dict[Role, PoolConfig]
@@ -107,6 +117,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine: dict[str, Any] = {}
     router: RouterConfig = RouterConfig()
     ingress: IngressConfig = IngressConfig()
+    faults: list[Any] = []
+    fault_epoch_unix_s: float = 0.0
+
+    @property
+    def fault_plan(self) -> FaultPlan:
+        """What goes wrong with which replica.
+
+        Raises:
+            FaultPlanError: An entry cannot work.
+        """
+        return FaultPlan.parse(self.faults)
 
     @property
     def model_folder(self) -> Path:
@@ -149,6 +170,25 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         # Alone first: a mistake in what all pools share is named where it stands.
         _convert({**self.engine, "model": ""}, EngineConfig, "args.engine")
         return _convert(fields, EngineConfig, of_pool)
+
+    def replica_config(self, role: Role, rank: int) -> EngineConfig:
+        """Configuration of the engine of one replica: its pool's, with the replica's own faults.
+
+        Args:
+            role: Its pool.
+            rank: Its number in the pool; a replica that is started again has the same one.
+
+        Raises:
+            ClusterConfigError: As `engine_config`.
+        """
+        config = self.engine_config(role)
+        faults = self.fault_plan.entries_for(f"{role}/{rank}")
+        if config.simulated_mesh is None or not faults:
+            return config
+        mesh = msgspec.structs.replace(
+            config.simulated_mesh, faults=faults, fault_epoch_unix_s=self.fault_epoch_unix_s
+        )
+        return msgspec.structs.replace(config, simulated_mesh=mesh)
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,10 +282,21 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return load_cluster_config(self.args).served_model_name
 
     def override(
-        self, *, model: str | None = None, host: str | None = None, port: int | None = None
+        self,
+        *,
+        model: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        faults: str | Path | None = None,
     ) -> "ServeFile":
-        """The same file with another model, host or port; None keeps what it says."""
+        """The same file with another model, host, port or fault plan; None keeps what it says.
+
+        Raises:
+            ClusterConfigError: The file of the fault plan cannot be read or cannot work.
+        """
         args = self.args
+        if faults is not None:
+            args = {**args, "faults": msgspec.to_builtins(load_fault_plan(faults).faults)}
         if model is not None:
             args = {**args, "model": model}
             args.pop("model_name", None)
@@ -263,17 +314,26 @@ def demo_model_folder() -> Path:
     return Path(configs.__file__).resolve().parent / "demo-model"
 
 
+def load_fault_plan(path: str | Path) -> FaultPlan:
+    """Read and check a fault plan, YAML or JSON.
+
+    Raises:
+        ClusterConfigError: It cannot be read, or an entry cannot work; names the entry.
+    """
+    raw = _read_yaml(path)
+    try:
+        return FaultPlan.parse(raw)
+    except FaultPlanError as error:
+        raise ClusterConfigError(f"{path}: {error}") from error
+
+
 def load_serve_file(path: str | Path) -> ServeFile:
     """Read and check a Ray Serve config file.
 
     Raises:
         ClusterConfigError: It cannot be read, a key is unknown or mistyped, or it cannot work.
     """
-    try:
-        raw = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ClusterConfigError(f"cannot read {path}: {error}") from error
-    file = _convert(raw, ServeFile, "")
+    file = _convert(_read_yaml(path), ServeFile, "")
     if len(file.applications) != 1:
         raise ClusterConfigError(
             f"applications: a file has one ttserve application, not {len(file.applications)}"
@@ -312,6 +372,7 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
     _check_pools_agree(config)
+    _check_faults(config)
     return config
 
 
@@ -340,8 +401,7 @@ def _check_counts(config: ClusterConfig) -> None:
 def _check_engine(engine: EngineConfig) -> None:
     """Everything about an engine that its model's config.json decides."""
     engine.validate()
-    model = load_hf_config(engine.model)
-    derive_max_model_len(engine, model.max_position_embeddings, num_blocks_per_lane(engine, model))
+    longest_sequence(engine, load_hf_config(engine.model))
 
 
 def _check_pools_agree(config: ClusterConfig) -> None:
@@ -352,6 +412,7 @@ def _check_pools_agree(config: ClusterConfig) -> None:
     model = load_hf_config(prefill.model)
     for key, of_prefill, of_decode in (
         ("block_size", prefill.block_size, decode.block_size),
+        ("simulated_mesh.model", _simulated_model(prefill), _simulated_model(decode)),
         ("dtype", resolve_dtype(prefill, model), resolve_dtype(decode, model)),
     ):
         if of_prefill != of_decode:
@@ -364,6 +425,33 @@ def _check_pools_agree(config: ClusterConfig) -> None:
             f"block_size {prefill.block_size} is no multiple of {ROW_TOKENS}, the rows that KV "
             "transfer moves"
         )
+
+
+def _simulated_model(engine: EngineConfig) -> str | None:
+    return engine.simulated_mesh.model if engine.simulated_mesh is not None else None
+
+
+def _check_faults(config: ClusterConfig) -> None:
+    """A plan is only for replicas that exist, on simulated meshes."""
+    try:
+        plan = config.fault_plan
+        plan.check_targets({role: pool.replicas for role, pool in config.pools.items()})
+    except FaultPlanError as error:
+        raise ClusterConfigError(f"args.faults: {error}") from error
+    for i, fault in enumerate(plan.faults):
+        role = cast("Role", fault.target.partition("/")[0])
+        if config.engine_config(role).simulated_mesh is None:
+            raise ClusterConfigError(
+                f"args.faults: [{i}]: only engines on a simulated mesh can be made to fail; remove "
+                f"the plan, or set args.pools.{role}.engine.simulated_mesh"
+            )
+
+
+def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClusterConfigError(f"cannot read {path}: {error}") from error
 
 
 def _convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whatever YAML held

@@ -7,10 +7,12 @@ the replica stays the authority and may refuse.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+    from cluster.config import PolicyName
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +103,76 @@ def place_prefill(engines: Sequence[PrefillView], refused: Collection[str] = ())
         default=None,
     )
     return best.incarnation if best is not None else None
+
+
+class PlacementPolicy(Protocol):
+    """How one ingress places requests; what it remembers belongs to that ingress."""
+
+    def place_decode(
+        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
+    ) -> Placement | None:
+        """Pick a DP group that can hold the request, or None; see `place_decode`."""
+        ...
+
+    def place_prefill(
+        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
+    ) -> str | None:
+        """Pick a prefill engine, or None; see `place_prefill`."""
+        ...
+
+
+class MostEmptySlots:
+    """Policy `most_empty_slots`; remembers nothing."""
+
+    def place_decode(
+        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
+    ) -> Placement | None:
+        """See `place_decode`."""
+        return place_decode(num_blocks, groups, refused)
+
+    def place_prefill(
+        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
+    ) -> str | None:
+        """See `place_prefill`."""
+        return place_prefill(engines, refused)
+
+
+class RoundRobin:
+    """Policy `round_robin`: the next in the order of the views that can take the request."""
+
+    def __init__(self) -> None:
+        self._next_group = 0
+        self._next_engine = 0
+
+    def place_decode(
+        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
+    ) -> Placement | None:
+        """See `PlacementPolicy`; a group that cannot hold the request loses its turn."""
+        for offset in range(len(groups)):
+            index = (self._next_group + offset) % len(groups)
+            group = groups[index]
+            placement = Placement(group.incarnation, group.dp_group)
+            if (
+                group.num_empty_slots > 0
+                and group.num_free_blocks >= num_blocks
+                and placement not in refused
+            ):
+                self._next_group = index + 1
+                return placement
+        return None
+
+    def place_prefill(
+        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
+    ) -> str | None:
+        """See `PlacementPolicy`."""
+        for offset in range(len(engines)):
+            index = (self._next_engine + offset) % len(engines)
+            if engines[index].incarnation not in refused:
+                self._next_engine = index + 1
+                return engines[index].incarnation
+        return None
+
+
+def make_policy(name: PolicyName) -> PlacementPolicy:
+    """A new policy of this name, with nothing to remember yet."""
+    return RoundRobin() if name == "round_robin" else MostEmptySlots()

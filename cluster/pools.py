@@ -64,6 +64,16 @@ class PoolState:
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Replica] = {}
+        # Which replicas hold a request.
+        self._holders: dict[str, tuple[str, ...]] = {}
+        # The views of all DP groups that may decode, where each replica's begin, and whose are out
+        # of date. Kept, because a thousand replicas change one at a time.
+        self._views: list[GroupView] = []
+        self._first_view: dict[str, int] = {}
+        self._dirty: dict[str, None] = {}
+        self._is_listed = False
+        # How many replicas have KV blocks of a size.
+        self._block_sizes: dict[int, int] = {}
         self.num_snapshots = 0
 
     def __repr__(self) -> str:
@@ -71,11 +81,21 @@ class PoolState:
 
     def add(self, member: Member) -> None:
         """Take a replica in; it takes no requests before its first snapshot."""
-        self._replicas.setdefault(member.description.incarnation, _Replica(member))
+        incarnation = member.description.incarnation
+        if incarnation not in self._replicas:
+            self._replicas[incarnation] = _Replica(member)
+            self._is_listed = False
+            self._count_block_size(member, 1)
 
     def remove(self, incarnation: str) -> None:
         """Forget a replica and what was sent to it."""
-        self._replicas.pop(incarnation, None)
+        replica = self._replicas.get(incarnation)
+        if replica is not None:
+            for request_id in list(replica.holds):
+                self.release(request_id, incarnation)
+            del self._replicas[incarnation]
+            self._is_listed = False
+            self._count_block_size(replica.member, -1)
 
     def take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         """Replace a replica's snapshot, unless this one is older."""
@@ -83,6 +103,10 @@ class PoolState:
         if replica is not None and (
             replica.snapshot is None or snapshot.seq >= replica.snapshot.seq
         ):
+            # One that opens or closes changes the list of views, not just some of them.
+            if replica.snapshot is None or replica.snapshot.draining != snapshot.draining:
+                self._is_listed = False
+            self._dirty[incarnation] = None
             replica.snapshot = snapshot
             self.num_snapshots += 1
 
@@ -97,18 +121,29 @@ class PoolState:
     def release(self, request_id: str, incarnation: str) -> None:
         """Drop a hold: the replica has answered, or will never. Idempotent."""
         replica = self._replicas.get(incarnation)
-        if replica is not None:
-            replica.holds.pop(request_id, None)
+        if replica is not None and replica.holds.pop(request_id, None) is not None:
+            self._dirty[incarnation] = None
+            holders = self._holders[request_id]
+            holders = tuple(i for i in holders if i != incarnation)
+            if holders:
+                self._holders[request_id] = holders
+            else:
+                del self._holders[request_id]
 
     def release_everywhere(self, request_id: str) -> None:
         """Drop every hold of a request that has ended."""
-        for replica in self._replicas.values():
-            replica.holds.pop(request_id, None)
+        for incarnation in self._holders.get(request_id, ()):
+            self.release(request_id, incarnation)
 
     def member(self, incarnation: str) -> Member | None:
         """The replica of this incarnation, if it is known."""
         replica = self._replicas.get(incarnation)
         return replica.member if replica is not None else None
+
+    @property
+    def block_size(self) -> int:
+        """Smallest KV block of any replica, in tokens: a request's needs are counted in it."""
+        return min(self._block_sizes, default=1)
 
     def members(self) -> list[Member]:
         """Every known replica."""
@@ -120,13 +155,16 @@ class PoolState:
         return any(r.is_open and r.member.role in wanted for r in self._replicas.values())
 
     def decode_views(self) -> list[GroupView]:
-        """Every DP group that may decode."""
-        return [
-            view
-            for incarnation, replica in self._replicas.items()
-            if replica.is_open and replica.member.role != "prefill"
-            for view in _group_views(incarnation, replica)
-        ]
+        """Every DP group that may decode; good until the next change here, and not to be changed."""
+        if not self._is_listed:
+            self._list_views()
+        for incarnation in self._dirty:
+            first = self._first_view.get(incarnation)
+            if first is not None:
+                views = _group_views(incarnation, self._replicas[incarnation])
+                self._views[first : first + len(views)] = views
+        self._dirty.clear()
+        return self._views
 
     def prefill_views(self) -> list[PrefillView]:
         """Every engine of the prefill pool."""
@@ -138,18 +176,43 @@ class PoolState:
 
     def check_invariants(self) -> None:
         """No view is negative, and no hold is on a replica of the wrong kind."""
-        for replica in self._replicas.values():
-            for hold in replica.holds.values():
+        holders: dict[str, list[str]] = {}
+        for incarnation, replica in self._replicas.items():
+            for request_id, hold in replica.holds.items():
                 assert (hold.dp_group < 0) == (replica.member.role == "prefill")
-        for view in self.decode_views():
+                holders.setdefault(request_id, []).append(incarnation)
+        assert {r: sorted(h) for r, h in self._holders.items()} == {
+            r: sorted(h) for r, h in holders.items()
+        }
+        views = list(self.decode_views())
+        self._list_views()
+        assert views == self._views
+        for view in views:
             assert view.num_empty_slots >= 0
             assert view.num_free_blocks >= 0
+
+    def _count_block_size(self, member: Member, sign: int) -> None:
+        size = member.description.block_size
+        self._block_sizes[size] = self._block_sizes.get(size, 0) + sign
+        if not self._block_sizes[size]:
+            del self._block_sizes[size]
+
+    def _list_views(self) -> None:
+        self._views, self._first_view = [], {}
+        for incarnation, replica in self._replicas.items():
+            if replica.is_open and replica.member.role != "prefill":
+                self._first_view[incarnation] = len(self._views)
+                self._views.extend(_group_views(incarnation, replica))
+        self._dirty.clear()
+        self._is_listed = True
 
     def _hold(self, incarnation: str, request_id: str, hold: _Hold) -> None:
         replica = self._replicas.get(incarnation)
         if replica is not None:
             assert request_id not in replica.holds, f"{request_id} is held twice on {incarnation}"
             replica.holds[request_id] = hold
+            self._dirty[incarnation] = None
+            self._holders[request_id] = (*self._holders.get(request_id, ()), incarnation)
 
 
 def _group_views(incarnation: str, replica: _Replica) -> list[GroupView]:

@@ -27,7 +27,7 @@ from cluster.errors import (
     ReplicaLostError,
     SaturatedError,
 )
-from cluster.placement import place_prefill
+from cluster.placement import make_policy
 from cluster.slot_queue import RETRY_AFTER_S, SlotQueue
 from kv_transfer.ticket import Ticket
 from replicas.errors import EngineDeadError
@@ -103,7 +103,10 @@ class Router:
         self.config = config
         self.metrics = metrics
         self.new_transfer_id = new_transfer_id
-        self.queue = SlotQueue(pools, config.max_queued_requests, config.queue_timeout_s)
+        self.policy = make_policy(config.policy)
+        self.queue = SlotQueue(
+            pools, self.policy, config.max_queued_requests, config.queue_timeout_s
+        )
 
     def capacity_changed(self) -> None:
         """Call when a slot may be free: a new snapshot, a replica came or went."""
@@ -201,7 +204,7 @@ class _Run:
         """
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
-        num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // self._block_size())
+        num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // self._pools.block_size)
         place = self._router.queue.new_place()
         num_failures = 0
         while True:
@@ -238,9 +241,6 @@ class _Run:
         finally:
             self._pools.release(self._id, placement.incarnation)
             self._router.capacity_changed()
-
-    def _block_size(self) -> int:
-        return min((m.description.block_size for m in self._pools.members()), default=1)
 
     def _is_remote(self, placement: Placement) -> bool:
         """Whether another engine prefills: there is one, and the prompt is long enough to move."""
@@ -300,7 +300,7 @@ class _Run:
         assert self._decode is not None
         tried: set[str] = set()
         for epoch in range(self._router.config.max_attempts):
-            target = place_prefill(self._pools.prefill_views(), tried)
+            target = self._router.policy.place_prefill(self._pools.prefill_views(), tried)
             if target is None:
                 break
             output = await self._first_token(target, epoch)

@@ -23,7 +23,7 @@ from cluster.router import Router
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, EngineError
 from replicas.generators.model_config import load_hf_config
-from replicas.kv_sizing import derive_max_model_len, num_blocks_per_lane
+from replicas.kv_sizing import longest_sequence
 from replicas.messages import EngineRequest
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -217,9 +217,4 @@ def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens:
 def _max_model_len(config: ClusterConfig) -> int:
     """What every pool can hold, known before any replica is up."""
     model = load_hf_config(config.model_folder)
-    return min(
-        derive_max_model_len(
-            engine, model.max_position_embeddings, num_blocks_per_lane(engine, model)
-        )
-        for engine in map(config.engine_config, config.pools)
-    )
+    return min(longest_sequence(config.engine_config(role), model) for role in config.pools)

@@ -13,11 +13,10 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
-from cluster.placement import place_decode
 
 if TYPE_CHECKING:
     from cluster.config import Role
-    from cluster.placement import Placement
+    from cluster.placement import Placement, PlacementPolicy
     from cluster.pools import PoolState
 
 RETRY_AFTER_S = 1
@@ -57,12 +56,16 @@ class SlotQueue:
 
     Args:
         pools: Where the slots are, as far as this ingress knows.
+        policy: Which of them a request gets.
         max_queued_requests: Most that may wait.
         timeout_s: How long one may wait.
     """
 
-    def __init__(self, pools: PoolState, max_queued_requests: int, timeout_s: float) -> None:
+    def __init__(
+        self, pools: PoolState, policy: PlacementPolicy, max_queued_requests: int, timeout_s: float
+    ) -> None:
         self._pools = pools
+        self._policy = policy
         self._max_queued_requests = max_queued_requests
         self._timeout_s = timeout_s
         # In the order in which they came; only the first may take a slot.
@@ -141,7 +144,7 @@ class SlotQueue:
             raise NotReadyError(
                 "no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S
             )
-        placement = place_decode(num_blocks, self._pools.decode_views(), place.refused)
+        placement = self._policy.place_decode(num_blocks, self._pools.decode_views(), place.refused)
         if placement is not None:
             place.num_snapshots = self._pools.num_snapshots
             self._pools.hold_decode(request_id, placement, num_blocks)

@@ -6,6 +6,47 @@ from typing import Literal
 import msgspec
 
 from replicas.errors import ConfigError
+from replicas.faults import Fault
+
+
+class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device that costs what a TT mesh costs and computes nothing; see docs/simulated-mesh.md.
+
+    Attributes:
+        model: Name of the model whose time and memory it takes, for one "Llama-3.1-8B".
+        board: Name of the board, for one "n150", "T3K", "Galaxy", "p150".
+        compile_s: Warm-up before the replica is ready. On a mesh it takes minutes, which the
+            simulator reckons with; a replica that is started to be looked at need not.
+        jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
+        link_setup_s: Seconds per message of KV blocks, on each side.
+        link_bytes_per_s: Bandwidth of a KV transfer, on each side. The default is 100 Gbit/s.
+        faults: What goes wrong with this replica; set by the cluster.
+        fault_epoch_unix_s: Unix time from which the faults' times count; set by the cluster.
+    """
+
+    model: str
+    board: str
+    compile_s: float = 0.0
+    jitter: float = 0.0
+    link_setup_s: float = 0.0002
+    link_bytes_per_s: float = 12.5e9
+    faults: tuple[Fault, ...] = ()
+    fault_epoch_unix_s: float = 0.0
+
+    def validate(self) -> None:
+        """Check the numbers; whether the names are known is checked where they are looked up.
+
+        Raises:
+            ConfigError: A number is out of range; names it.
+        """
+        for name in ("compile_s", "jitter", "link_setup_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"simulated_mesh.{name} must not be negative, got {value}")
+        if not self.link_bytes_per_s > 0:
+            raise ConfigError(
+                f"simulated_mesh.link_bytes_per_s must be positive, got {self.link_bytes_per_s}"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many prefill
             steps may follow each other while sequences wait to decode.
         num_threads: Compute threads of the generator; None leaves the library's default.
+        simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
+            the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
         kv_connector: None, "p2p", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
@@ -59,6 +102,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mixed_batches: bool | None = None
     prefill_steps_per_decode_step: int = 1
     num_threads: int | None = None
+    simulated_mesh: SimulatedMeshConfig | None = None
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
     reservation_timeout_s: float = 120.0
@@ -93,10 +137,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"reservation_timeout_s must be positive, got {self.reservation_timeout_s}"
             )
+        if self.simulated_mesh is not None:
+            self._validate_simulated(self.simulated_mesh)
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
             )
+
+    def _validate_simulated(self, mesh: SimulatedMeshConfig) -> None:
+        mesh.validate()
+        if self.generator is not None:
+            raise ConfigError(f"generator {self.generator!r} and simulated_mesh exclude each other")
+        if self.mixed_batches:
+            raise ConfigError("mixed_batches: a mesh cannot mix prefill and decode in one pass")
 
     @property
     def slots_per_group(self) -> int:

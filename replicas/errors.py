@@ -27,6 +27,10 @@ class ModelLoadError(ConfigError):
     """A model folder that cannot be loaded; names the folder and what is missing or unexpected."""
 
 
+class FaultPlanError(ConfigError):
+    """A fault plan that cannot work; names the entry and says what to do."""
+
+
 class UnknownGeneratorError(ConfigError):
     """No generator is registered under the given name."""
 

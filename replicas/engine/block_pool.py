@@ -1,8 +1,8 @@
 """KV blocks of one DP group: ids, reference counts, free order and the prefix index.
 
 Owner: the scheduler, on the engine's core thread. Pure: it moves numbers, never KV bytes.
-A block is in exactly one of three states: held (reference count > 0), cached (count 0, hash known,
-found by `find_prefix`, evictable) or free (count 0, no hash).
+A block is in exactly one of three states: held (reference count > 0), cached (count 0, found by
+`find_prefix` as long as nobody resets the index, evictable) or free (count 0, never found).
 Source of the scheme: vLLM v1/core/block_pool.py (null block, lazy eviction in LRU order, duplicates
 not merged so that block tables only ever grow).
 """
@@ -33,8 +33,12 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
-        # Front is evicted first. An OrderedDict gives O(1) pop, append and removal from the middle.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        # Handed out in this order: free ones that came back, last in first out; those from
+        # `_next_fresh` on, which nobody has had; cached ones, least recently used first. An
+        # OrderedDict gives O(1) pop, append and removal from the middle.
+        self._free: list[int] = []
+        self._next_fresh = 1
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     def __repr__(self) -> str:
         cached = len(self._block_by_hash)
@@ -48,33 +52,42 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can hand out: free or cached without a holder."""
-        return len(self._free)
+        return len(self._free) + len(self._ref_counts) - self._next_fresh + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, evicting the least recently freed cached ones as needed.
 
         The caller checks `num_free_blocks` first: asking for more is a bug.
         """
-        assert 0 <= count <= len(self._free), f"{count=} {self!r}"
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        assert 0 <= count <= self.num_free_blocks, f"{count=} {self!r}"
+        block_ids = [self._take_one() for _ in range(count)]
         for block_id in block_ids:
             self._forget_hash(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
 
+    def _take_one(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._next_fresh < len(self._ref_counts):
+            self._next_fresh += 1
+            return self._next_fresh - 1
+        return self._cached.popitem(last=False)[0]
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back one reference to each block.
 
-        Blocks go to the back of the free order deepest first, so that the end of a prefix is
-        evicted before its beginning; blocks nobody can find again go to the front.
+        Cached blocks go to the back of the order deepest first, so that the end of a prefix is
+        evicted before its beginning; blocks nobody can find again are the next to be handed out.
         """
         for block_id in reversed(block_ids):
             assert self._ref_counts[block_id] > 0, f"block {block_id} freed twice"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
-                self._free[block_id] = None
                 if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                    self._free.append(block_id)
+                else:
+                    self._cached[block_id] = None
 
     def find_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest cached prefix of `block_hashes`; takes no reference."""
@@ -94,7 +107,7 @@ class BlockPool:
         """Take one more reference to each cached block."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
+                del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
@@ -112,11 +125,12 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Every block in exactly one state; index and hashes agree."""
-        assert NULL_BLOCK not in self._free
+        unheld = [*self._free, *range(self._next_fresh, len(self._ref_counts)), *self._cached]
+        assert NULL_BLOCK not in unheld
         assert self._ref_counts[NULL_BLOCK] == 0
-        for block_id in range(1, len(self._ref_counts)):
-            assert self._ref_counts[block_id] >= 0
-            assert (self._ref_counts[block_id] == 0) == (block_id in self._free), block_id
+        assert len(set(unheld)) == len(unheld) == self.num_free_blocks
+        assert all(self._ref_counts[block_id] == 0 for block_id in unheld)
+        assert sum(count > 0 for count in self._ref_counts) == self.num_blocks - len(unheld)
         for block_hash, block_id in self._block_by_hash.items():
             assert self._hashes[block_id] == block_hash
         assert sum(h is not None for h in self._hashes) == len(self._block_by_hash)

@@ -171,6 +171,39 @@ class EngineCore:
         self._host_s += time.perf_counter() - started - device_s
         return batch is not None or bool(transfers) or self._has_pending_transfers()
 
+    def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
+        """Schedule a decode step that may be repeated before anything has to be decided.
+
+        Whoever calls it lets the worker run the step up to that many times and says how often it
+        did in `end_run`; no other call comes between. The simulator passes over the steps of idle
+        stretches this way.
+
+        Args:
+            now_s: Monotonic clock.
+
+        Returns:
+            The step and how often it may run; None where it takes a `step`.
+        """
+        deadline_s = self._scheduler.next_deadline_s()
+        if (
+            not self._scheduler.is_steady
+            or (deadline_s is not None and now_s >= deadline_s)
+            or (self._connector is not None and self._connector.num_inflight)
+            or self._has_pending_transfers()
+        ):
+            return None
+        batch = self._scheduler.schedule()
+        return None if batch is None else (batch, self._scheduler.num_repeats(batch))
+
+    def end_run(self, batch: ScheduledBatch, num_steps: int) -> None:
+        """Take over `num_steps` repeats of a step from `begin_run`."""
+        token_ids, device_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
+        self._num_steps += num_steps
+        self._scheduled_tokens += num_steps * batch.num_tokens
+        self._device_s += device_s
+        for seq, output in self._scheduler.update_run(batch, token_ids):
+            self._events[seq.client].append(output)
+
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
         return self._scheduler.next_deadline_s()

@@ -28,7 +28,8 @@ from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.server import EngineServer
+from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError
 from replicas.messages import EngineDescription, EngineFrame
 
@@ -100,18 +101,26 @@ Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame] | None"]
 class Receiver(threading.Thread):
     """Reads client messages into the inbox; owns the input socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, inbox: Inbox) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        inbox: Inbox,
+        links: ClientLinks,
+    ) -> None:
         super().__init__(name="engine-receiver", daemon=True)
         self._inbox = inbox
+        self._links = links
         self._socket = _bind_router(context, host)
         self.endpoint = _endpoint(self._socket)
+        links.add(self.endpoint)
 
     def run(self) -> None:
         """Receive until the context is terminated."""
         try:
             while True:
                 frames = self._socket.recv_multipart()
-                if len(frames) != 2:
+                if len(frames) != 2 or not self._links.is_open():
                     continue
                 try:
                     message = decode_client_message(frames[1])
@@ -133,18 +142,19 @@ class Sender(threading.Thread):
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         incarnation: str,
-        outbox: Outbox,
-        inbox: Inbox,
+        queues: tuple[Outbox, Inbox],
+        links: ClientLinks,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
-        self._outbox = outbox
-        self._inbox = inbox
+        self._outbox, self._inbox = queues
+        self._links = links
         self._heartbeat = encode(EngineFrame(incarnation))
         self._last_sent_s: dict[bytes, float] = {}
         self._socket = _bind_router(context, host)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
         self.endpoint = _endpoint(self._socket)
+        links.add(self.endpoint)
 
     def run(self) -> None:
         """Send until None comes."""
@@ -162,6 +172,9 @@ class Sender(threading.Thread):
             self._send_heartbeats()
 
     def _send(self, client: bytes, raw: bytes) -> None:
+        if not self._links.is_open():
+            self._last_sent_s[client] = time.monotonic()
+            return
         try:
             self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
             self._last_sent_s[client] = time.monotonic()
@@ -233,30 +246,6 @@ class EngineProcess:
                 self._server.take(client, message, time.monotonic())
 
 
-def describe(
-    core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str
-) -> EngineDescription:
-    """What clients, routers and tickets have to know of a started engine."""
-    return EngineDescription(
-        incarnation=incarnation,
-        input_endpoint=input_endpoint,
-        output_endpoint=output_endpoint,
-        kv_endpoint=core.kv_endpoint,
-        kv_layout_hash=core.kv_layout.layout_hash() if core.kv_layout is not None else None,
-        bytes_per_block=core.facts.bytes_per_block,
-        model=core.config.model,
-        max_model_len=core.max_model_len,
-        vocab_size=core.facts.vocab_size,
-        eos_token_ids=core.facts.eos_token_ids,
-        block_size=core.config.block_size,
-        dp_groups=core.config.tt_data_parallel,
-        slots_per_group=core.config.slots_per_group,
-        blocks_per_group=core.facts.num_blocks - 1,
-        max_num_batched_tokens=core.config.max_num_batched_tokens,
-        pid=os.getpid(),
-    )
-
-
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
     logging.basicConfig(
@@ -277,6 +266,9 @@ def main() -> None:
 
     threading.excepthook = _die_with_thread
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    faults = engine_faults(arguments.config)
+    signal_sender = SignalSender(faults)
+    links = ClientLinks(faults)
     try:
         executor = UniProcExecutor(
             arguments.config,
@@ -285,8 +277,8 @@ def main() -> None:
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
         core = EngineCore(arguments.config, executor, arguments.incarnation)
-        receiver = Receiver(context, arguments.host, inbox)
-        sender = Sender(context, arguments.host, arguments.incarnation, outbox, inbox)
+        receiver = Receiver(context, arguments.host, inbox, links)
+        sender = Sender(context, arguments.host, arguments.incarnation, (outbox, inbox), links)
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
@@ -294,7 +286,9 @@ def main() -> None:
     sender.start()
     tell(
         EngineReport(
-            ready=describe(core, arguments.incarnation, receiver.endpoint, sender.endpoint)
+            ready=describe(
+                core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
+            )
         )
     )
     EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox).run()
@@ -302,6 +296,7 @@ def main() -> None:
     outbox.put(None)
     sender.join(timeout=1.0)
     context.term()
+    signal_sender.close()
 
 
 def _die_with_thread(args: threading.ExceptHookArgs) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kv_transfer.errors import TransferError
 from replicas.engine.groups import DPGroups
 from replicas.engine.sequence import Sequence, SequenceStatus
@@ -312,6 +314,74 @@ class Scheduler:
             self._groups.cache_full_blocks(seq)
             if token_id >= 0:
                 outputs.append((seq, self._append_token(seq, token_id)))
+        return outputs
+
+    # --- decode steps without a decision between them -------------------------------------------
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that is left to do is to decode what runs."""
+        return (
+            bool(self._running)
+            and not self._waiting
+            and all(seq.num_new_tokens == 1 for seq in self._running)
+        )
+
+    def num_repeats(self, batch: ScheduledBatch) -> int:
+        """How often a step may run in a row before `schedule` would decide anything else.
+
+        Until then no sequence ends and none fills or needs a block before the last of these steps,
+        so that stepping once is the same: `update_run` takes over all of them together.
+
+        Args:
+            batch: What `schedule` has just returned.
+
+        Returns:
+            1 for a step that must be updated by itself.
+        """
+        if not self.is_steady or len(batch.slots) != len(self._running):
+            return 1
+        return max(1, min(self._num_plain_steps(seq) for seq in self._running))
+
+    def _num_plain_steps(self, seq: Sequence) -> int:
+        sampling = seq.request.sampling
+        if seq.mode == "prefill" or not seq.num_output_tokens:
+            return 1
+        if sampling.stop_token_ids or not sampling.ignore_eos:
+            return 1
+        return min(
+            len(seq.block_ids) * self._config.block_size - seq.num_computed_tokens,
+            sampling.max_tokens - seq.num_output_tokens,
+            self._max_model_len - seq.num_tokens,
+        )
+
+    def update_run(
+        self, batch: ScheduledBatch, token_ids: list[list[int]]
+    ) -> list[tuple[Sequence, TokenOutput]]:
+        """Take over several repeats of one decode step.
+
+        Args:
+            batch: What `schedule` returned.
+            token_ids: For each of its slots a token per step; at most `num_repeats` of them.
+
+        Returns:
+            One output for each sequence, with all of its tokens.
+        """
+        by_slot = {seq.slot: seq for seq in self._running}
+        outputs = []
+        for slot, tokens in zip(batch.slots, token_ids, strict=True):
+            seq = by_slot[slot]
+            earlier, last = tokens[:-1], tokens[-1]
+            seq.num_computed_tokens += len(tokens)
+            seq.token_ids.extend(earlier)
+            self._groups.stats[seq.dp_group].generation_tokens += len(earlier)
+            self._groups.cache_full_blocks(seq)
+            output = self._append_token(seq, last)
+            if earlier:
+                output = msgspec.structs.replace(
+                    output, index=output.index - len(earlier), token_ids=tokens
+                )
+            outputs.append((seq, output))
         return outputs
 
     # --- views ---------------------------------------------------------------------------------

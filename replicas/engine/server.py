@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas.messages import PROTOCOL_VERSION, EngineFrame, Hello
+from replicas.messages import PROTOCOL_VERSION, EngineDescription, EngineFrame, Hello
 
 if TYPE_CHECKING:
     from replicas.engine.core import EngineCore
@@ -105,3 +105,27 @@ class EngineServer:
             return False
         self._snapshot = new
         return True
+
+
+def describe(
+    core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str, pid: int
+) -> EngineDescription:
+    """What clients, routers and tickets have to know of a started engine."""
+    return EngineDescription(
+        incarnation=incarnation,
+        input_endpoint=input_endpoint,
+        output_endpoint=output_endpoint,
+        kv_endpoint=core.kv_endpoint,
+        kv_layout_hash=core.kv_layout.layout_hash() if core.kv_layout is not None else None,
+        bytes_per_block=core.facts.bytes_per_block,
+        model=core.config.model,
+        max_model_len=core.max_model_len,
+        vocab_size=core.facts.vocab_size,
+        eos_token_ids=core.facts.eos_token_ids,
+        block_size=core.config.block_size,
+        dp_groups=core.config.tt_data_parallel,
+        slots_per_group=core.config.slots_per_group,
+        blocks_per_group=core.facts.num_blocks - 1,
+        max_num_batched_tokens=core.config.max_num_batched_tokens,
+        pid=pid,
+    )

@@ -12,14 +12,23 @@ import torch
 
 from kv_transfer.connector import ConnectorSettings, load_connector
 from kv_transfer.layout import KVLayout
+from replicas.engine.fault_injection import engine_faults
 from replicas.engine.runner import ModelRunner
 from replicas.engine.step import ModelFacts
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator
+from replicas.generators.simulated.device import SimulatedMesh, WallClock
+from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
+from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
-from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, resolve_dtype
+from replicas.kv_sizing import (
+    bytes_per_block,
+    num_blocks_per_lane,
+    position_limit,
+    resolve_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +36,17 @@ if TYPE_CHECKING:
     from kv_transfer.connector import (
         ConnectorMeta,
         KVConnectorWorker,
+        KVDeviceIO,
         TransferResults,
         TransferStats,
     )
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, SimulatedMeshConfig
     from replicas.engine.step import ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, ModelCapabilities
+    from replicas.generators.protocol import Generator, KVCache, ModelCapabilities
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_SIMULATED_GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
 
 
 class Worker:
@@ -51,7 +62,7 @@ class Worker:
     _generator: Generator
     _runner: ModelRunner
     _hf_config: ModelConfig
-    _device: CpuDevice
+    _device: CpuDevice | SimulatedMesh
 
     def __init__(
         self,
@@ -71,18 +82,15 @@ class Worker:
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         self._hf_config = load_hf_config(self._config.model)
-        self._device = CpuDevice(
-            dtype=_DTYPES[resolve_dtype(self._config, self._hf_config)],
-            load_format=self._config.load_format,
-            seed=self._config.weights_seed,
-            attention=self._config.attention,
-            progress=self._progress,
-        )
+        self._faults = engine_faults(self._config)
+        self._dtype = _DTYPES[resolve_dtype(self._config, self._hf_config)]
+        mesh = self._config.simulated_mesh
+        self._device = self._cpu() if mesh is None else self._simulated_mesh(mesh)
 
     def load_model(self) -> ModelFacts:
         """Load the weights and measure how many KV blocks fit."""
         config, hf = self._config, self._hf_config
-        generator_class = resolve_generator(config.generator or hf.architectures[0])
+        generator_class = resolve_generator(self._generator_name())
         self._generator = generator_class.initialize_vllm_model(
             hf,
             self._device,
@@ -92,7 +100,7 @@ class Worker:
         )
         capabilities: ModelCapabilities = generator_class.model_capabilities
         return ModelFacts(
-            max_position_embeddings=hf.max_position_embeddings,
+            max_position_embeddings=position_limit(config, hf),
             vocab_size=hf.vocab_size,
             eos_token_ids=list(hf.eos_token_id),
             num_blocks=num_blocks_per_lane(config, hf),
@@ -116,25 +124,17 @@ class Worker:
         """
         hf, config = self._hf_config, self._config
         shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
-        kv_cache = self._generator.allocate_kv_cache(
-            shape, self._device.dtype, hf.num_hidden_layers
-        )
+        kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, hf.num_hidden_layers)
         self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len)
         if config.kv_connector is None:
             return None
-        layout = KVLayout(
-            num_layers=hf.num_hidden_layers,
-            num_kv_heads=hf.num_key_value_heads,
-            head_dim=hf.head_dim,
-            block_size=config.block_size,
-            dtype=str(self._device.dtype).removeprefix("torch."),
-            rope="hf",
-            model_fingerprint=model_fingerprint(config),
+        settings = ConnectorSettings(
+            incarnation=self._incarnation, bind=config.kv_endpoint, link_faults=self._faults
         )
-        settings = ConnectorSettings(incarnation=self._incarnation, bind=config.kv_endpoint)
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
-        self._connector.register_kv_caches(TorchKVIO(kv_cache, layout))
-        return self._connector.endpoint, layout
+        io = self._kv_io(kv_cache)
+        self._connector.register_kv_caches(io)
+        return self._connector.endpoint, io.layout
 
     def warm_up(self) -> None:
         """Run every shape once before the first request does."""
@@ -170,3 +170,45 @@ class Worker:
         """Close the connector and the device."""
         if self._connector is not None:
             self._connector.close(deadline_s=2.0)
+
+    # --- the device ----------------------------------------------------------------------------
+
+    def _cpu(self) -> CpuDevice:
+        return CpuDevice(
+            dtype=self._dtype,
+            load_format=self._config.load_format,
+            seed=self._config.weights_seed,
+            attention=self._config.attention,
+            progress=self._progress,
+        )
+
+    def _simulated_mesh(self, mesh: SimulatedMeshConfig) -> SimulatedMesh:
+        return SimulatedMesh(
+            engine_timing(self._config, mesh, mesh.compile_s),
+            WallClock(),
+            faults=self._faults.faults,
+            plan_clock=self._faults.clock,
+            jitter=mesh.jitter,
+            seed=self._incarnation,
+        )
+
+    def _generator_name(self) -> str:
+        if self._config.simulated_mesh is not None:
+            return _SIMULATED_GENERATOR
+        return self._config.generator or self._hf_config.architectures[0]
+
+    def _kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
+        hf, config, device = self._hf_config, self._config, self._device
+        if isinstance(device, SimulatedMesh):
+            layout = simulated_kv_layout(config)
+            return SimulatedKVIO(kv_cache, layout, device.timing, device.clock)
+        layout = KVLayout(
+            num_layers=hf.num_hidden_layers,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=hf.head_dim,
+            block_size=config.block_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            rope="hf",
+            model_fingerprint=model_fingerprint(config),
+        )
+        return TorchKVIO(kv_cache, layout)

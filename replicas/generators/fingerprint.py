@@ -21,9 +21,13 @@ def model_fingerprint(config: EngineConfig) -> str:
     """32 hexadecimal digits that two engines share if they load the same weights.
 
     Args:
-        config: Names the model folder, the load format and the seed of random weights.
+        config: Names the model folder, the load format and the seed of random weights; or the
+            model of a simulated mesh, whose KV depends on nothing else.
     """
     digest = hashlib.blake2b(digest_size=16)
+    if config.simulated_mesh is not None:
+        digest.update(f"simulated {config.simulated_mesh.model}".encode())
+        return digest.hexdigest()
     folder = Path(config.model)
     digest.update((folder / "config.json").read_bytes())
     if config.load_format == "random":

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from cluster.placement import MostEmptySlots
 from cluster.pools import PoolState
 from cluster.slot_queue import SlotQueue
 from replicas.messages import EngineSnapshot, GroupSnapshot
@@ -18,7 +19,7 @@ def test_slot_that_came_free_while_the_request_was_being_refused_is_found():
     pools.take_snapshot("one", snapshot(0))
 
     async def run():
-        queue = SlotQueue(pools, max_queued_requests=4, timeout_s=5.0)
+        queue = SlotQueue(pools, MostEmptySlots(), max_queued_requests=4, timeout_s=5.0)
         place = queue.new_place()
         placement = await queue.hold("a", 1, place)
         # The engine says no; before the request is back in the queue, its snapshot says room.

@@ -1,0 +1,1 @@
+"""The deterministic simulator: the production cores under a virtual clock, and what it reports."""

@@ -1,0 +1,317 @@
+"""One start of one replica in the simulator: an engine process with a life, a place and troubles.
+
+Owner of its engine, of the messages that wait for it and of what is wrong with it. It does in
+virtual time what `replicas.engine.process` does with threads: take what came, step, send.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+from kv_transfer.messages import Data
+from kv_transfer.transports.virtual import VirtualTransport
+from replicas.virtual_engine import Turn, VirtualEngine
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cluster.config import Role
+    from cluster.simulation.client import VirtualLink
+    from cluster.simulation.network import Network
+    from kv_transfer.connector import ConnectorSettings
+    from kv_transfer.layout import KVLayout
+    from kv_transfer.messages import ToConsumer, ToProducer
+    from replicas.config import EngineConfig
+    from replicas.engine.server import Frames
+    from replicas.faults import ReplicaFaults
+    from replicas.messages import ClientMessage, EngineSnapshot
+    from replicas.virtual_engine import VirtualDevice
+
+_NO_TURN = Turn([], None)
+
+
+class VirtualHost:
+    """See the module docstring.
+
+    Args:
+        name: Pool and rank, as in a fault plan; the next start of the replica has it again.
+        role: Its pool's role.
+        incarnation: Id of this start.
+        config: Its engine's configuration.
+        device: What the engine runs on.
+        faults: What goes wrong with the replica, in virtual seconds.
+        network: Where its messages go.
+
+    Attributes:
+        links: Connections of clients, by the client's id.
+        busy_s: Seconds that its device and its core have worked.
+        slot_busy_s: Seconds of taken slots, summed over the slots.
+        num_turns: Steps that it ran.
+        started_s: When it was ready.
+        stopped_s: When it died, or None.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only: the parts of one replica
+        self,
+        *,
+        name: str,
+        role: Role,
+        incarnation: str,
+        config: EngineConfig,
+        device: VirtualDevice,
+        faults: ReplicaFaults,
+        network: Network,
+    ) -> None:
+        self.name = name
+        self.role: Role = role
+        self.incarnation = incarnation
+        self.links: dict[bytes, VirtualLink] = {}
+        self.busy_s = 0.0
+        self.slot_busy_s = 0.0
+        self.num_turns = 0
+        self.stopped_s: float | None = None
+        self._network = network
+        self._loop = network.loop
+        self.started_s = self._loop.time()
+        self._faults = faults
+        self._bytes_per_block = device.timing.bytes_per_token * config.block_size
+        self._transport: VirtualTransport | None = None
+        self._inbox: list[tuple[bytes, ClientMessage | None]] = []
+        self._turn = _NO_TURN
+        self._num_steps = 0
+        self._turn_started_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = False
+        self._is_stepping = False
+        self._is_frozen = False
+        self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        self._num_busy_slots = 0
+        self._slots_since_s = self.started_s
+        self.engine = VirtualEngine(config, device, incarnation, self._make_transport, self._wake)
+        self.kv_endpoint = self.engine.description.kv_endpoint or f"none://{incarnation}"
+
+    def __repr__(self) -> str:
+        state = "dead" if self.stopped_s is not None else "frozen" if self._is_frozen else "up"
+        return f"VirtualHost({self.name}, {self.incarnation}, {state}, {len(self._inbox)} waiting)"
+
+    # --- life ----------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process exists."""
+        return self.stopped_s is None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether its process exists, runs, and can be reached now."""
+        return (
+            self.is_alive
+            and not self._is_frozen
+            and not self._faults.is_partitioned(self._loop.time())
+        )
+
+    def kill(self) -> None:
+        """End the process at once; nothing that it had to do happens any more."""
+        self._count_slots(0)
+        self.stopped_s = self._loop.time()
+
+    def freeze(self) -> None:
+        """Stop the process: whatever becomes due waits."""
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        """Let the process go on; what waited happens now, in order."""
+        self._is_frozen = False
+        held, self._held = self._held, []
+        for callback, args in held:
+            self._loop.call_soon(self._fire, callback, args)
+
+    def reachable_s(self, now_s: float) -> float | None:
+        """When a message that is sent now can pass: now, or when a partition heals; None: never."""
+        for window in self._faults.partitions():
+            if window.holds(now_s):
+                return window.end_s if window.end_s != float("inf") else None
+        return now_s
+
+    def corrupts(self) -> bool:
+        """Whether KV that leaves it now is damaged on its way."""
+        return self._faults.corrupts(self._loop.time())
+
+    def call_at(
+        self, when_s: float, callback: Callable[..., object], *args: object
+    ) -> asyncio.TimerHandle:
+        """Let something happen in this process; never if it is dead by then, later if frozen."""
+        return self._loop.call_at(when_s, self._fire, callback, args)
+
+    def _fire(self, callback: Callable[..., object], args: tuple[object, ...]) -> None:
+        if self.stopped_s is not None:
+            return
+        if self._is_frozen:
+            self._held.append((callback, args))
+        else:
+            callback(*args)
+
+    # --- clients -------------------------------------------------------------------------------
+
+    def receive(self, client: bytes, message: ClientMessage) -> None:
+        """A client's message has arrived."""
+        self._fire(self._put, (client, message))
+
+    def client_gone(self, client: bytes) -> None:
+        """The process notices that it cannot reach a client any more."""
+        self.links.pop(client, None)
+        self._fire(self._put, (client, None))
+
+    def _put(self, client: bytes, message: ClientMessage | None) -> None:
+        self._inbox.append((client, message))
+        self._wake()
+
+    # --- turns of the core ----------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Something has come: begin a turn soon, or end the present one at its next step."""
+        if self._turn.end_times_s:
+            self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
+        elif not self._is_due and not self._is_stepping:
+            self._is_due = True
+            self._loop.call_soon(self._fire, self._begin, ())
+
+    def _begin(self) -> None:
+        self._is_due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now_s = self._loop.time()
+        inbox, self._inbox = self._inbox, []
+        for client, message in inbox:
+            if message is None:
+                self.engine.client_gone(client)
+            else:
+                self.engine.take(client, message, now_s)
+        self._is_stepping = True
+        turn = self.engine.begin(now_s)
+        self._is_stepping = False
+        if not turn.end_times_s:
+            self._send(self.engine.end(turn, 0, now_s), [])
+            self._sleep()
+            return
+        self._turn, self._turn_started_s = turn, now_s
+        self._num_steps = len(turn.end_times_s)
+        self._timer = self.call_at(turn.end_times_s[-1], self._end)
+        deadline_s = self.engine.next_deadline_s() if self._num_steps > 1 else None
+        if deadline_s is not None:
+            self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
+
+    def _cut_turn(self, num_steps: int) -> None:
+        """Let the present turn end after so many steps, if it has more."""
+        if num_steps >= self._num_steps:
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        self._num_steps = num_steps
+        self._timer = self.call_at(self._turn.end_times_s[num_steps - 1], self._end)
+
+    def _end(self) -> None:
+        turn, num_steps = self._turn, self._num_steps
+        self._turn, self._timer = _NO_TURN, None
+        now_s = self._loop.time()
+        self.busy_s += now_s - self._turn_started_s
+        self.num_turns += num_steps
+        frames = self.engine.end(turn, num_steps, now_s)
+        self._send(frames, turn.end_times_s[:num_steps] if num_steps > 1 else [])
+        self._begin()
+
+    def _sleep(self) -> None:
+        """Nothing to do: until a message, or a deadline."""
+        if self._inbox:
+            self._wake()
+            return
+        deadline_s = self.engine.next_deadline_s()
+        if deadline_s is not None:
+            self._timer = self.call_at(max(deadline_s, self._loop.time()), self._begin)
+
+    def _send(self, frames: Frames, step_times_s: list[float]) -> None:
+        """Send frames; one whose client is gone tells that instead."""
+        for client, frame in frames:
+            if frame.snapshot is not None:
+                self._count_snapshot(frame.snapshot)
+            link = self.links.get(client)
+            if link is not None:
+                link.send_frame(frame, step_times_s)
+
+    # --- KV ------------------------------------------------------------------------------------
+
+    def _make_transport(
+        self, settings: ConnectorSettings, layout: KVLayout, notify: Callable[[], None]
+    ) -> VirtualTransport:
+        self._transport = VirtualTransport(settings, layout, notify, self)
+        return self._transport
+
+    def now_s(self) -> float:
+        """The present, as its transport sees it."""
+        return self.engine.present_s() if self._is_stepping else self._loop.time()
+
+    def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
+        """See `VirtualWire`."""
+        self._network.to_producer(self, endpoint, message)
+
+    def send_to_consumer(
+        self, peer: bytes, message: ToConsumer, payload: NDArray[np.uint8] | None
+    ) -> None:
+        """See `VirtualWire`."""
+        num_blocks = message.num_blocks if isinstance(message, Data) else 0
+        num_bytes = num_blocks * self._bytes_per_block
+        self._network.to_consumer(self, peer, message, payload, num_bytes)
+
+    def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
+        """A message of a consumer has arrived."""
+        if self._transport is not None:
+            self._transport.receive_from_consumer(peer, message)
+
+    def receive_from_producer(
+        self, endpoint: str, message: ToConsumer, payload: NDArray[np.uint8] | None
+    ) -> None:
+        """A message of a producer has arrived."""
+        if self._transport is not None:
+            self._transport.receive_from_producer(endpoint, message, payload)
+
+    def lose_kv_endpoint(self, endpoint: str) -> None:
+        """Its connection to a producer broke, or was refused."""
+        if self._transport is not None:
+            self._transport.lose_producer(endpoint)
+
+    def lose_kv_consumer(self, peer: bytes) -> None:
+        """A consumer cannot be reached."""
+        if self._transport is not None:
+            self._transport.lose_consumer(peer)
+
+    def lose_kv_peer(self, other: VirtualHost) -> None:
+        """Its connections to another host broke, in both roles."""
+        self.lose_kv_endpoint(other.kv_endpoint)
+        self.lose_kv_consumer(other.incarnation.encode())
+
+    # --- views ---------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Engine and transfers are whole."""
+        self.engine.check_invariants()
+        if self._transport is not None:
+            self._transport.check_invariants()
+
+    def finish(self) -> None:
+        """Count to the end of the run."""
+        if self.is_alive:
+            self._count_slots(self._num_busy_slots)
+
+    def _count_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._count_slots(sum(g.num_running + g.num_reserved for g in snapshot.groups))
+
+    def _count_slots(self, num_busy: int) -> None:
+        now_s = self._loop.time()
+        self.slot_busy_s += self._num_busy_slots * (now_s - self._slots_since_s)
+        self._num_busy_slots, self._slots_since_s = num_busy, now_s

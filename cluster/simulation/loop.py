@@ -1,0 +1,168 @@
+"""An asyncio event loop whose clock is virtual: it never waits, it moves on to the next event.
+
+The cluster's asyncio code (router, slot queue) runs on it unchanged. Deterministic: callbacks run
+in the order of their times, and at equal times in the order in which they were asked for. Owner of
+virtual time and of everything that is yet to happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from contextvars import Context
+
+T = TypeVar("T")
+
+
+class _Handle(asyncio.TimerHandle):
+    """A callback that is due."""
+
+    def run(self) -> None:
+        """Call it, unless it was cancelled; what it raises goes to the loop."""
+        if not self.cancelled():
+            self._run()
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """See the module docstring.
+
+    An exception that escapes a callback or a task nobody awaits ends the run: a simulation that
+    went on after a bug would prove nothing.
+
+    Args:
+        start_s: Virtual time at the start; what comes before zero is preparation.
+
+    Attributes:
+        num_events: Callbacks that were run.
+        after_event: Called after every callback; for checks.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.num_events = 0
+        self.after_event: Callable[[], None] | None = None
+        self._now_s = start_s
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._order = itertools.count()
+        self._error: BaseException | None = None
+        self._is_running = False
+
+    # --- what drives it ------------------------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run until `main` is done; what is then still due never happens.
+
+        Raises:
+            RuntimeError: Nothing is due any more and `main` is not done: it waits for ever.
+        """
+        previous = asyncio._get_running_loop()  # noqa: SLF001 - what a loop has to do
+        asyncio._set_running_loop(self)  # noqa: SLF001
+        self._is_running = True
+        try:
+            task = self.create_task(main)
+            while not task.done():
+                if not self._run_one():
+                    raise RuntimeError(
+                        f"nothing is due any more at {self._now_s:.6f} s, and the run is not over"
+                    )
+            return task.result()
+        finally:
+            self._is_running = False
+            asyncio._set_running_loop(previous)  # noqa: SLF001
+
+    def _run_one(self) -> bool:
+        """Run the next callback; False if there is none."""
+        if not self._ready:
+            if not self._timers:
+                return False
+            when_s, _, handle = heapq.heappop(self._timers)
+            if handle.cancelled():
+                return True
+            self._now_s = max(self._now_s, when_s)
+            self._ready.append(handle)
+        self._ready.popleft().run()
+        self.num_events += 1
+        if self.after_event is not None:
+            self.after_event()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return True
+
+    # --- what asyncio asks of a loop ------------------------------------------------------------
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now_s
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback after those that are due already."""
+        handle = _Handle(self._now_s, callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """The same: there is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Run a callback so many seconds from now."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Run a callback at a virtual time."""
+        handle = _Handle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Make a future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, **_: object
+    ) -> asyncio.Task[T]:
+        """Start a coroutine."""
+        return asyncio.Task(coro, loop=self, name=name)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Keep the first exception; the run ends with it."""
+        if self._error is None:
+            self._error = context.get("exception") or RuntimeError(str(context.get("message")))
+
+    def is_running(self) -> bool:
+        """Whether `run` is at work."""
+        return self._is_running
+
+    def is_closed(self) -> bool:
+        """Never: it holds nothing that needs closing."""
+        return False
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Asked by asyncio; a cancelled timer is passed over when its time comes."""

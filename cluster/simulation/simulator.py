@@ -1,0 +1,402 @@
+"""A whole cluster under a virtual clock: workload in, records out, the same for the same seed.
+
+Owner of the run: hosts and their restarts, ingresses and what they have found, the requests under
+way, the chance that the seed gives. The code that decides is the production's: router, slot queue,
+placement and pool state, engine server and core, scheduler, block pool, KV transfer. Modelled are
+the device's time (`replicas.generators.simulated`), the network (`cluster.simulation.network`),
+discovery and restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from cluster.config import RouterConfig
+from cluster.errors import BadRequestError, ServingError
+from cluster.simulation.client import SILENCE_S
+from cluster.simulation.host import VirtualHost
+from cluster.simulation.ingress import VirtualIngress
+from cluster.simulation.loop import VirtualLoop
+from cluster.simulation.network import Network, NetworkConfig
+from cluster.simulation.recorder import Recorder
+from cluster.simulation.records import ABORTED, OK, EventRecord, SimulationResult
+from replicas.faults import FaultPlan
+from replicas.messages import EngineRequest
+from replicas.sampling_params import SamplingParams
+from replicas.virtual_engine import VirtualDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.config import Role
+    from cluster.workloads.request import Workload
+    from replicas.config import EngineConfig
+    from replicas.generators.simulated.timing import StepTiming
+    from replicas.virtual_engine import ModelFacts
+
+DISCOVERY_S = 0.5
+"""An ingress looks for replicas that it misses this often."""
+_SETTLE_S = 1.0
+"""Virtual time before zero in which ingresses and engines meet."""
+_DRAIN_S = 300.0
+"""After the last request, what is still held must be free within this virtual time."""
+
+
+class PoolSpec(NamedTuple):
+    """Equal replicas of one role.
+
+    Attributes:
+        role: What they do.
+        replicas: How many.
+        engine: Configuration of each.
+        timing: What their steps cost.
+        facts: What the modelled device and the served model are.
+    """
+
+    role: Role
+    replicas: int
+    engine: EngineConfig
+    timing: StepTiming
+    facts: ModelFacts
+
+
+class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is told besides its cluster and its workload.
+
+    Attributes:
+        seed: Of every draw.
+        router: How requests are placed.
+        ingresses: How many there are; request i goes to number i modulo this.
+        network: How messages travel.
+        faults: What goes wrong, in virtual seconds.
+        restart_s: From the death of a replica to the start of its successor's warm-up.
+        models_kv: Whether KV is written, moved and read, so that every token proves it.
+        run_ahead: Whether stretches of plain decode steps are passed over at once; the results are
+            the same. Never with faults or jitter.
+        checks: Whether every core's invariants are checked after every event.
+        keeps_events: Whether the result has an event log.
+        aborts: For requests (by number) whose client leaves: after how many seconds.
+    """
+
+    seed: int = 0
+    router: RouterConfig = RouterConfig()
+    ingresses: int = 1
+    network: NetworkConfig = NetworkConfig()
+    faults: FaultPlan = FaultPlan()
+    restart_s: float = 3.0
+    models_kv: bool = False
+    run_ahead: bool = True
+    checks: bool = False
+    keeps_events: bool = False
+    aborts: dict[int, float] = {}
+
+
+class _Replica:
+    """A place in a pool, whoever fills it now."""
+
+    def __init__(self, name: str, spec: PoolSpec) -> None:
+        self.name = name
+        self.spec = spec
+        self.num_starts = 0
+        self.host: VirtualHost | None = None
+        self.silent_since_s: float | None = None
+
+
+class Simulation:
+    """One run; see the module docstring.
+
+    Args:
+        pools: The cluster.
+        workload: What arrives.
+        options: Everything else.
+        progress: Called with (virtual seconds, requests done, events) now and then.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        workload: Workload,
+        options: SimulationOptions,
+        progress: Callable[[float, int, int], None] = lambda _now_s, _done, _events: None,
+    ) -> None:
+        self._pools = list(pools)
+        self._workload = workload
+        self._options = options
+        self._progress = progress
+        self.loop = VirtualLoop(-_SETTLE_S)  # type: ignore[abstract]
+        self._rng = np.random.Generator(np.random.Philox(options.seed))
+        self.network = Network(self.loop, options.network, self._rng)
+        self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
+        self.hosts: list[VirtualHost] = []
+        self._incarnations = itertools.count(1)
+        self._transfer_ids = itertools.count(1)
+        self._replicas = [
+            _Replica(f"{spec.role}/{rank}", spec)
+            for spec in self._pools
+            for rank in range(spec.replicas)
+        ]
+        self.ingresses = [
+            VirtualIngress(
+                f"ingress/{i}",
+                options.router,
+                self.network,
+                self.recorder,
+                new_transfer_id=self._new_transfer_id,
+                on_lost=self._on_lost,
+            )
+            for i in range(options.ingresses)
+        ]
+        self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
+        self._max_model_len = 0
+        self._num_done = 0
+        self._is_over = False
+
+    # --- the run -------------------------------------------------------------------------------
+
+    def run(self) -> SimulationResult:
+        """Run the workload to its end.
+
+        Raises:
+            AssertionError: An invariant is broken.
+        """
+        started = time.perf_counter()
+        end_s = self.loop.run(self._main())
+        options = self._options
+        return SimulationResult(
+            workload=self._workload.name,
+            policy=options.router.policy,
+            num_replicas=len(self._replicas),
+            seed=options.seed,
+            duration_s=end_s,
+            records=self.recorder.records(),
+            replicas=[self.recorder.replica_record(host) for host in self.hosts],
+            events=self.recorder.events,
+            num_events=self.loop.num_events,
+            wall_s=time.perf_counter() - started,
+        )
+
+    async def _main(self) -> float:
+        for replica in self._replicas:
+            self._start(replica)
+        self._max_model_len = min(h.engine.description.max_model_len for h in self.hosts)
+        for ingress in self.ingresses:
+            for host in self.hosts:
+                ingress.add(host)
+        await asyncio.sleep(-self.loop.time())
+        self._schedule_faults()
+        tasks: list[asyncio.Task[None]] = []
+        for i, request in enumerate(self._workload.requests):
+            await asyncio.sleep(request.arrival_s - self.loop.time())
+            task = self.loop.create_task(self._request(i))
+            abort_s = self._options.aborts.get(i)
+            if abort_s is not None:
+                self.loop.call_later(abort_s, task.cancel)
+            tasks.append(task)
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        end_s = self.loop.time()
+        self._is_over = True
+        if self._options.checks:
+            await self._drain()
+        for host in self.hosts:
+            host.finish()
+        return end_s
+
+    async def _drain(self) -> None:
+        """Wait until every engine that lives has given everything back."""
+        deadline_s = self.loop.time() + _DRAIN_S
+        while any(h.is_alive and h.engine.num_live for h in self.hosts):
+            assert self.loop.time() < deadline_s, f"still held: {self._held()}"
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(_SETTLE_S)
+
+    def _held(self) -> list[str]:
+        return [repr(h) for h in self.hosts if h.is_alive and h.engine.num_live]
+
+    # --- requests ------------------------------------------------------------------------------
+
+    async def _request(self, i: int) -> None:
+        """One request, from its arrival to its one end."""
+        asked = self._workload.requests[i]
+        prompt = self._workload.prompt(i, self._vocab_size)
+        entry = self.recorder.arrive(i, asked)
+        ingress = self.ingresses[i % len(self.ingresses)]
+        try:
+            room = self._max_model_len - len(prompt)
+            if room <= 0:
+                raise BadRequestError(
+                    f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
+                )
+            request = EngineRequest(
+                entry.request_id,
+                prompt,
+                SamplingParams(
+                    max_tokens=min(asked.num_output_tokens, room),
+                    temperature=0.0,
+                    seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
+                    ignore_eos=True,
+                ),
+            )
+            async with contextlib.aclosing(ingress.router.generate(request)) as outputs:
+                async for output in outputs:
+                    times_s = ingress.client.token_times_s.pop(entry.request_id, None)
+                    latency_s = self._options.network.latency_s
+                    self.recorder.tokens(entry, output, times_s, latency_s)
+        except ServingError as error:
+            self.recorder.end(entry, type(error).__name__)
+        except asyncio.CancelledError:
+            self.recorder.end(entry, ABORTED)
+            raise
+        else:
+            self.recorder.end(entry, OK)
+        finally:
+            self._num_done += 1
+            if not self._num_done % 64:
+                self._progress(self.loop.time(), self._num_done, self.loop.num_events)
+
+    def _new_transfer_id(self) -> bytes:
+        return next(self._transfer_ids).to_bytes(16, "little")
+
+    # --- replicas ------------------------------------------------------------------------------
+
+    def _start(self, replica: _Replica) -> VirtualHost:
+        """Bring up an engine in a replica's place; it is ready at once."""
+        spec, options = replica.spec, self._options
+        faults = options.faults.for_target(replica.name)
+        run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
+        host = VirtualHost(
+            name=replica.name,
+            role=spec.role,
+            incarnation=f"{replica.name.replace('/', '-')}.{next(self._incarnations)}",
+            config=spec.engine,
+            device=VirtualDevice(
+                timing=spec.timing,
+                facts=spec.facts,
+                faults=faults,
+                models_kv=options.models_kv,
+                run_ahead=run_ahead,
+            ),
+            faults=faults,
+            network=self.network,
+        )
+        replica.host = host
+        replica.silent_since_s = None
+        self.hosts.append(host)
+        self.network.attach(host)
+        self.recorder.event("start", replica.name, host.incarnation)
+        return host
+
+    def _restart(self, replica: _Replica) -> None:
+        self._start(replica)
+        for ingress in self.ingresses:
+            self.loop.call_later(DISCOVERY_S * self._rng.random(), self._discover, ingress, replica)
+
+    def _discover(self, ingress: VirtualIngress, replica: _Replica) -> None:
+        """An ingress looks whether a replica is there."""
+        host = replica.host
+        if host is None or ingress.client.is_connected(host):
+            return
+        if host.is_answering:
+            ingress.add(host)
+        elif host.is_alive:
+            self.loop.call_later(DISCOVERY_S, self._discover, ingress, replica)
+
+    def _on_lost(self, ingress: VirtualIngress, incarnation: str) -> None:
+        self.recorder.event("lost", ingress.name, incarnation)
+        for replica in self._replicas:
+            if replica.host is not None and replica.host.incarnation == incarnation:
+                self.loop.call_later(DISCOVERY_S, self._discover, ingress, replica)
+
+    # --- faults --------------------------------------------------------------------------------
+
+    def _schedule_faults(self) -> None:
+        for replica in self._replicas:
+            faults = self._options.faults.for_target(replica.name)
+            at = functools.partial(self._at, replica)
+            for kill_s in faults.kills():
+                at(kill_s, self._kill)
+            for drop_s in faults.link_drops():
+                at(drop_s, self._drop_link)
+            for window in faults.freezes():
+                at(window.start_s, self._freeze)
+                at(window.end_s, self._thaw)
+            for window in faults.partitions():
+                at(window.start_s, self._fall_silent)
+                at(window.end_s, self._speak_again)
+
+    def _at(self, replica: _Replica, when_s: float, action: Callable[[_Replica], None]) -> None:
+        if when_s != float("inf"):
+            self.loop.call_at(when_s, self._act, replica, action)
+
+    def _act(self, replica: _Replica, action: Callable[[_Replica], None]) -> None:
+        if not self._is_over or action in (self._thaw, self._speak_again):
+            self.recorder.event(action.__name__.strip("_"), replica.name)
+            action(replica)
+
+    def _kill(self, replica: _Replica) -> None:
+        host = replica.host
+        if host is None or not host.is_alive:
+            return
+        host.kill()
+        self.network.detach(host)
+        replica.host = None
+        for ingress in self.ingresses:
+            self.loop.call_later(
+                self._options.network.latency_s,
+                ingress.client.lose,
+                host.incarnation,
+                "its connection broke",
+            )
+        self.loop.call_later(
+            self._options.restart_s + replica.spec.timing.warm_up_s(), self._restart, replica
+        )
+
+    def _drop_link(self, replica: _Replica) -> None:
+        if replica.host is not None:
+            self.network.break_kv_connections(replica.host)
+
+    def _freeze(self, replica: _Replica) -> None:
+        if replica.host is not None:
+            replica.host.freeze()
+            self._fall_silent(replica)
+
+    def _thaw(self, replica: _Replica) -> None:
+        if replica.host is not None:
+            replica.host.thaw()
+            self._speak_again(replica)
+
+    def _fall_silent(self, replica: _Replica) -> None:
+        """From now on nobody hears of it; after a while they give it up."""
+        if replica.silent_since_s is None:
+            replica.silent_since_s = self.loop.time()
+            self.loop.call_later(
+                SILENCE_S, self._give_up, replica, replica.host, replica.silent_since_s
+            )
+
+    def _speak_again(self, replica: _Replica) -> None:
+        if replica.host is not None and replica.host.is_answering:
+            replica.silent_since_s = None
+
+    def _give_up(self, replica: _Replica, host: VirtualHost, since_s: float) -> None:
+        if replica.host is not host or replica.silent_since_s != since_s:
+            return
+        for ingress in self.ingresses:
+            ingress.client.lose(host.incarnation, f"it sent nothing for {SILENCE_S:g} s")
+        self.network.break_kv_connections(host)
+
+
+def events_by_kind(events: Sequence[EventRecord]) -> dict[str, int]:
+    """How many events of each kind a log has."""
+    counts: dict[str, int] = {}
+    for event in events:
+        counts[event.kind] = counts.get(event.kind, 0) + 1
+    return dict(sorted(counts.items()))

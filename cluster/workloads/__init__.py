@@ -1,0 +1,1 @@
+"""Workloads: public traces and synthetic ones, read into one form that a client can replay."""

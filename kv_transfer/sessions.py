@@ -1,0 +1,77 @@
+"""Both halves of one engine's transfers behind one door, for whatever carries their messages.
+
+A transport submits commands, hands in messages and lets time pass; it takes out what to send and
+what to tell the core. Pure, like the two state machines that it joins.
+"""
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.consumer import ConsumerSessions
+from kv_transfer.layout import KVLayout
+from kv_transfer.producer import ProducerSessions
+from kv_transfer.transport import (
+    CancelLoad,
+    CancelSend,
+    Chunk,
+    Command,
+    Consumed,
+    Event,
+    Load,
+    Offer,
+    Ready,
+    WireCounters,
+)
+
+
+class TransferSessions:
+    """Every transfer of one engine, in either role.
+
+    Owner: the transport's thread.
+
+    Attributes:
+        producer: The transfers that it produces.
+        consumer: The transfers that it consumes.
+    """
+
+    def __init__(
+        self, incarnation: str, layout: KVLayout, config: TransferConfig, counters: WireCounters
+    ) -> None:
+        self.producer = ProducerSessions(incarnation, layout, config, counters)
+        self.consumer = ConsumerSessions(incarnation, layout, config, counters)
+
+    def apply(self, command: Command, now_s: float) -> None:
+        """Carry out a command of the core."""
+        if isinstance(command, Chunk):
+            self.producer.send_chunk(
+                command.transfer_id, command.first_block, command.payload, now_s
+            )
+        elif isinstance(command, Consumed):
+            self.consumer.consumed(command.transfer_id, command.num_blocks, now_s)
+        elif isinstance(command, Ready):
+            self.producer.ready(command.transfer_id, command.num_blocks)
+        elif isinstance(command, Offer):
+            self.producer.offer(command.ticket, now_s)
+        elif isinstance(command, Load):
+            self.consumer.load(command.ticket, command.start_block, now_s)
+        elif isinstance(command, CancelSend):
+            self.producer.cancel(command.transfer_id)
+        elif isinstance(command, CancelLoad):
+            self.consumer.cancel(command.transfer_id, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Let deadlines pass."""
+        self.producer.tick(now_s)
+        self.consumer.tick(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """Return when ``tick`` has something to do, or None."""
+        deadlines = (self.producer.next_deadline_s(), self.consumer.next_deadline_s())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def take_events(self) -> list[Event]:
+        """Return and forget the events for the core, in order."""
+        return self.producer.take_events() + self.consumer.take_events()
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls."""
+        self.producer.check_invariants()
+        self.consumer.check_invariants()

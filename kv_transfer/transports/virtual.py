@@ -1,0 +1,159 @@
+"""A transport without sockets and threads, for a simulator that owns time and the network.
+
+The sessions and their messages are the real ones; what a message meets on its way (delay, loss,
+repetition, another order, flipped bytes) is the wire's business. Everything happens on the
+simulator's thread.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.connector import ConnectorSettings
+from kv_transfer.layout import KVLayout
+from kv_transfer.messages import ToConsumer, ToProducer
+from kv_transfer.sessions import TransferSessions
+from kv_transfer.transport import Command, Event, WireCounters
+
+
+class Cancellable(Protocol):
+    """A call that has not happened yet."""
+
+    def cancel(self) -> None:
+        """Let it not happen."""
+
+
+class VirtualWire(Protocol):
+    """Time and network of one engine, as its transport sees them."""
+
+    def now_s(self) -> float:
+        """Return the present; within a step of the engine that is some way into the step."""
+
+    def call_at(self, when_s: float, callback: Callable[[], None]) -> Cancellable:
+        """Call back at a time that is not before ``now_s``; equal times in the order of asking."""
+
+    def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
+        """Carry a message to the producer at an endpoint."""
+
+    def send_to_consumer(
+        self, peer: bytes, message: ToConsumer, payload: NDArray[np.uint8] | None
+    ) -> None:
+        """Carry a message back to the consumer that one came from."""
+
+
+class VirtualTransport:
+    """A ``Transport`` over a ``VirtualWire``.
+
+    Owner: the simulator's thread.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        layout: KVLayout,
+        notify: Callable[[], None],
+        wire: VirtualWire,
+    ) -> None:
+        self._counters = WireCounters()
+        self._sessions = TransferSessions(
+            settings.incarnation, layout, settings.config, self._counters
+        )
+        self._notify = notify
+        self._wire = wire
+        self._endpoint = f"ipc://virtual/{settings.incarnation}"
+        self._events: list[Event] = []
+        self._timer: Cancellable | None = None
+        self._timer_s: float | None = None
+
+    # ---- core
+
+    @property
+    def endpoint(self) -> str:
+        """Where consumers find this producer."""
+        return self._endpoint
+
+    @property
+    def counters(self) -> WireCounters:
+        """Totals about messages."""
+        return self._counters
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Carry commands out at the present, which may be later than the step's beginning."""
+        waiting = list(commands)
+        self._wire.call_at(self._wire.now_s(), lambda: self._apply(waiting))
+
+    def poll(self) -> Sequence[Event]:
+        """Take the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the clock of this transport; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- wire
+
+    def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
+        """Take a message that a consumer sent."""
+        self._sessions.producer.on_message(peer, message, self._wire.now_s())
+        self._flush()
+
+    def receive_from_producer(
+        self, endpoint: str, message: ToConsumer, payload: NDArray[np.uint8] | None
+    ) -> None:
+        """Take a message that a producer sent."""
+        self._sessions.consumer.on_message(endpoint, message, payload, self._wire.now_s())
+        self._flush()
+
+    def lose_producer(self, endpoint: str) -> None:
+        """Learn that the connection to a producer broke."""
+        self._sessions.consumer.on_peer_lost(endpoint)
+        self._flush()
+
+    def lose_consumer(self, peer: bytes) -> None:
+        """Learn that a consumer cannot be reached."""
+        self._sessions.producer.on_peer_lost(peer)
+        self._flush()
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls."""
+        self._sessions.check_invariants()
+
+    # ---- inside
+
+    def _apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._sessions.apply(command, self._wire.now_s())
+        self._flush()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._sessions.tick(self._wire.now_s())
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what is to be sent, tell the core what it should know, wind the clock."""
+        for to_consumer in self._sessions.producer.take_sends():
+            self._wire.send_to_consumer(*to_consumer)
+        for to_producer in self._sessions.consumer.take_sends():
+            self._wire.send_to_producer(*to_producer)
+        events = self._sessions.take_events()
+        if events:
+            self._events.extend(events)
+            self._notify()
+        self._wind()
+
+    def _wind(self) -> None:
+        due_s = self._sessions.next_deadline_s()
+        if self._timer is not None:
+            if due_s == self._timer_s:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due_s is not None:
+            self._timer_s = due_s
+            self._timer = self._wire.call_at(max(due_s, self._wire.now_s()), self._tick)

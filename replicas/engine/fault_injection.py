@@ -1,0 +1,176 @@
+"""Makes a fault plan happen to a real engine on a simulated mesh.
+
+The plan says what is wrong at which second (`replicas.faults`); here the engine process's clocks,
+signals and sockets come in. Kill and freeze come from a small process beside the engine; a
+partition is dropped frames at the sockets; dropped links, corrupted payloads and a partition's KV
+part are read by the KV transport. Slow steps are the simulated device's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_transfer.transports.connections import break_accepted
+from replicas.engine import fault_signals
+from replicas.faults import NO_FAULTS, PlanClock, ReplicaFaults
+
+if TYPE_CHECKING:
+    from replicas.config import EngineConfig
+
+
+class EngineFaults:
+    """What is wrong with this engine at a reading of its monotonic clock.
+
+    Also the `kv_transfer.connector.LinkFaults` of its KV connections.
+
+    Attributes:
+        faults: The plan's part about this replica.
+        clock: Turns monotonic seconds into the plan's.
+    """
+
+    def __init__(self, faults: ReplicaFaults = NO_FAULTS, clock: PlanClock | None = None) -> None:
+        self.faults = faults
+        self.clock = clock or PlanClock()
+
+    def is_cut(self, now_s: float) -> bool:
+        """Whether nothing gets from or to the engine."""
+        return self.faults.is_partitioned(self.clock.plan_s(now_s))
+
+    def corrupts(self, now_s: float) -> bool:
+        """Whether KV payloads that leave have flipped bytes."""
+        return self.faults.corrupts(self.clock.plan_s(now_s))
+
+    def num_breaks(self, now_s: float) -> int:
+        """How often the KV connections have broken so far."""
+        plan_s = self.clock.plan_s(now_s)
+        return sum(at_s <= plan_s for at_s in self.faults.link_drops())
+
+    def num_heals(self, now_s: float) -> int:
+        """How many partitions are over."""
+        plan_s = self.clock.plan_s(now_s)
+        return sum(window.end_s <= plan_s for window in self.faults.partitions())
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """When an answer changes next, or None."""
+        change_s = self.faults.next_change_s(self.clock.plan_s(now_s))
+        return None if change_s is None else self.clock.clock_s(change_s)
+
+
+def engine_faults(config: EngineConfig) -> EngineFaults:
+    """What an engine's configuration says is wrong with it; reads both clocks once."""
+    mesh = config.simulated_mesh
+    if mesh is None:
+        return EngineFaults()
+    clock = PlanClock.since(mesh.fault_epoch_unix_s, unix_s=time.time(), now_s=time.monotonic())
+    return EngineFaults(ReplicaFaults(mesh.faults), clock)
+
+
+class ClientLinks:
+    """Whether frames get through between this engine and its clients.
+
+    Frames of a partition are lost, and a client that comes through a short one still connected
+    would miss them without a word. So the connections that lived through it break when it heals,
+    before anything else is sent: clients then start anew, as after a broken connection.
+
+    Shared by the receiving and the sending thread.
+
+    Args:
+        faults: What is wrong with the engine.
+    """
+
+    def __init__(self, faults: EngineFaults) -> None:
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._endpoints: list[str] = []
+        self._num_heals = faults.num_heals(time.monotonic())
+
+    def add(self, endpoint: str) -> None:
+        """Take in an endpoint that clients connect to."""
+        self._endpoints.append(endpoint)
+
+    def is_open(self) -> bool:
+        """Whether what was received, or is to be sent, gets through now."""
+        if not self._faults.faults:
+            return True
+        now_s = time.monotonic()
+        with self._lock:
+            num_heals = self._faults.num_heals(now_s)
+            if num_heals > self._num_heals:
+                self._num_heals = num_heals
+                for endpoint in self._endpoints:
+                    break_accepted(endpoint)
+        return not self._faults.is_cut(now_s)
+
+
+def schedule_signals(faults: EngineFaults, now_s: float) -> list[tuple[float, int]]:
+    """The signals that make an engine's kills and freezes happen.
+
+    A kill that is past is left out: it hit the engine that this one replaces. A freeze that has
+    begun and not ended goes on.
+
+    Args:
+        faults: What is wrong with the engine.
+        now_s: The monotonic clock.
+
+    Returns:
+        (monotonic time, signal number), in order.
+    """
+    clock = faults.clock
+    kills_s = map(clock.clock_s, faults.faults.kills())
+    found: list[tuple[float, int]] = [(at_s, signal.SIGKILL) for at_s in kills_s if at_s > now_s]
+    for window in faults.faults.freezes():
+        start_s, end_s = clock.clock_s(window.start_s), clock.clock_s(window.end_s)
+        if end_s > now_s:
+            found.append((max(start_s, now_s), signal.SIGSTOP))
+            if not math.isinf(end_s):
+                found.append((end_s, signal.SIGCONT))
+    return sorted(found)
+
+
+class SignalSender:
+    """The process that sends an engine its scheduled signals; none where there are none to send.
+
+    It inherits the engine's standard input, by which it knows the engine's parent, and ends by
+    itself when the engine does, however that ends.
+
+    Owner: the engine's main thread.
+
+    Args:
+        faults: What is wrong with the engine.
+    """
+
+    def __init__(self, faults: EngineFaults) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        schedule = schedule_signals(faults, time.monotonic())
+        if not schedule:
+            return
+        # The other end is held by this process alone, until it closes it or ends.
+        alive_fd, self._held_fd = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-I", "-S", str(Path(fault_signals.__file__).resolve()),
+                    str(os.getpid()), str(alive_fd), msgspec.json.encode(schedule).decode(),
+                ],
+                pass_fds=(alive_fd,),
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        finally:
+            os.close(alive_fd)
+
+    def close(self) -> None:
+        """Let the process end and wait for it."""
+        if self._process is not None:
+            os.close(self._held_fd)
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,89 @@
+"""Stops, continues and kills an engine process at given moments; a small process of its own.
+
+Why a process: a stopped engine cannot wake itself, nor be killed by itself. Run by its path on a
+bare interpreter, hence the standard library only. It ends with the engine, and when the engine's
+parent is gone it lets a stopped engine go on, so that this ends too: nothing is left behind.
+
+Owner: the engine, see `replicas.engine.fault_injection`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+_PARENT_FD = 0
+"""The engine's own standard input, inherited: its other end is held by the engine's parent."""
+
+
+class EngineGoneError(Exception):
+    """The engine, or its parent, has ended."""
+
+
+class _Watch:
+    """Waits for a moment while the engine and its parent live.
+
+    Args:
+        alive_fd: Read end of a pipe whose other end only the engine holds.
+    """
+
+    def __init__(self, alive_fd: int) -> None:
+        self._poll = select.poll()
+        # Nothing is ever read from either: only hang-ups count, and these are always told.
+        self._poll.register(alive_fd, 0)
+        self._poll.register(_PARENT_FD, 0)
+
+    def wait_until(self, at_s: float) -> None:
+        """Block until a reading of the monotonic clock.
+
+        Raises:
+            EngineGoneError: The engine or its parent ended before.
+        """
+        while (left_s := at_s - time.monotonic()) > 0:
+            if self._poll.poll(min(left_s, 3600.0) * 1000):
+                raise EngineGoneError
+
+
+def run(engine: int, alive_fd: int, schedule: list[tuple[float, int]]) -> None:
+    """Send every signal at its time.
+
+    Args:
+        engine: Process id of the engine, this process's parent.
+        alive_fd: See `_Watch`.
+        schedule: (monotonic time, signal number), in order.
+    """
+    watch = _Watch(alive_fd)
+    is_stopped = False
+    try:
+        for at_s, number in schedule:
+            watch.wait_until(at_s)
+            _send(engine, number)
+            is_stopped = number == signal.SIGSTOP
+        if is_stopped:
+            watch.wait_until(float("inf"))
+    except EngineGoneError:
+        pass
+    finally:
+        if is_stopped:
+            _send(engine, signal.SIGCONT)
+
+
+def _send(engine: int, number: int) -> None:
+    # Once the engine is gone its number may be somebody else's; this process then has a new parent.
+    if os.getppid() == engine:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, number)
+
+
+def _exit(_signal: int, _frame: object) -> None:
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)
+    run(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

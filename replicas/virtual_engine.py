@@ -1,0 +1,178 @@
+"""One engine under a virtual clock: the production core and server on a device that is a model.
+
+For simulators. It starts no thread, opens no socket and sleeps for nobody: whoever drives it says
+what time it is, brings messages and takes frames. A turn is one step of the engine process's loop:
+`begin` tells when it will be over, `end` what came of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from replicas.engine.core import EngineCore
+from replicas.engine.server import EngineServer, describe
+from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
+from replicas.engine.virtual_worker import StepClock, VirtualWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_transfer.p2p_worker import TransportFactory
+    from replicas.config import EngineConfig
+    from replicas.engine.server import Frames
+    from replicas.engine.step import ScheduledBatch
+    from replicas.engine.virtual_worker import Slowdown
+    from replicas.generators.simulated.timing import StepTiming
+    from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot
+
+MIN_TURN_S = 1e-6
+"""A turn that did something takes at least this long, or one instant could last for ever."""
+
+
+class Turn(NamedTuple):
+    """A turn that has begun.
+
+    Attributes:
+        end_times_s: When each of its steps is over; empty: there was nothing to do.
+        batch: The decode step that it repeats; None for a turn of one step of any kind.
+    """
+
+    end_times_s: list[float]
+    batch: ScheduledBatch | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualDevice:
+    """What an engine runs on.
+
+    Attributes:
+        timing: What steps cost.
+        facts: What the modelled device and the served model are.
+        faults: What is wrong with it, and when.
+        models_kv: Whether KV rows are kept and read, see `VirtualWorker`.
+        run_ahead: Whether decode steps without a decision between them make one turn. The same
+            results, sooner; not for a device whose faults change.
+    """
+
+    timing: StepTiming
+    facts: ModelFacts
+    faults: Slowdown
+    models_kv: bool
+    run_ahead: bool
+
+
+class VirtualEngine:
+    """See the module docstring.
+
+    Args:
+        config: The engine's configuration.
+        device: What it runs on.
+        incarnation: Id of this start.
+        make_transport: Makes its KV transport.
+        notify: Called when a turn is due although no message came.
+
+    Raises:
+        ConfigError: The configuration and the device do not fit.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: VirtualDevice,
+        incarnation: str,
+        make_transport: TransportFactory,
+        notify: Callable[[], None],
+    ) -> None:
+        clock = self._clock = StepClock()
+        self._host_s = device.timing.host_s
+        self._run_ahead = device.run_ahead
+        self._worker = VirtualWorker(
+            config=config,
+            timing=device.timing,
+            facts=device.facts,
+            clock=clock,
+            faults=device.faults,
+            models_kv=device.models_kv,
+            incarnation=incarnation,
+            make_transport=make_transport,
+            notify=notify,
+        )
+        self._core = EngineCore(config, _OneWorker(self._worker), incarnation)
+        self._server = EngineServer(self._core, incarnation)
+        self.description = describe(self._core, incarnation, "", "", 0)
+
+    def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
+        """Take one client message."""
+        self._server.take(client, message, now_s)
+
+    def client_gone(self, client: bytes) -> None:
+        """Drop a client and all that it asked for."""
+        self._server.client_gone(client)
+
+    def begin(self, now_s: float) -> Turn:
+        """Begin a turn; no other call but views until its `end`."""
+        self._clock.start(now_s)
+        if self._run_ahead:
+            run = self._core.begin_run(now_s)
+            if run is not None:
+                batch, num_steps = run
+                seconds = self._worker.run_seconds(batch, num_steps)
+                return Turn(self._end_times(now_s, seconds), batch)
+        if not self._core.step(now_s):
+            return Turn([], None)
+        return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
+
+    def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
+        """End a turn after `num_steps` of its steps; the frames that are to be sent now."""
+        if turn.batch is not None:
+            self._core.end_run(turn.batch, num_steps)
+        return self._server.frames(now_s)
+
+    def present_s(self) -> float:
+        """Virtual time while `begin` runs, some way into the turn."""
+        return self._clock.now_s()
+
+    def next_deadline_s(self) -> float | None:
+        """When a turn is due although nothing comes."""
+        return self._server.next_deadline_s()
+
+    def snapshot(self) -> EngineSnapshot:
+        """What it has left now."""
+        return self._core.snapshot(0)
+
+    def metrics(self, now_s: float) -> EngineMetrics:
+        """Every counter."""
+        return self._core.metrics(now_s)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that run, wait, or still have blocks lent to another engine."""
+        return self._core.num_live
+
+    def check_invariants(self) -> None:
+        """See `EngineCore.check_invariants`."""
+        self._core.check_invariants()
+
+    def shutdown(self) -> None:
+        """Stop its KV transport."""
+        self._core.shutdown()
+
+    def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
+        host_s = self._host_s
+        turns = [step_s + host_s for step_s in seconds]
+        if min(turns) < MIN_TURN_S:
+            turns = [max(turn_s, MIN_TURN_S) for turn_s in turns]
+        return list(itertools.accumulate(turns, initial=now_s))[1:]
+
+
+class _OneWorker:
+    """An `Executor` of one worker that exists already."""
+
+    def __init__(self, worker: VirtualWorker) -> None:
+        self._worker = worker
+
+    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+        """See `Executor`."""
+        return [getattr(self._worker, method)(*args)]
