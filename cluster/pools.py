@@ -155,7 +155,7 @@ class PoolState:
         return any(r.is_open and r.member.role in wanted for r in self._replicas.values())
 
     def decode_views(self) -> list[GroupView]:
-        """Every DP group that may decode; good until the next change here, and not to be changed."""
+        """Every DP group that may decode; not to be changed, and good until something is."""
         if not self._is_listed:
             self._list_views()
         for incarnation in self._dirty:

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from replicas.engine.core import EngineCore
+from replicas.engine.facts import model_facts
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
 from replicas.engine.virtual_worker import StepClock, VirtualWorker
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.simulated.profiles import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +66,16 @@ class VirtualDevice:
     run_ahead: bool
 
 
+def simulated_facts(config: EngineConfig) -> ModelFacts:
+    """What the core of a real engine on this simulated mesh would be told at its start.
+
+    Raises:
+        ConfigError: The model folder is not usable, or the mesh cannot be; says the numbers.
+    """
+    assert config.simulated_mesh is not None
+    return model_facts(config, load_hf_config(config.model), CAPABILITIES)
+
+
 class VirtualEngine:
     """See the module docstring.
 
@@ -86,7 +99,7 @@ class VirtualEngine:
         notify: Callable[[], None],
     ) -> None:
         clock = self._clock = StepClock()
-        self._host_s = device.timing.host_s
+        self._timing = device.timing
         self._run_ahead = device.run_ahead
         self._worker = VirtualWorker(
             config=config,
@@ -160,7 +173,7 @@ class VirtualEngine:
         self._core.shutdown()
 
     def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
-        host_s = self._host_s
+        host_s = self._timing.host_s + self._worker.num_rows * self._timing.host_row_s
         turns = [step_s + host_s for step_s in seconds]
         if min(turns) < MIN_TURN_S:
             turns = [max(turn_s, MIN_TURN_S) for turn_s in turns]

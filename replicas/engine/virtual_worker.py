@@ -94,6 +94,9 @@ class VirtualWorker:
         incarnation: Id of this start of the engine.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
+
+    Attributes:
+        num_rows: Sequences of the last step.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one device
@@ -119,6 +122,7 @@ class VirtualWorker:
         self._make_transport = make_transport
         self._notify = notify
         self._rows: list[_Row | None] = [None] * config.max_batch_size
+        self.num_rows = 0
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
         self._next_token: NextToken | None = None
@@ -176,6 +180,7 @@ class VirtualWorker:
         connector = self._connector
         if connector is not None and meta is not None:
             connector.start_load_kv(meta, now_s)
+        self.num_rows = 0
         result = self._run(batch) if batch is not None else None
         if connector is None or meta is None:
             return result, None
@@ -215,6 +220,7 @@ class VirtualWorker:
         return StepResult(self._advance(batch), seconds)
 
     def _apply(self, batch: ScheduledBatch) -> None:
+        self.num_rows = len(batch.slots)
         for seq in batch.new:
             self._rows[seq.slot] = _Row(seq, keeps_tokens=self._models_kv)
         if self._models_kv:
