@@ -11,6 +11,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import ConnectorSettings
 from replicas.engine.core import EngineCore
 from replicas.engine.facts import model_facts
 from replicas.engine.server import EngineServer, describe
@@ -57,6 +59,7 @@ class VirtualDevice:
         models_kv: Whether KV rows are kept and read, see `VirtualWorker`.
         run_ahead: Whether decode steps without a decision between them make one turn. The same
             results, sooner; not for a device whose faults change.
+        transfer: Deadlines and sizes of KV transfers.
     """
 
     timing: StepTiming
@@ -64,6 +67,7 @@ class VirtualDevice:
     faults: Slowdown
     models_kv: bool
     run_ahead: bool
+    transfer: TransferConfig = TransferConfig()
 
 
 def simulated_facts(config: EngineConfig) -> ModelFacts:
@@ -101,6 +105,11 @@ class VirtualEngine:
         clock = self._clock = StepClock()
         self._timing = device.timing
         self._run_ahead = device.run_ahead
+        self._notify = notify
+        # Whether the KV connector has asked for a step.
+        self._has_news = False
+        # Whether a client's message may have changed what clients are to be told.
+        self._has_changed = False
         self._worker = VirtualWorker(
             config=config,
             timing=device.timing,
@@ -108,32 +117,43 @@ class VirtualEngine:
             clock=clock,
             faults=device.faults,
             models_kv=device.models_kv,
-            incarnation=incarnation,
+            settings=ConnectorSettings(incarnation=incarnation, config=device.transfer),
             make_transport=make_transport,
-            notify=notify,
+            notify=self._take_news,
         )
         self._core = EngineCore(config, _OneWorker(self._worker), incarnation)
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
 
+    def __repr__(self) -> str:
+        return f"VirtualEngine({self._core!r})"
+
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
         """Take one client message."""
+        self._has_changed = True
         self._server.take(client, message, now_s)
 
     def client_gone(self, client: bytes) -> None:
         """Drop a client and all that it asked for."""
+        self._has_changed = True
         self._server.client_gone(client)
 
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""
         self._clock.start(now_s)
-        if self._run_ahead:
+        if self._run_ahead and not self._has_news:
             run = self._core.begin_run(now_s)
             if run is not None:
                 batch, num_steps = run
+                # What has changed must be told after the first step, as an engine process does.
+                if self._has_changed or batch.new or batch.appended_blocks:
+                    num_steps = 1
+                self._has_changed = False
                 seconds = self._worker.run_seconds(batch, num_steps)
                 return Turn(self._end_times(now_s, seconds), batch)
-        if not self._core.step(now_s):
+        self._has_news = self._has_changed = False
+        # Moving KV takes time, even where nothing runs and no transfer ends.
+        if not self._core.step(now_s) and not self._clock.spent_s:
             return Turn([], None)
         return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
 
@@ -171,6 +191,10 @@ class VirtualEngine:
     def shutdown(self) -> None:
         """Stop its KV transport."""
         self._core.shutdown()
+
+    def _take_news(self) -> None:
+        self._has_news = True
+        self._notify()
 
     def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
         host_s = self._timing.host_s + self._worker.num_rows * self._timing.host_row_s

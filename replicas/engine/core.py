@@ -111,6 +111,9 @@ class EngineCore:
         self._device_s = 0.0
         self._host_s = 0.0
 
+    def __repr__(self) -> str:
+        return f"EngineCore({self._scheduler!r}, {self._connector!r})"
+
     # --- messages ------------------------------------------------------------------------------
 
     def handle(self, client: bytes, message: CoreMessage, now_s: float) -> None:
@@ -175,8 +178,9 @@ class EngineCore:
         """Schedule a decode step that may be repeated before anything has to be decided.
 
         Whoever calls it lets the worker run the step up to that many times and says how often it
-        did in `end_run`; no other call comes between. The simulator passes over the steps of idle
-        stretches this way.
+        did in `end_run`; no other call comes between. It makes a `step` instead whenever the
+        connector has notified since the last one: else nothing of a transfer is due. The simulator
+        passes over stretches of plain decode steps this way.
 
         Args:
             now_s: Monotonic clock.
@@ -188,7 +192,6 @@ class EngineCore:
         if (
             not self._scheduler.is_steady
             or (deadline_s is not None and now_s >= deadline_s)
-            or (self._connector is not None and self._connector.num_inflight)
             or self._has_pending_transfers()
         ):
             return None

@@ -320,11 +320,11 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """Whether all that is left to do is to decode what runs."""
+        """Whether all that is left to do is to decode what runs, and nobody fetches its KV."""
         return (
             bool(self._running)
             and not self._waiting
-            and all(seq.num_new_tokens == 1 for seq in self._running)
+            and all(s.num_new_tokens == 1 and s.mode != "prefill" for s in self._running)
         )
 
     def num_repeats(self, batch: ScheduledBatch) -> int:
@@ -345,7 +345,7 @@ class Scheduler:
 
     def _num_plain_steps(self, seq: Sequence) -> int:
         sampling = seq.request.sampling
-        if seq.mode == "prefill" or not seq.num_output_tokens:
+        if not seq.num_output_tokens:
             return 1
         if sampling.stop_token_ids or not sampling.ignore_eos:
             return 1
