@@ -433,6 +433,15 @@ def _simulated_model(engine: EngineConfig) -> str | None:
 
 def _check_faults(config: ClusterConfig) -> None:
     """A plan is only for replicas that exist, on simulated meshes."""
+    options = {"args.engine": config.engine}
+    options |= {f"args.pools.{role}.engine": pool.engine for role, pool in config.pools.items()}
+    for where, fields in options.items():
+        for key in ("faults", "fault_epoch_unix_s"):
+            if key in (fields.get("simulated_mesh") or {}):
+                raise ClusterConfigError(
+                    f"{where}.simulated_mesh.{key} is set by the cluster, for one replica; "
+                    "name faults in args.faults"
+                )
     try:
         plan = config.fault_plan
         plan.check_targets({role: pool.replicas for role, pool in config.pools.items()})

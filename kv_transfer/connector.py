@@ -78,6 +78,45 @@ class KVDeviceIO(Protocol):
         """
 
 
+class LinkFaults(Protocol):
+    """What is made to go wrong with one engine's connections, on purpose and by a script.
+
+    Asked on the transport's thread; ``now_s`` is the monotonic clock of the process.
+    """
+
+    def is_cut(self, now_s: float) -> bool:
+        """Tell whether nothing gets in or out."""
+
+    def corrupts(self, now_s: float) -> bool:
+        """Tell whether payloads that leave have flipped bytes, behind their checksum."""
+
+    def num_breaks(self, now_s: float) -> int:
+        """Return how often every connection has broken so far."""
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """Return when an answer changes next, or None."""
+
+
+class NoLinkFaults:
+    """Nothing is made to go wrong (see ``LinkFaults``)."""
+
+    def is_cut(self, now_s: float) -> bool:
+        """Tell that messages get through."""
+        return False
+
+    def corrupts(self, now_s: float) -> bool:
+        """Tell that payloads stay as they are."""
+        return False
+
+    def num_breaks(self, now_s: float) -> int:
+        """Return zero."""
+        return 0
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """Return None."""
+        return None
+
+
 class ConnectorSettings(Struct, frozen=True, kw_only=True):
     """What one engine's connector is told at start.
 
@@ -86,11 +125,13 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
         bind: Where to listen: ``tcp://<address>:*`` for a free port, ``tcp://<address>:<port>``
             or ``ipc://<path>``. The address is one of this host, never a wildcard.
         config: Deadlines and sizes.
+        link_faults: What is made to go wrong with the connections.
     """
 
     incarnation: str
     bind: str = "tcp://127.0.0.1:*"
     config: TransferConfig = field(default_factory=TransferConfig)
+    link_faults: LinkFaults = field(default_factory=NoLinkFaults)
 
 
 class SaveProgress(Struct, frozen=True, array_like=True):

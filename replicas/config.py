@@ -75,7 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or all the other.
         prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many prefill
             steps may follow each other while sequences wait to decode.
-        num_threads: Compute threads of the generator; None leaves the library's default.
+        num_threads: Compute threads of the generator; None leaves the library's default, or takes
+            one on a simulated mesh.
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
         kv_connector: None, "p2p", or "module:Class" of a KV connector.

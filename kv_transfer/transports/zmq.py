@@ -3,7 +3,8 @@
 The thread owns every socket: one bound ROUTER on which consumers reach this engine, and one DEALER
 with its monitor per producer that this engine fetches from. It runs the two session state machines
 and exchanges plain values with the core thread over two queues, whose bytes the credits bound. It
-never sees KV memory and decides nothing about blocks.
+never sees KV memory and decides nothing about blocks. What ``LinkFaults`` script happens here, at
+the wire: behind the sessions, so that they see what they would see of a network's own faults.
 """
 
 import logging
@@ -42,11 +43,15 @@ from kv_transfer.transport import (
     Ready,
     WireCounters,
 )
+from kv_transfer.transports.connections import break_accepted
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 256
 """Messages taken from one socket before the others get their turn."""
+
+_LONGEST_WAIT_S = 3600.0
+"""A poll's timeout is a 32-bit number of milliseconds, and a scripted fault may be far away."""
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitor events after which a producer counts as gone: the connection broke, or was refused."""
@@ -107,6 +112,10 @@ class ZmqTransport:
         self._commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._peers: dict[str, _Peer] = {}
+        self._faults = settings.link_faults
+        self._num_breaks = self._faults.num_breaks(time.monotonic())
+        self._is_cut = False
+        self._corrupts = False
         self._stopping = threading.Event()
         self._crash: BaseException | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -217,6 +226,7 @@ class ZmqTransport:
         self._poller.poll(self._timeout_ms())
         self._drain_wake()
         now_s = time.monotonic()
+        self._apply_faults(now_s)
         while self._commands:
             self._apply(self._commands.popleft(), now_s)
         self._receive_from_consumers(now_s)
@@ -228,11 +238,27 @@ class ZmqTransport:
         self._publish()
 
     def _timeout_ms(self) -> int | None:
-        deadlines = (self._producer.next_deadline_s(), self._consumer.next_deadline_s())
+        now_s = time.monotonic()
+        deadlines = (
+            self._producer.next_deadline_s(),
+            self._consumer.next_deadline_s(),
+            self._faults.next_change_s(now_s),
+        )
         due_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due_s is None:
             return None
-        return max(0, int(1000 * (due_s - time.monotonic())) + 1)
+        return max(0, int(1000 * min(due_s - now_s, _LONGEST_WAIT_S)) + 1)
+
+    def _apply_faults(self, now_s: float) -> None:
+        """Learn what is wrong now; break every connection when that is due."""
+        self._is_cut = self._faults.is_cut(now_s)
+        self._corrupts = self._faults.corrupts(now_s)
+        num_breaks = self._faults.num_breaks(now_s)
+        if num_breaks > self._num_breaks:
+            self._num_breaks = num_breaks
+            for peer in list(self._peers.values()):
+                self._drop_peer(peer)
+            break_accepted(self._endpoint)
 
     def _drain_wake(self) -> None:
         try:
@@ -264,6 +290,8 @@ class ZmqTransport:
             frames = _receive(self._router)
             if frames is None:
                 return
+            if self._is_cut:
+                continue
             try:
                 peer, message = frames
                 self._producer.on_message(peer.bytes, decode_to_producer(message.bytes), now_s)
@@ -277,6 +305,8 @@ class ZmqTransport:
             frames = _receive(peer.dealer)
             if frames is None:
                 break
+            if self._is_cut:
+                continue
             payload = _as_bytes(frames[1]) if len(frames) == 2 else None
             try:
                 message = decode_to_consumer(frames[0].bytes)
@@ -303,12 +333,16 @@ class ZmqTransport:
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
         """Send through the ROUTER, whose queue the credits bound."""
+        if self._is_cut:
+            return
         head = [send.peer, encode(send.message)]
         try:
             if send.payload is None:
                 self._router.send_multipart(head, zmq.NOBLOCK)
             else:
                 self._router.send_multipart(head, zmq.NOBLOCK | zmq.SNDMORE)
+                if self._corrupts:
+                    send.payload[:, 0] ^= 0xFF  # A byte of every block, after the checksum.
                 self._router.send(send.payload.data, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -316,6 +350,8 @@ class ZmqTransport:
             self._producer.on_peer_lost(send.peer)
 
     def _send_to_producer(self, send: SendToProducer) -> None:
+        if self._is_cut:
+            return
         peer = self._peers.get(send.endpoint) or self._connect(send.endpoint)
         if peer is None:
             return

@@ -173,7 +173,6 @@ class Sender(threading.Thread):
 
     def _send(self, client: bytes, raw: bytes) -> None:
         if not self._links.is_open():
-            self._last_sent_s[client] = time.monotonic()
             return
         try:
             self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)

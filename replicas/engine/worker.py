@@ -12,9 +12,9 @@ import torch
 
 from kv_transfer.connector import ConnectorSettings, load_connector
 from kv_transfer.layout import KVLayout
+from replicas.engine.facts import model_facts
 from replicas.engine.fault_injection import engine_faults
 from replicas.engine.runner import ModelRunner
-from replicas.engine.step import ModelFacts
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
@@ -23,12 +23,7 @@ from replicas.generators.simulated.device import SimulatedMesh, WallClock
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
-from replicas.kv_sizing import (
-    bytes_per_block,
-    num_blocks_per_lane,
-    position_limit,
-    resolve_dtype,
-)
+from replicas.kv_sizing import resolve_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +36,9 @@ if TYPE_CHECKING:
         TransferStats,
     )
     from replicas.config import EngineConfig, SimulatedMeshConfig
-    from replicas.engine.step import ScheduledBatch, StepResult
+    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, KVCache, ModelCapabilities
+    from replicas.generators.protocol import Generator, KVCache
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _SIMULATED_GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
@@ -79,12 +74,15 @@ class Worker:
 
     def init_device(self) -> None:
         """Open the device and build the communication groups; on the CPU, set the thread count."""
-        if self._config.num_threads is not None:
-            torch.set_num_threads(self._config.num_threads)
+        mesh = self._config.simulated_mesh
+        # Beside a simulated mesh the host only samples, and a second thread that waits for the
+        # first costs milliseconds a step where engines share cores.
+        num_threads = self._config.num_threads or (None if mesh is None else 1)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self._hf_config = load_hf_config(self._config.model)
         self._faults = engine_faults(self._config)
         self._dtype = _DTYPES[resolve_dtype(self._config, self._hf_config)]
-        mesh = self._config.simulated_mesh
         self._device = self._cpu() if mesh is None else self._simulated_mesh(mesh)
 
     def load_model(self) -> ModelFacts:
@@ -98,17 +96,7 @@ class Worker:
             max_seq_len=config.max_model_len or hf.max_position_embeddings,
             tt_data_parallel=config.tt_data_parallel,
         )
-        capabilities: ModelCapabilities = generator_class.model_capabilities
-        return ModelFacts(
-            max_position_embeddings=position_limit(config, hf),
-            vocab_size=hf.vocab_size,
-            eos_token_ids=list(hf.eos_token_id),
-            num_blocks=num_blocks_per_lane(config, hf),
-            bytes_per_block=bytes_per_block(config, hf),
-            supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
-            supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
-            supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
-        )
+        return model_facts(config, hf, generator_class.model_capabilities)
 
     def initialize_kv_cache(
         self, num_blocks: int, max_model_len: int

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 CONTEXT = 160
 """Tokens that a row reads in the first decode step after the prompt, in blocks of 32."""
 
+MOST_CHIPS = 8
+"""Chips of a lane up to which there are rows to fit: the all-reduces go round a ring. Galaxy's row
+of 70B has 32, and code of its own that no other row tells anything of."""
+
 _BASE_IMPLEMENTATION = "llama"
 
 
@@ -109,6 +113,27 @@ def fit(rows: Collection[MeasuredRow] = ROWS) -> Fit:
     found = _fit_fabric(found, on_t3k)
     found = _fit_implementations(found, [r for r in rows if _is_other(r)])
     return _fit_lanes(found, [row for row in rows if row.num_lanes > 1])
+
+
+def held_out(row: MeasuredRow) -> tuple[float, float] | None:
+    """How far the prediction from all other rows is off: of the prompt, of the decode step.
+
+    Args:
+        row: A measured row; one that is not in `ROWS` is predicted from all of them.
+
+    Returns:
+        Relative errors; None where no other row is of its code, so that nothing can be predicted.
+    """
+    board, model, lanes = BOARDS[row.board], MODELS[row.model], row.num_lanes
+    others = [other for other in ROWS if other != row]
+    codes = {MODELS[other.model].implementation for other in others if other.num_lanes == 1}
+    if board.num_chips // lanes > MOST_CHIPS or model.implementation not in codes:
+        return None
+    found = fit(others)
+    return (
+        found.ttft_s(board, model, lanes) / row.ttft_s - 1.0,
+        found.step_s(board, model, lanes) / row.step_s - 1.0,
+    )
 
 
 def _fit_wormhole(rows: Sequence[MeasuredRow]) -> Fit:

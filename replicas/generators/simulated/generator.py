@@ -19,7 +19,7 @@ from replicas.errors import ConfigError
 from replicas.generators.model_config import to_model_config
 from replicas.generators.simulated.device import SimulatedMesh
 from replicas.generators.simulated.meshes import BOARDS, MODELS
-from replicas.generators.simulated.profiles import mesh_profile
+from replicas.generators.simulated.profiles import CAPABILITIES, mesh_profile
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ class SimulatedGenerator:
         num_lanes: DP groups.
     """
 
-    model_capabilities: ClassVar[ModelCapabilities] = {
-        "supports_prefix_caching": True,
-        "supports_chunked_prefill": True,
-        "supports_async_decode": False,
-        "supports_sample_on_device": False,
-    }
+    model_capabilities: ClassVar[ModelCapabilities] = CAPABILITIES
     decode_input_update_contract: ClassVar[int] = 1
 
     def __init__(

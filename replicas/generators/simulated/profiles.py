@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from replicas.errors import ConfigError
-from replicas.generators.simulated.calibration import CONTEXT, FITTED, lane_share
+from replicas.generators.simulated.calibration import (
+    CONTEXT,
+    FITTED,
+    MOST_CHIPS,
+    lane_share,
+)
 from replicas.generators.simulated.meshes import (
     BOARDS,
     MODELS,
@@ -27,22 +32,29 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from replicas.config import EngineConfig, SimulatedMeshConfig
+    from replicas.generators.protocol import ModelCapabilities
 
 T = TypeVar("T")
 
+CAPABILITIES: ModelCapabilities = {
+    "supports_prefix_caching": True,
+    "supports_chunked_prefill": True,
+    "supports_async_decode": False,
+    "supports_sample_on_device": False,
+}
+"""What a simulated mesh's generator can; a simulator asks without making one."""
+
 HOST_S = 0.001
-HOST_ROW_S = 20e-6
+HOST_ROW_S = 22e-6
 """Seconds that our engine's host spends on a step, and on each of its rows, outside the device:
 scheduling, input tables, sampling, waking up. Taken off the measured rows, because an engine adds
-its own. Measured by benchmarks/simulated_mesh.py on two cores of an AMD EPYC: 1.0 ms with 1 row, 1.4
-with 32, 5.6 with 256, 19.6 with 1,024."""
+its own. Measured by benchmarks/simulated_mesh.py on two cores of an AMD EPYC: 1.0 ms with 1 row,
+1.4 to 2.2 with 32, 5 to 8 with 256, 20 to 27 with 1,024."""
 
 DRAM_UTILISATION = 0.95
 """Share of DRAM that weights and KV may fill; the rest is activations and fragments. Assumed."""
 TRACE_REGION_BYTES = 50_000_000
 """Of each chip; vllm-tt-plugin's default."""
-MOST_CHIPS_PREDICTED = 8
-"""Chips of a lane up to which the fit has rows: its all-reduces go round a ring."""
 COMPILE_S_PER_BUCKET = 10.0
 """Seconds to compile and capture one padded length. Assumed: nobody has published it."""
 
@@ -150,11 +162,11 @@ def mesh_profile(board_name: str, model_name: str, num_lanes: int = 1) -> MeshPr
         )
     row = _row(board, model, num_lanes)
     if row is None:
-        if board.num_chips // num_lanes > MOST_CHIPS_PREDICTED:
+        if board.num_chips // num_lanes > MOST_CHIPS:
             raise ConfigError(
                 f"no figures for {model_name} on {board.num_chips // num_lanes} chips of "
                 f"{board_name} a lane: nothing was measured, and predictions end at "
-                f"{MOST_CHIPS_PREDICTED} chips; use more lanes (tt_data_parallel)"
+                f"{MOST_CHIPS} chips; use more lanes (tt_data_parallel)"
             )
         ttft_s = FITTED.ttft_s(board, model, num_lanes)
         step_s = FITTED.step_s(board, model, num_lanes)

@@ -1,0 +1,81 @@
+"""A simulated device takes the time it was told, whatever its own arithmetic took."""
+
+import math
+
+import pytest
+
+from replicas.faults import Fault, PlanClock, ReplicaFaults
+from replicas.generators.simulated import device
+from replicas.generators.simulated.device import SimulatedMesh, WallClock, busy
+from tests.replicas.generators.simulated.clocks import FakeClock
+
+
+def test_work_is_part_of_the_time_and_not_on_top():
+    clock = FakeClock()
+    with busy(clock, 0.5):
+        clock.time_s += 0.2
+    assert clock.spent == [pytest.approx(0.3)]
+    assert clock.now_s() == pytest.approx(0.5)
+
+
+def test_work_that_took_longer_leaves_nothing_to_spend():
+    clock = FakeClock()
+    with busy(clock, 0.5):
+        clock.time_s += 0.7
+    assert clock.now_s() == pytest.approx(0.7)
+
+
+def test_a_slow_device_takes_a_factor_longer_while_it_is_slow():
+    clock = FakeClock(now_s=1000.0)
+    slow = Fault(at_s=10.0, target="both/0", kind="slow", duration_s=5.0, factor=3.0)
+    mesh = SimulatedMesh(None, clock, faults=ReplicaFaults([slow]), plan_clock=PlanClock(-1000.0))
+    spent = []
+    for now_s in (1009.9, 1010.0, 1014.9, 1015.0):
+        clock.time_s = now_s
+        with mesh.busy(1.0):
+            pass
+        spent.append(clock.time_s - now_s)
+    assert spent == [pytest.approx(x) for x in (1.0, 3.0, 3.0, 1.0)]
+
+
+def test_jitter_is_lognormal_and_the_same_for_the_same_seed():
+    def logs(seed):
+        clock = FakeClock()
+        mesh = SimulatedMesh(None, clock, jitter=0.02, seed=seed)
+        for _ in range(2000):
+            with mesh.busy(1.0):
+                pass
+        return [math.log(seconds) for seconds in clock.spent]
+
+    found = logs("a")
+    assert found == logs("a") != logs("b")
+    assert sum(found) / 2000 == pytest.approx(0.0, abs=0.002)
+    assert math.sqrt(sum(x * x for x in found) / 2000) == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_wall_clock_sleeps_and_then_looks(monkeypatch):
+    now, slept, looks = [100.0], [], []
+
+    class Time:
+        @staticmethod
+        def monotonic():
+            looks.append(now[0])
+            now[0] += 1e-5
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds):
+            slept.append(seconds)
+            now[0] += seconds
+
+    monkeypatch.setattr(device, "time", Time)
+    clock = WallClock()
+    started_s = now[0]
+    clock.spend(0.25)
+    assert now[0] - started_s == pytest.approx(0.25, abs=5e-5)
+    assert slept == [pytest.approx(0.25, abs=1e-4)]
+    assert len(looks) < 20  # the rest is at most some 100 microseconds of looking
+    slept.clear()
+    clock.spend(-0.1)
+    clock.spend(0.0)
+    assert slept == []

@@ -1,0 +1,160 @@
+"""Whole engines on a simulated mesh: however the work is cut up and placed, the expected tokens.
+
+A token depends on every KV row of its context, so that these tests fail for any mistake in paging,
+prefix caching, preemption, lanes or transfer.
+"""
+
+import pytest
+
+from replicas.engine import worker
+from replicas.engine.runner import ModelRunner
+from replicas.errors import ConfigError
+from replicas.sampling_params import SamplingParams
+from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
+from tests.replicas.engine.pair import Pair
+from tests.replicas.generators.simulated.clocks import NullClock
+from tests.replicas.generators.simulated.engines import (
+    FOUR_CHIPS,
+    N150,
+    right_tokens,
+    simulated_config,
+)
+
+LONG = [(7 * i * i + 3 * i) % 4001 + 16 for i in range(90)]
+PROMPTS = [
+    LONG[:70], [11], [5, 9, 3], LONG[:64], list(range(1, 34)), [*LONG[:40], 1, 2, 3], [2, 2],
+    [*LONG[:32], 150], [17 * i % 4093 for i in range(1, 22)], LONG,
+]  # fmt: skip
+NUM_NEW = 12
+SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, seed=0, ignore_eos=True)
+MISS, FOUR_LANES = {"enable_prefix_caching": False}, {"tt_data_parallel": 4}
+CHUNKED = {"max_num_batched_tokens": 16}
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+
+
+@pytest.fixture(autouse=True)
+def _no_time(monkeypatch):
+    monkeypatch.setattr(worker, "WallClock", NullClock)
+
+
+@pytest.mark.parametrize("stagger", [0, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{**WHOLE, **MISS}, {**CHUNKED, **MISS}, WHOLE, CHUNKED, {**CHUNKED, **FOUR_LANES}],
+    ids=["whole", "chunked", "whole, prefix cache", "chunked, prefix cache", "four lanes"],
+)
+def test_tokens_are_those_expected(settings, stagger):
+    with engine_core(simulated_config(**settings)) as core:
+        found = generate(core, PROMPTS, SAMPLING, stagger=stagger)
+    assert found == right_tokens(PROMPTS, NUM_NEW)
+
+
+@pytest.mark.parametrize("settings", [{}, FOUR_LANES], ids=["one lane", "four lanes"])
+def test_prompts_found_in_the_prefix_cache_give_the_same(settings):
+    with engine_core(simulated_config(**settings)) as core:
+        for _ in range(2):
+            found = generate(core, PROMPTS, SAMPLING)
+        assert num_prefix_hits(core) >= 64
+    assert found == right_tokens(PROMPTS, NUM_NEW)
+
+
+@pytest.mark.parametrize("settings", [MISS, {}], ids=["no prefix cache", "prefix cache"])
+def test_preempted_sequences_give_the_same(settings):
+    prompts = [[100 * i + j for j in range(60)] for i in range(8)]
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
+    with engine_core(simulated_config(num_blocks=20, **settings)) as core:
+        found = generate(core, prompts, sampling)
+        assert num_preemptions(core) > 0
+    assert found == right_tokens(prompts, 40)
+
+
+def test_sampling_cannot_change_them():
+    sampling = [
+        SamplingParams(
+            max_tokens=NUM_NEW, temperature=1.5, top_k=5, top_p=0.5, seed=i, ignore_eos=True
+        )
+        for i in range(len(PROMPTS))
+    ]
+    with engine_core(simulated_config()) as core:
+        assert generate(core, PROMPTS, sampling) == right_tokens(PROMPTS, NUM_NEW)
+
+
+def test_a_request_never_ends_before_its_length():
+    """An end token is never given."""
+    sampling = SamplingParams(max_tokens=100, temperature=0.0, seed=0)
+    with engine_core(simulated_config(max_model_len=256)) as core:
+        found = generate(core, PROMPTS, sampling)
+    assert [len(tokens) for tokens in found] == [100] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (CHUNKED, {"tt_data_parallel": 2}),
+        (WHOLE, MISS),
+        (FOUR_LANES, {}),
+        ({"simulated_mesh": N150}, FOUR_LANES),
+    ],
+    ids=["chunks to two lanes", "whole", "four lanes to one", "one board to another"],
+)
+def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode):
+    common = {"kv_connector": "p2p", "num_blocks": 130, "max_batch_size": 16}
+    pair = Pair(simulated_config(**common, **prefill), simulated_config(**common, **decode))
+    try:
+        found = pair.generate(PROMPTS, [SAMPLING] * len(PROMPTS))
+        assert pair.failures == {}
+    finally:
+        pair.close()
+    assert found == right_tokens(PROMPTS, NUM_NEW)
+
+
+def test_a_stale_block_table_gives_another_token(monkeypatch):
+    """What all the others rest on: the simulated model notices one wrong entry."""
+    decode = ModelRunner._decode
+
+    def swapped(self, slots):
+        self._batch.block_table[slots, 0] = 60  # nobody's
+        return decode(self, slots)
+
+    monkeypatch.setattr(ModelRunner, "_decode", swapped)
+    prompt = list(range(200, 250))
+    with engine_core(simulated_config(**WHOLE)) as core:
+        (found,) = generate(core, [prompt], SAMPLING)
+    (right,) = right_tokens([prompt], NUM_NEW)
+    assert found[0] == right[0]
+    assert found[1:] != right[1:]
+
+
+def test_the_engine_takes_its_facts_from_the_profile():
+    with engine_core(simulated_config(num_blocks=None, simulated_mesh=N150)) as core:
+        facts = core.facts
+        assert facts.max_position_embeddings == 131_072
+        assert facts.vocab_size == 4096
+        assert facts.num_blocks == 1 + 45_471 // 32
+        assert facts.bytes_per_block == 32 * 16
+        assert not facts.supports_mixed_batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator": "a:B"}, "generator 'a:B' and simulated_mesh exclude each other"),
+        ({"mixed_batches": True}, "a mesh cannot mix"),
+        ({"max_model_len": 65_536, "num_blocks": None, "simulated_mesh": N150},
+         r"65536 does not fit the KV cache, which holds 45440 tokens"),
+        ({"max_batch_size": 64}, "64 slots a lane, and a mesh decodes at most 32"),
+        ({"max_batch_size": 24, "tt_data_parallel": 3}, "does not divide the 4 chips"),
+        ({"max_model_len": 200_000}, "200000 exceeds the model's limit of 131072"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message), engine_core(simulated_config(**changes)):
+        pass
+
+
+def test_a_pair_of_other_models_never_shares_kv():
+    other = FOUR_CHIPS.__class__(model="Mistral-7B", board="p150x4")
+    common = {"kv_connector": "p2p", "num_blocks": 130}
+    configs = [simulated_config(**common), simulated_config(**common, simulated_mesh=other)]
+    with engine_core(configs[0]) as core, engine_core(configs[1]) as another:
+        assert core.kv_layout.layout_hash() != another.kv_layout.layout_hash()

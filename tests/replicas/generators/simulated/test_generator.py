@@ -1,0 +1,145 @@
+"""The simulated generator keeps the contract of generators, and takes its time."""
+
+import pytest
+import torch
+
+from replicas.errors import ConfigError
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.protocol import CpuDevice
+from replicas.generators.registry import resolve_generator
+from replicas.generators.simulated.device import SimulatedMesh
+from replicas.generators.simulated.generator import SimulatedGenerator
+from replicas.generators.simulated.profiles import mesh_profile
+from replicas.generators.simulated.timing import LinkTiming
+from replicas.generators.simulated.tokens import expected_tokens
+from tests.replicas.generators.conformance import NUM_NEW, PROMPTS, check_generator
+from tests.replicas.generators.paged_loop import PagedLoop
+from tests.replicas.generators.simulated.clocks import FakeClock
+from tests.replicas.generators.simulated.engines import MODEL
+
+CONFIG = load_hf_config(MODEL)
+TIMING = mesh_profile("n150", "Llama-3.1-8B").timing(
+    block_size=16, link=LinkTiming(0.0, 1e9), compile_s=60.0
+)
+
+
+def make(clock=None, **sizes):
+    sizes = {"max_batch_size": 8, "max_seq_len": 128, "tt_data_parallel": 1, **sizes}
+    mesh = SimulatedMesh(TIMING, clock or FakeClock())
+    return SimulatedGenerator.initialize_vllm_model(
+        CONFIG, mesh, sizes.pop("max_batch_size"), **sizes
+    )
+
+
+def make_loop(clock=None, lanes=1):
+    generator = make(clock, tt_data_parallel=lanes)
+    return PagedLoop(generator, CONFIG, num_lanes=lanes, slots_per_lane=8 // lanes)
+
+
+def test_simulated_generator_conforms():
+    check_generator(lambda **sizes: (make(**sizes), CONFIG))
+
+
+@pytest.mark.parametrize(("lanes", "chunk"), [(1, None), (4, None), (1, 7), (2, 5)])
+def test_tokens_are_those_expected(lanes, chunk):
+    sequences = make_loop(lanes=lanes).generate(PROMPTS, NUM_NEW, chunk=chunk)
+    for prompt, sequence in zip(PROMPTS, sequences, strict=True):
+        right = expected_tokens(prompt, NUM_NEW, CONFIG.vocab_size, CONFIG.eos_token_id)
+        assert sequence.output == right
+
+
+def test_a_prefill_reads_what_was_there_before_its_start():
+    loop = make_loop()
+    first, other = loop.add(list(range(40)), 1), loop.add(list(range(40)), 1)
+    loop.step_prefill([first])
+    other.num_computed_tokens = 32
+    other.block_ids[0] = first.block_ids[0]  # the second block is one that nobody wrote
+    loop.step_prefill([other])
+    assert other.output != first.output
+
+
+def test_logits_are_one_hot_and_not_the_generators_own():
+    loop = make_loop()
+    sequence = loop.add([3, 4, 5], 3)
+    loop.step_prefill([sequence])
+    logits = loop.step_decode([sequence])
+    assert logits.dtype == torch.float32
+    assert logits.count_nonzero() == 1
+    kept = logits.clone()
+    loop.step_decode([sequence])
+    assert torch.equal(logits, kept)
+
+
+def test_calls_take_the_time_of_the_model_of_time():
+    clock = FakeClock()
+    loop = make_loop(clock, lanes=2)
+    sequences = [loop.add(list(range(n)), 3) for n in (48, 20, 16)]
+    loop.step_prefill(sequences)
+    chunks = [(s.lane, 0, s.num_prompt_tokens) for s in sequences]
+    assert clock.spent == [pytest.approx(TIMING.prefill_s(chunks))]
+    loop.step_decode(sequences)
+    rows = [(s.lane, s.num_prompt_tokens + 1) for s in sequences]
+    assert clock.spent[1:] == [pytest.approx(TIMING.decode_s(rows))]
+
+
+def test_a_prefix_hit_costs_only_what_is_left():
+    clock = FakeClock()
+    loop = make_loop(clock)
+    sequence = loop.add(list(range(40)), 3)
+    sequence.num_computed_tokens = 32
+    loop.step_prefill([sequence])
+    assert clock.spent == [pytest.approx(TIMING.prefill_s([(0, 32, 40)]))]
+
+
+def test_warm_up_takes_the_time_of_compiling_in_all():
+    clock = FakeClock()
+    generator = make(clock)
+    for enable_trace in (False, True):
+        generator.warmup_model_prefill(kv_cache=None, enable_trace=enable_trace)
+        generator.warmup_model_decode(
+            kv_cache=None, enable_trace=enable_trace, max_batch_size=8, num_blocks=4
+        )
+    assert sum(clock.spent) == pytest.approx(60.0)
+
+
+def test_the_token_budget_is_that_of_the_boards_memory():
+    def budget(name, lanes=1):
+        return SimulatedGenerator.get_max_tokens_all_users(
+            model_name=name, num_devices=1, tt_data_parallel=lanes, max_model_len=1, max_num_seqs=1
+        )
+
+    assert budget("n150/Llama-3.1-8B") == mesh_profile("n150", "Llama-3.1-8B").max_tokens_per_lane
+    assert budget("T3K/Llama-3.1-8B", 8) == budget("n150/Llama-3.1-8B")
+    assert budget("some/folder") == 131_072
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="CpuDevice; set simulated_mesh"):
+        SimulatedGenerator.initialize_vllm_model(
+            CONFIG, CpuDevice(torch.float32), 8, max_seq_len=128
+        )
+    with pytest.raises(ConfigError, match="multiple of tt_data_parallel"):
+        make(tt_data_parallel=3)
+    generator = make()
+    decode = {
+        "tokens": torch.zeros(8, 1, dtype=torch.int32),
+        "page_table": torch.zeros(8, 4, dtype=torch.int32),
+        "kv_cache": None,
+        "start_pos": torch.full((8,), -1),
+        "enable_trace": True,
+    }
+    with pytest.raises(TypeError, match="reset_batch"):
+        generator.decode_forward(**decode, reset_batch=True)
+    with pytest.raises(ValueError, match="reload_inputs"):
+        generator.decode_forward(**decode, reload_inputs=False)
+    with pytest.raises(ValueError, match="sampling_params"):
+        generator.decode_forward(**decode, sampling_params=object())
+    with pytest.raises(ValueError, match="4 rows for a batch of 8"):
+        generator.decode_forward(**{**decode, "start_pos": torch.full((4,), -1)})
+    with pytest.raises(ValueError, match="does not sample"):
+        generator.process_decode_output_host(None, is_tokens=True)
+
+
+def test_it_is_found_by_its_name():
+    name = "replicas.generators.simulated.generator:SimulatedGenerator"
+    assert resolve_generator(name) is SimulatedGenerator
