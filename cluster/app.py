@@ -7,6 +7,7 @@ after `serve deploy`.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import load_cluster_config
@@ -33,6 +34,9 @@ def build(args: Mapping[str, Any]) -> Application:
     config = load_cluster_config(args)
     # Deployments get the plain mapping and check it again: no class of ours is pickled into them.
     plain = dict(args)
+    if config.faults:
+        # Here and not in a replica: one that is started again must not live its faults again.
+        plain["fault_epoch_unix_s"] = time.time()
     pools = {
         role: pool_deployment(role, pool).bind(plain, role) for role, pool in config.pools.items()
     }

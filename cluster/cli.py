@@ -1,10 +1,11 @@
-"""The `ttserve` command: a local server, a check of config files, offline generation.
+"""The `ttserve` command: a local server, a check of config files, offline generation, simulation.
 
 Every command imports what it needs when it runs, so that `ttserve --help` answers at once.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -34,6 +35,9 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port, instead of the file's.")
     ] = None,
+    faults: Annotated[
+        Path | None, typer.Option(help="Fault plan for replicas on simulated meshes.")
+    ] = None,
 ) -> None:
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
     from cluster.config import load_cluster_config, load_serve_file
@@ -43,11 +47,12 @@ def serve(
 
     path = _demo_config() if config is None else config.absolute()
     model = None if model is None else _absolute_model(model)
+    plan = None if faults is None else str(faults.absolute())
     try:
         # Checked here too: a mistake costs no start of Ray.
-        file = load_serve_file(path).override(model=model, host=host, port=port)
+        file = load_serve_file(path).override(model=model, host=host, port=port, faults=plan)
         load_cluster_config(file.args)
-        options = ServeOptions(config=str(path), model=model, host=host, port=port)
+        options = ServeOptions(config=str(path), model=model, host=host, port=port, faults=plan)
         code = supervise(options, file.host, file.port)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
@@ -118,6 +123,98 @@ def generate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     for prompt, output in zip(prompts, outputs, strict=True):
         text = output.outputs[0].text
         typer.echo(text if chat else prompt + text)
+
+
+@app.command()
+def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
+    config: Annotated[
+        Path, typer.Argument(help="Ray Serve config file with engines on simulated meshes.")
+    ],
+    trace: Annotated[
+        Path, typer.Option(help="Trace file or folder, or a workload of distributions.")
+    ],
+    format: Annotated[str, typer.Option(help="Of the trace; `auto` looks at it.")] = "auto",
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="All pools together, in the file's proportion.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How requests are placed, instead of the file's.")
+    ] = None,
+    faults: Annotated[Path | None, typer.Option(help="Fault plan, instead of the file's.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder to draw plots in.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
+    log: Annotated[Path | None, typer.Option(help="File for an event log.")] = None,
+    speed_up: Annotated[
+        float, typer.Option(help="Arrivals come so many times faster than in the trace.")
+    ] = 1.0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take the first so many requests only.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is random.")] = 0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="A good request's longest time to first token.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Its longest time per further token.")
+    ] = None,
+    slo_e2e_ms: Annotated[
+        float | None, typer.Option(help="Its longest time to the last token.")
+    ] = None,
+) -> None:
+    """Run a cluster under a virtual clock: what a trace would see, in seconds of your time."""
+    from cluster.simulation.command import SimulateError, SimulateOptions, read_slo
+    from cluster.simulation.command import simulate as run
+
+    try:
+        options = SimulateOptions(
+            trace=trace,
+            format=format,
+            replicas=replicas,
+            policy=policy,
+            faults=faults,
+            plot=plot,
+            json=json,
+            log=log,
+            speed_up=speed_up,
+            limit=limit,
+            seed=seed,
+            slo=read_slo(slo_ttft_ms, slo_tpot_ms, slo_e2e_ms),
+        )
+        run(config, options)
+    except SimulateError as error:
+        _fail(str(error), _BAD_CONFIG)
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    events: Annotated[
+        int, typer.Option(min=1, help="Begin no new seed after so many events.")
+    ] = 1_000_000,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
+    replay: Annotated[
+        Path | None, typer.Option(help="Run this scenario file instead, and show its events.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for failing scenarios.")] = Path("chaos"),
+) -> None:
+    """Break simulated clusters at random and check every invariant after every event."""
+    from cluster.simulation.chaos import ChaosError, ChaosOptions
+    from cluster.simulation.chaos import chaos as run
+    from cluster.simulation.chaos import replay as run_file
+
+    def echo(text: str) -> None:
+        typer.echo(text, nl=False)
+
+    options = ChaosOptions(seed=seed, events=events, jobs=jobs, out=out)
+    try:
+        if replay is not None:
+            is_good = run_file(replay, options, echo)
+        else:
+            is_good = run(options, echo, shows_progress=sys.stdout.isatty())
+    except ChaosError as error:
+        _fail(str(error), _BAD_CONFIG)
+    if not is_good:
+        raise typer.Exit(_FAILED)
 
 
 def main() -> None:

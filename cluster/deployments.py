@@ -81,6 +81,9 @@ class PoolReplica:
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
         engine_config = config.engine_config(role)
+        if config.faults:
+            rank = serve.get_replica_context().rank.rank
+            engine_config = config.replica_config(role, rank)
         self._stage = ""
         self._engine = start_engine(
             engine_config,

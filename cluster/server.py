@@ -59,7 +59,7 @@ def main() -> int:
     stop = _stop_event()
     try:
         file = load_serve_file(options.config).override(
-            model=options.model, host=options.host, port=options.port
+            model=options.model, host=options.host, port=options.port, faults=options.faults
         )
         _require_local(file)
         application = build(file.args)

@@ -55,6 +55,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         model: Model folder or "demo", instead of the file's; None keeps the file's.
         host: Address of the HTTP endpoint, instead of the file's.
         port: Port of the HTTP endpoint, instead of the file's.
+        faults: Fault plan, absolute; None keeps the file's.
         folder: Private folder of this server: Ray's session, HAProxy's files.
         has_haproxy: Whether HAProxy stands in front; else it is Serve's own proxy.
     """
@@ -63,6 +64,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     host: str | None = None
     port: int | None = None
+    faults: str | None = None
     folder: str = ""
     has_haproxy: bool = True
 

@@ -71,6 +71,11 @@ class TransferSessions:
         """Return and forget the events for the core, in order."""
         return self.producer.take_events() + self.consumer.take_events()
 
+    @property
+    def num_open(self) -> int:
+        """Transfers that have not ended, in either role, last words included."""
+        return self.producer.num_open + self.consumer.num_open
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         self.producer.check_invariants()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.connector import ConnectorSettings
-from kv_transfer.consumer import ConsumerSessions, SendToProducer
+from kv_transfer.consumer import SendToProducer
 from kv_transfer.errors import TransferError, WireError
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import (
@@ -30,19 +30,9 @@ from kv_transfer.messages import (
     decode_to_producer,
     encode,
 )
-from kv_transfer.producer import ProducerSessions, SendToConsumer
-from kv_transfer.transport import (
-    CancelLoad,
-    CancelSend,
-    Chunk,
-    Command,
-    Consumed,
-    Event,
-    Load,
-    Offer,
-    Ready,
-    WireCounters,
-)
+from kv_transfer.producer import SendToConsumer
+from kv_transfer.sessions import TransferSessions
+from kv_transfer.transport import Command, Event, WireCounters
 from kv_transfer.transports.connections import break_accepted
 
 logger = logging.getLogger(__name__)
@@ -107,8 +97,7 @@ class ZmqTransport:
         self._max_bytes = max(chunk_bytes, MAX_MESSAGE_BYTES)
         self._counters = WireCounters()
         incarnation = settings.incarnation
-        self._producer = ProducerSessions(incarnation, layout, config, self._counters)
-        self._consumer = ConsumerSessions(incarnation, layout, config, self._counters)
+        self._sessions = TransferSessions(incarnation, layout, config, self._counters)
         self._commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._peers: dict[str, _Peer] = {}
@@ -228,22 +217,17 @@ class ZmqTransport:
         now_s = time.monotonic()
         self._apply_faults(now_s)
         while self._commands:
-            self._apply(self._commands.popleft(), now_s)
+            self._sessions.apply(self._commands.popleft(), now_s)
         self._receive_from_consumers(now_s)
         for peer in list(self._peers.values()):
             self._receive_from_producer(peer, now_s)
-        self._producer.tick(now_s)
-        self._consumer.tick(now_s)
+        self._sessions.tick(now_s)
         self._send()
         self._publish()
 
     def _timeout_ms(self) -> int | None:
         now_s = time.monotonic()
-        deadlines = (
-            self._producer.next_deadline_s(),
-            self._consumer.next_deadline_s(),
-            self._faults.next_change_s(now_s),
-        )
+        deadlines = (self._sessions.next_deadline_s(), self._faults.next_change_s(now_s))
         due_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due_s is None:
             return None
@@ -267,24 +251,6 @@ class ZmqTransport:
         except BlockingIOError:
             return
 
-    def _apply(self, command: Command, now_s: float) -> None:
-        if isinstance(command, Chunk):
-            self._producer.send_chunk(
-                command.transfer_id, command.first_block, command.payload, now_s
-            )
-        elif isinstance(command, Consumed):
-            self._consumer.consumed(command.transfer_id, command.num_blocks, now_s)
-        elif isinstance(command, Ready):
-            self._producer.ready(command.transfer_id, command.num_blocks)
-        elif isinstance(command, Offer):
-            self._producer.offer(command.ticket, now_s)
-        elif isinstance(command, Load):
-            self._consumer.load(command.ticket, command.start_block, now_s)
-        elif isinstance(command, CancelSend):
-            self._producer.cancel(command.transfer_id)
-        elif isinstance(command, CancelLoad):
-            self._consumer.cancel(command.transfer_id, now_s)
-
     def _receive_from_consumers(self, now_s: float) -> None:
         for _ in range(_MAX_BATCH):
             frames = _receive(self._router)
@@ -294,7 +260,9 @@ class ZmqTransport:
                 continue
             try:
                 peer, message = frames
-                self._producer.on_message(peer.bytes, decode_to_producer(message.bytes), now_s)
+                self._sessions.producer.on_message(
+                    peer.bytes, decode_to_producer(message.bytes), now_s
+                )
             except (WireError, ValueError):
                 self._counters.num_malformed += 1
 
@@ -313,7 +281,7 @@ class ZmqTransport:
             except WireError:
                 self._counters.num_malformed += 1
                 continue
-            self._consumer.on_message(peer.endpoint, message, payload, now_s)
+            self._sessions.consumer.on_message(peer.endpoint, message, payload, now_s)
         if is_lost:
             self._drop_peer(peer)
 
@@ -323,12 +291,12 @@ class ZmqTransport:
         self._poller.unregister(peer.dealer)
         self._poller.unregister(peer.monitor)
         peer.close()
-        self._consumer.on_peer_lost(peer.endpoint)
+        self._sessions.consumer.on_peer_lost(peer.endpoint)
 
     def _send(self) -> None:
-        for to_consumer in self._producer.take_sends():
+        for to_consumer in self._sessions.producer.take_sends():
             self._send_to_consumer(to_consumer)
-        for to_producer in self._consumer.take_sends():
+        for to_producer in self._sessions.consumer.take_sends():
             self._send_to_producer(to_producer)
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
@@ -347,7 +315,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._producer.on_peer_lost(send.peer)
+            self._sessions.producer.on_peer_lost(send.peer)
 
     def _send_to_producer(self, send: SendToProducer) -> None:
         if self._is_cut:
@@ -368,7 +336,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             logger.warning("cannot connect KV transfer to %s: %s", endpoint, error)
             peer.close()
-            self._consumer.on_peer_lost(endpoint)
+            self._sessions.consumer.on_peer_lost(endpoint)
             return None
         self._peers[endpoint] = peer
         self._poller.register(peer.dealer, zmq.POLLIN)
@@ -376,7 +344,7 @@ class ZmqTransport:
         return peer
 
     def _publish(self) -> None:
-        events = self._producer.take_events() + self._consumer.take_events()
+        events = self._sessions.take_events()
         if events:
             self._events.extend(events)
             self._notify()

@@ -20,7 +20,11 @@ from cluster.config import (
 )
 from cluster.errors import ClusterConfigError
 
-CONFIGS = sorted(Path(configs.__file__).parent.glob("*.yaml"))
+CONFIGS = sorted(
+    path
+    for path in Path(configs.__file__).parent.glob("*.yaml")
+    if not path.stem.startswith("faults")
+)
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

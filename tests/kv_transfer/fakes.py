@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import ConnectorSettings, SaveProgress, TransferStats
+from kv_transfer.connector import (
+    ConnectorSettings,
+    LinkFaults,
+    NoLinkFaults,
+    SaveProgress,
+    TransferStats,
+)
 from kv_transfer.consumer import ConsumerSessions
 from kv_transfer.errors import FailureReason
 from kv_transfer.layout import KVLayout
@@ -135,10 +141,17 @@ class FakeEngine:
 
 
 def make_engine(
-    name: str, io: FakeIO, *, bind: str = "tcp://127.0.0.1:*", config: TransferConfig = QUICK
+    name: str,
+    io: FakeIO,
+    *,
+    bind: str = "tcp://127.0.0.1:*",
+    config: TransferConfig = QUICK,
+    link_faults: LinkFaults | None = None,
 ) -> FakeEngine:
     """Make an engine on the real transport; the caller closes ``worker``."""
-    settings = ConnectorSettings(incarnation=name, bind=bind, config=config)
+    settings = ConnectorSettings(
+        incarnation=name, bind=bind, config=config, link_faults=link_faults or NoLinkFaults()
+    )
     notified = threading.Event()
     connector = P2PConnector()
     worker = connector.create_worker(settings, notified.set)

@@ -1,0 +1,226 @@
+"""Connections that are made to fail: a transfer recovers, or fails with its reason."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kv_transfer.errors import FailureReason
+from kv_transfer.messages import encode
+from kv_transfer.transports.connections import break_accepted
+from tests.kv_transfer.fakes import (
+    QUICK,
+    FakeEngine,
+    FakeIO,
+    make_engine,
+    make_ticket,
+    run_until,
+)
+from tests.kv_transfer.test_messages import FETCH
+
+# No deadline of these ends a transfer within a test's time, unless the test says so.
+PATIENT = msgspec.structs.replace(
+    QUICK, no_progress_s=60.0, no_data_s=60.0, lease_s=60.0, rendezvous_s=60.0
+)
+SOURCE, TARGET = tuple(range(1, 9)), tuple(range(9, 1, -1))
+NUM_TOKENS = 8 * 32 - 9
+
+
+class Script:
+    """Link faults that a test switches on and off while the engines run."""
+
+    def __init__(self, *, break_at_s: float | None = None) -> None:
+        self.cut = False
+        self.corrupt = lambda: False
+        self.breaks = 0
+        self._break_at_s = break_at_s
+
+    def is_cut(self, now_s: float) -> bool:
+        return self.cut
+
+    def corrupts(self, now_s: float) -> bool:
+        return self.corrupt()
+
+    def num_breaks(self, now_s: float) -> int:
+        is_past = self._break_at_s is not None and now_s >= self._break_at_s
+        return self.breaks + is_past
+
+    def next_change_s(self, now_s: float) -> float | None:
+        is_due = self._break_at_s is not None and now_s < self._break_at_s
+        return self._break_at_s if is_due else None
+
+
+@contextmanager
+def pair(
+    config=PATIENT, of_producer: Script | None = None, of_consumer: Script | None = None
+) -> Iterator[tuple[FakeEngine, FakeEngine]]:
+    producer = make_engine("P", FakeIO(10, seed=1), config=config, link_faults=of_producer)
+    consumer = make_engine("D", FakeIO(10, seed=2), config=config, link_faults=of_consumer)
+    try:
+        yield producer, consumer
+    finally:
+        producer.worker.close(5.0)
+        consumer.worker.close(5.0)
+
+
+def start(engines: tuple[FakeEngine, FakeEngine], request_id: str, num_ready: int) -> None:
+    producer, consumer = engines
+    ticket = make_ticket(request_id, producer.worker.endpoint, NUM_TOKENS)
+    producer.scheduler.on_new_request(request_id, ticket)
+    consumer.load(ticket, TARGET)
+    producer.save(request_id, SOURCE, num_ready)
+
+
+def stream(engines: tuple[FakeEngine, FakeEngine]) -> None:
+    """Start a transfer; return when the three blocks that are ready have arrived."""
+    start(engines, "r", num_ready=100)
+    run_until(lambda: len(engines[1].io.writes) == 3, engines)
+
+
+def assert_transfers(engines: tuple[FakeEngine, FakeEngine], request_id: str) -> None:
+    start(engines, request_id, num_ready=NUM_TOKENS)
+    run_until(lambda: request_id in engines[0].sent, engines)
+    assert_same_rows(engines)
+
+
+def assert_same_rows(engines: tuple[FakeEngine, FakeEngine]) -> None:
+    producer, consumer = engines
+    want, got = producer.io.rows(0, SOURCE, NUM_TOKENS), consumer.io.rows(0, TARGET, NUM_TOKENS)
+    assert np.array_equal(got, want)
+
+
+def num_checksum_failures(consumer: FakeEngine) -> int:
+    """Read from the other end's thread: a single number."""
+    return consumer.worker._transport.counters.num_checksum_failures
+
+
+# ---- broken connections
+
+
+@pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
+def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_anew(end: str) -> None:
+    script = Script()
+    with pair(**{end: script}) as engines:
+        producer, consumer = engines
+        stream(engines)
+        script.breaks += 1
+        run_until(lambda: producer.failed and consumer.failed, engines)
+        assert consumer.failed == {"r": FailureReason.PEER_DEAD}
+        assert producer.failed["r"] in {FailureReason.PEER_DEAD, FailureReason.CANCELLED}
+        assert producer.stats.num_leased_blocks == 0
+        assert_transfers(engines, "again")
+
+
+def test_a_connection_breaks_on_time_while_nothing_moves() -> None:
+    silent = msgspec.structs.replace(PATIENT, renew_s=59.0, no_progress_s=1000.0)
+    script = Script(break_at_s=time.monotonic() + 1.0)
+    with pair(silent, of_producer=script) as engines:
+        stream(engines)
+        assert not engines[1].failed
+        run_until(lambda: bool(engines[1].failed), engines)
+        assert engines[1].failed == {"r": FailureReason.PEER_DEAD}
+
+
+def test_a_break_of_before_the_start_is_not_repeated() -> None:
+    with pair(of_producer=Script(break_at_s=time.monotonic() - 1.0)) as engines, zmq.Context() as c:
+        # The first thing that ever happens at this producer, so that nothing woke it before.
+        with c.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(engines[0].worker.endpoint)
+            dealer.send(encode(FETCH))
+            assert dealer.poll(10_000), "the connection broke"
+        assert_transfers(engines, "r")
+
+
+# ---- corrupted payloads
+
+
+def test_a_chunk_that_is_corrupted_once_is_sent_again() -> None:
+    script = Script()
+    with pair(of_producer=script) as engines:
+        script.corrupt = lambda: num_checksum_failures(engines[1]) == 0
+        assert_transfers(engines, "r")
+        assert engines[1].stats.num_checksum_failures > 0
+        assert engines[1].stats.num_retransmits > 0
+
+
+def test_lasting_corruption_fails_the_transfer_and_writes_nothing() -> None:
+    script = Script()
+    script.corrupt = lambda: True
+    with pair(of_producer=script) as engines:
+        producer, consumer = engines
+        source = producer.io.cache.copy()
+        start(engines, "r", num_ready=NUM_TOKENS)
+        run_until(lambda: producer.failed and consumer.failed, engines)
+        assert consumer.failed == producer.failed == {"r": FailureReason.CHECKSUM}
+        assert consumer.io.writes == []
+        assert np.array_equal(producer.io.cache, source), "only what is on the wire is corrupted"
+        script.corrupt = lambda: False
+        assert_transfers(engines, "again")
+
+
+# ---- partitions
+
+
+@pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
+def test_a_transfer_goes_on_after_a_short_partition(end: str) -> None:
+    script = Script()
+    with pair(**{end: script}) as engines:
+        producer, consumer = engines
+        stream(engines)
+        script.cut = True
+        producer.save("r", SOURCE, NUM_TOKENS)
+        run_until(lambda: len(producer.io.reads) > 3, engines)
+        assert len(consumer.io.writes) == 3
+        script.cut = False
+        run_until(lambda: "r" in producer.sent, engines)
+        assert consumer.received == {"r"}
+        assert_same_rows(engines)
+
+
+@pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
+def test_a_long_partition_is_silence_and_heals(end: str) -> None:
+    script = Script()
+    quick = msgspec.structs.replace(PATIENT, no_progress_s=0.5, lease_s=1.5)
+    with pair(quick, **{end: script}) as engines:
+        producer, consumer = engines
+        stream(engines)
+        script.cut = True
+        run_until(lambda: producer.failed and consumer.failed, engines)
+        assert consumer.failed == {"r": FailureReason.STALLED}
+        assert producer.failed == {"r": FailureReason.EXPIRED}
+        script.cut = False
+        assert_transfers(engines, "again")
+
+
+# ---- breaking sockets
+
+
+def test_only_connections_that_were_accepted_at_the_endpoint_break() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        at_one, at_other = one.getsockname(), other.getsockname()
+        dialled = [socket.create_connection(at) for at in (at_one, at_one, at_other)]
+        accepted = [one.accept()[0], one.accept()[0], other.accept()[0]]
+        try:
+            assert break_accepted(f"tcp://127.0.0.1:{at_one[1]}") == 2
+            assert [peer.recv(1) for peer in dialled[:2]] == [b"", b""]
+            dialled[2].sendall(b"x")
+            assert accepted[2].recv(1) == b"x"
+            with socket.create_connection(at_one), one.accept()[0] as again:
+                again.sendall(b"y")
+        finally:
+            for connection in dialled + accepted:
+                connection.close()
+
+
+def test_nothing_breaks_where_nobody_is_connected() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert break_accepted(f"tcp://127.0.0.1:{listener.getsockname()[1]}") == 0

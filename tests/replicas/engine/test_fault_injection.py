@@ -1,0 +1,529 @@
+"""Fault plans in real engines on a simulated mesh: what clients see, and that all of it heals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from replicas.async_client import AsyncMPClient
+from replicas.codec import decode_engine_frame, encode
+from replicas.config import EngineConfig, SimulatedMeshConfig
+from replicas.dealer import connect_dealer
+from replicas.engine.fault_injection import (
+    ClientLinks,
+    EngineFaults,
+    engine_faults,
+    schedule_signals,
+)
+from replicas.engine.process import Receiver, Sender
+from replicas.errors import EngineDeadError
+from replicas.faults import Fault, PlanClock, ReplicaFaults
+from replicas.generators.simulated.profiles import engine_timing
+from replicas.generators.simulated.tokens import expected_tokens
+from replicas.launch import start_engine
+from replicas.messages import Abort, AddRequest, EngineFrame, EngineRequest, TokenOutput
+from replicas.sampling_params import SamplingParams
+from tests.models import model_folder
+from tests.replicas.engine.pair import Pair
+
+PROMPT = list(range(20, 90))
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
+ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0, seed=0)
+STOP, CONTINUE, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
+
+
+def fault(at_s, kind, **fields):
+    return Fault(at_s=at_s, target="decode/0", kind=kind, **fields)
+
+
+def config(*faults, epoch_unix_s=0.0, **changes):
+    mesh = SimulatedMeshConfig(
+        model="Llama-3.1-8B", board="n150", faults=faults, fault_epoch_unix_s=epoch_unix_s
+    )
+    settings = {"max_model_len": 8192, "max_batch_size": 4, "block_size": 64, "num_blocks": 600}
+    return EngineConfig(
+        model=str(model_folder("llama-gqa")), simulated_mesh=mesh, **{**settings, **changes}
+    )
+
+
+# --- clocks and signals ------------------------------------------------------------------------
+
+
+def faults_at(plan_s, *faults):
+    """Faults of an engine whose monotonic clock reads 100 at `plan_s`."""
+    return EngineFaults(ReplicaFaults(faults), PlanClock.since(0.0, unix_s=plan_s, now_s=100.0))
+
+
+def test_an_engines_answers_are_the_plans_at_its_own_clock():
+    faults = faults_at(
+        30.0,
+        fault(31, "partition", duration_s=2), fault(32, "corrupt", duration_s=2),
+        fault(31.5, "drop_link"), fault(20, "drop_link"), fault(5, "partition", duration_s=1),
+    )  # fmt: skip
+    seen = [
+        (faults.is_cut(t), faults.corrupts(t), faults.num_breaks(t), faults.num_heals(t))
+        for t in (100.0, 101.0, 101.5, 102.0, 103.0, 104.0)
+    ]
+    assert seen == [
+        (False, False, 1, 1),
+        (True, False, 1, 1),
+        (True, False, 2, 1),
+        (True, True, 2, 1),
+        (False, True, 2, 2),
+        (False, False, 2, 2),
+    ]
+    assert faults.next_change_s(100.0) == 101.0
+    assert faults.next_change_s(104.0) is None
+
+
+@pytest.mark.parametrize(
+    ("faults", "signals"),
+    [
+        ([], []),
+        ([fault(29, "kill")], []),
+        ([fault(30, "kill")], []),
+        ([fault(31, "kill"), fault(30.5, "kill")], [(100.5, KILL), (101.0, KILL)]),
+        ([fault(31, "freeze", duration_s=2)], [(101.0, STOP), (103.0, CONTINUE)]),
+        ([fault(29, "freeze", duration_s=2)], [(100.0, STOP), (101.0, CONTINUE)]),
+        ([fault(28, "freeze", duration_s=2)], []),
+        ([fault(31, "freeze")], [(101.0, STOP)]),
+        ([fault(1, "freeze")], [(100.0, STOP)]),
+        (
+            [fault(31, "freeze", duration_s=2), fault(32, "kill")],
+            [(101.0, STOP), (102.0, KILL), (103.0, CONTINUE)],
+        ),
+        (
+            [fault(31, "freeze", duration_s=2), fault(33, "freeze")],
+            [(101.0, STOP), (103.0, CONTINUE), (103.0, STOP)],
+        ),
+        ([fault(31, "slow", factor=2.0), fault(31, "partition"), fault(31, "drop_link")], []),
+    ],
+)
+def test_signals_are_those_of_kills_and_freezes_that_are_not_past(faults, signals):
+    assert schedule_signals(faults_at(30.0, *faults), 100.0) == signals
+
+
+def test_an_engine_without_a_simulated_mesh_has_no_faults():
+    assert not engine_faults(EngineConfig(model="/somewhere")).faults
+
+
+def test_plan_seconds_of_an_engine_count_from_the_epoch_of_its_configuration():
+    faults = engine_faults(config(fault(0, "kill"), epoch_unix_s=time.time() - 500.0))
+    assert faults.clock.plan_s(time.monotonic()) == pytest.approx(500.0, abs=60.0)
+    assert faults.faults.kills() == (0.0,)
+
+
+@contextlib.contextmanager
+def connections():
+    """A listening socket's endpoint and the two ends of a connection that it has accepted."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as dialled,
+        listener.accept()[0] as accepted,
+    ):
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", dialled, accepted
+
+
+def test_connections_that_lived_through_a_partition_break_before_anything_passes():
+    now_s = time.monotonic()
+    clock = PlanClock()
+    partition = fault(now_s - 5.0, "partition", duration_s=6.0)
+    links = ClientLinks(EngineFaults(ReplicaFaults([partition]), clock))
+    with connections() as (endpoint, dialled, _):
+        links.add(endpoint)
+        assert not links.is_open()
+        dialled.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            dialled.recv(1)
+        while not links.is_open():
+            time.sleep(0.01)
+        assert time.monotonic() >= now_s + 1.0
+        assert dialled.recv(1) == b"", "broken by then"
+    with connections() as (endpoint, dialled, accepted):
+        links.add(endpoint)
+        assert links.is_open()
+        accepted.sendall(b"x")
+        assert dialled.recv(1) == b"x", "once only"
+
+
+class ScriptedLinks:
+    """Links that are open or not, message by message."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+
+    def add(self, endpoint):
+        pass
+
+    def is_open(self):
+        return self._answers.pop(0)
+
+
+def test_messages_of_a_partition_never_arrive():
+    inbox = queue.SimpleQueue()
+    context = zmq.Context()
+    receiver = Receiver(context, "127.0.0.1", inbox, ScriptedLinks(True, False, True))
+    receiver.start()
+    with connect_dealer(context, b"client", receiver.endpoint) as dealer:
+        for request_id in ("before", "during", "after"):
+            dealer.send(encode(Abort([request_id])))
+        received = [inbox.get(timeout=20)[1].request_ids for _ in range(2)]
+    context.term()
+    receiver.join()
+    assert received == [["before"], ["after"]]
+
+
+def test_frames_of_a_partition_never_arrive():
+    outbox = queue.SimpleQueue()
+    context = zmq.Context()
+    links = ScriptedLinks(True, False, True)
+    sender = Sender(context, "127.0.0.1", "first", (outbox, queue.SimpleQueue()), links)
+    monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    with connect_dealer(context, b"client", sender.endpoint) as dealer:
+        assert monitor.poll(20_000), "the client is connected"
+        sender._socket.disable_monitor()
+        monitor.close()
+        for name in ("before", "during", "after"):
+            outbox.put((b"client", EngineFrame(name)))
+        outbox.put(None)
+        sender.run()
+        received = []
+        while len(received) < 2:
+            assert dealer.poll(20_000)
+            received.append(decode_engine_frame(dealer.recv()).incarnation)
+    context.term()
+    assert received == ["before", "after"]
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start_s():
+    """How long an engine takes to start here and now, with room."""
+    before_s = time.monotonic()
+    start_engine(config()).stop()
+    return 2 * (time.monotonic() - before_s) + 2
+
+
+@contextlib.contextmanager
+def engine(*faults, start_s, **changes):
+    """An engine whose plan starts when it is certainly ready."""
+    handle = start_engine(config(*faults, epoch_unix_s=time.time() + start_s, **changes))
+    try:
+        yield handle
+    finally:
+        handle.stop()
+
+
+def drive(coroutine):
+    """Run a client; a wait that does not end is a failure, not a hang."""
+    return asyncio.run(asyncio.wait_for(coroutine, 60.0))
+
+
+@contextlib.asynccontextmanager
+async def connected(handle, **callbacks):
+    client = AsyncMPClient(**callbacks)
+    try:
+        await connect(client, handle)
+        yield client
+    finally:
+        await client.close()
+
+
+async def connect(client, handle):
+    """Connect, as often as it takes: discovery does the same."""
+    while handle.description.incarnation not in client.incarnations:
+        with contextlib.suppress(EngineDeadError):
+            await client.connect(handle.description)
+
+
+def open_stream(client, handle, request_id, sampling=SHORT):
+    message = AddRequest(EngineRequest(request_id, PROMPT, sampling))
+    return client.open_stream(handle.description.incarnation, request_id, message)
+
+
+async def read(stream, into=None):
+    """Every token until the end; `into` has those that came although the stream broke."""
+    tokens = [] if into is None else into
+    while True:
+        event = await stream.get()
+        if isinstance(event, TokenOutput):
+            assert event.index == len(tokens)
+            tokens += event.token_ids
+            if event.finish_reason is not None:
+                stream.close(abort=False)
+                return tokens
+
+
+def right_tokens(handle, num_tokens):
+    described = handle.description
+    return expected_tokens(PROMPT, num_tokens, described.vocab_size, described.eos_token_ids)
+
+
+async def assert_serves(handle, client, request_id="check"):
+    assert await read(open_stream(client, handle, request_id)) == right_tokens(handle, 4)
+
+
+async def assert_idle(handle, client):
+    """Everything that earlier clients held is given back."""
+    end_s = time.monotonic() + 20.0
+    while True:
+        groups = (await client.metrics(handle.description.incarnation)).groups
+        if all(
+            (g.num_empty_slots, g.num_free_blocks) == (g.num_slots, g.num_blocks) for g in groups
+        ):
+            return
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.02)
+
+
+def children(pid):
+    """Process ids of the children of a process."""
+    return [
+        int(entry.name)
+        for entry in os.scandir("/proc")
+        if entry.name.isdigit() and status(int(entry.name))[1:] == (pid,)
+    ]
+
+
+def status(pid):
+    """(state letter, parent) of a process; () if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ()
+    return fields[0], int(fields[1])
+
+
+def wait_for(predicate, what, deadline_s=60.0):
+    end_s = time.monotonic() + deadline_s
+    while not predicate():
+        assert time.monotonic() < end_s, f"not in {deadline_s} s: {what}"
+        time.sleep(0.02)
+
+
+def wait_gone(pids):
+    wait_for(lambda: all(status(p)[:1] in {(), ("Z",)} for p in pids), f"{pids} have ended")
+
+
+@pytest.mark.process
+def test_a_killed_engine_dies_once_and_not_again_after_its_restart(start_s):
+    epoch_unix_s = time.time() + start_s
+    doomed = config(fault(0.5, "kill"), epoch_unix_s=epoch_unix_s)
+
+    async def run(handle):
+        async with connected(handle) as client:
+            await assert_serves(handle, client)
+            assert time.time() < epoch_unix_s + 0.5
+            tokens = []
+            with pytest.raises(EngineDeadError):
+                await read(open_stream(client, handle, "r", ENDLESS), tokens)
+            assert tokens == right_tokens(handle, len(tokens))
+
+    handle = start_engine(doomed)
+    helpers = children(handle.description.pid)
+    assert len(helpers) == 1
+    drive(run(handle))
+    assert handle.wait() == -signal.SIGKILL
+    assert time.time() >= epoch_unix_s + 0.5
+    handle.stop()
+    wait_gone(helpers)
+
+    async def run_again(handle):
+        async with connected(handle) as client:
+            await assert_serves(handle, client)
+
+    handle = start_engine(doomed)
+    try:
+        assert children(handle.description.pid) == []
+        drive(run_again(handle))
+    finally:
+        handle.stop()
+
+
+@pytest.mark.process
+def test_a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(start_s):
+    short, long = fault(0, "freeze", duration_s=1.0), fault(3, "freeze", duration_s=7.0)
+
+    async def run(handle):
+        lost = []
+        async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
+            stream = open_stream(client, handle, "r", ENDLESS)
+            tokens = []
+            with pytest.raises(EngineDeadError):
+                await read(stream, tokens)
+            assert "sent nothing" in lost[0]
+            assert status(handle.description.pid)[0] == "T"
+            assert tokens == right_tokens(handle, len(tokens)), "the short one lost no token"
+            await connect(client, handle)
+            await assert_idle(handle, client)
+            await assert_serves(handle, client)
+
+    with engine(short, long, start_s=start_s) as handle:
+        helpers = children(handle.description.pid)
+        drive(run(handle))
+    assert len(helpers) == 1
+    wait_gone(helpers)
+
+
+@pytest.mark.process
+def test_nothing_is_left_of_an_engine_that_dies_before_its_faults():
+    with engine(fault(0, "kill"), start_s=1000.0) as handle:
+        helpers = children(handle.description.pid)
+        assert len(helpers) == 1
+        os.kill(handle.description.pid, signal.SIGKILL)
+        wait_gone(helpers)
+
+
+@pytest.mark.process
+def test_an_engine_that_is_frozen_for_ever_can_be_stopped(start_s):
+    with engine(fault(0, "freeze"), start_s=start_s) as handle:
+        pid = handle.description.pid
+        helpers = children(pid)
+        wait_for(lambda: status(pid)[0] == "T", "frozen")
+        handle.stop()
+        assert handle.wait() == 0, "it ended by itself, was not killed"
+    wait_gone(helpers)
+
+
+@pytest.mark.process
+def test_an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(start_s):
+    code = (
+        "import sys, msgspec\n"
+        "from replicas.config import EngineConfig\n"
+        "from replicas.launch import start_engine\n"
+        "handle = start_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))\n"
+        "print(handle.description.pid, flush=True)\n"
+        "handle.wait()\n"
+    )
+    frozen = config(fault(0, "freeze"), epoch_unix_s=time.time() + start_s)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, msgspec.json.encode(frozen).decode()],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        pid = int(parent.stdout.readline())
+        family = [pid, *children(pid)]
+        assert len(family) == 2
+        wait_for(lambda: status(pid)[0] == "T", "frozen")
+        parent.kill()
+        wait_gone(family)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+@pytest.mark.process
+def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(start_s):
+    async def run(handle):
+        lost = []
+        async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
+            tokens = []
+            with pytest.raises(EngineDeadError):
+                await read(open_stream(client, handle, "r", ENDLESS), tokens)
+            assert "sent nothing" in lost[0]
+            assert tokens == right_tokens(handle, len(tokens))
+            assert handle.is_alive
+            await connect(client, handle)
+            await assert_idle(handle, client)
+            await assert_serves(handle, client)
+
+    with engine(fault(0, "partition", duration_s=7.0), start_s=start_s) as handle:
+        drive(run(handle))
+
+
+@pytest.mark.process
+def test_a_partition_shorter_than_the_silence_breaks_connections_and_loses_no_token_quietly(
+    start_s,
+):
+    async def run(handle):
+        lost = []
+        async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
+            tokens = []
+            with pytest.raises(EngineDeadError):
+                await read(open_stream(client, handle, "r", ENDLESS), tokens)
+            assert lost == ["its connection broke"]
+            assert tokens == right_tokens(handle, len(tokens))
+            await connect(client, handle)
+            await assert_idle(handle, client)
+            await assert_serves(handle, client)
+
+    with engine(fault(0, "partition", duration_s=1.0), start_s=start_s) as handle:
+        drive(run(handle))
+
+
+@pytest.mark.process
+def test_a_slow_engine_takes_at_least_its_factor_longer():
+    slow = config(fault(0, "slow", factor=8.0))
+    timing = engine_timing(slow, slow.simulated_mesh, 0.0)
+    device_s = timing.prefill_s([(0, 0, len(PROMPT))]) + 3 * timing.decode_s([(0, len(PROMPT))])
+
+    async def run(handle):
+        async with connected(handle) as client:
+            before_s = time.monotonic()
+            await assert_serves(handle, client)
+            return time.monotonic() - before_s
+
+    with engine(*slow.simulated_mesh.faults, start_s=0.0) as handle:
+        assert drive(run(handle)) >= 8.0 * device_s
+
+
+# --- KV transfer -------------------------------------------------------------------------------
+
+
+def kv_config(*faults, epoch_unix_s=0.0):
+    return config(
+        *faults, epoch_unix_s=epoch_unix_s, kv_connector="p2p", max_num_batched_tokens=128
+    )
+
+
+def assert_right(pair, prompt, tokens):
+    described = pair.decode.core.facts
+    assert tokens == expected_tokens(
+        prompt, len(tokens), described.vocab_size, described.eos_token_ids
+    )
+
+
+@pytest.mark.parametrize("end", ["prefill", "decode"])
+def test_corrupted_kv_is_noticed_and_the_tokens_are_right(end):
+    lasting = kv_config(fault(0, "corrupt"))
+    configs = {"prefill": kv_config(), "decode": kv_config(), end: lasting}
+    pair = Pair(configs["prefill"], configs["decode"])
+    try:
+        (tokens,) = pair.generate([PROMPT], [SHORT])
+        assert len(tokens) == 4
+        assert_right(pair, PROMPT, tokens)
+        assert pair.failures == ({"r0": "checksum"} if end == "prefill" else {})
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("end", ["prefill", "decode"])
+def test_a_dropped_link_fails_its_transfer_and_the_tokens_are_right(end):
+    # The prompt takes three steps of 0.1 s; the link drops again and again while they last.
+    prompt = [20 + i % 100 for i in range(3 * 128)]
+    dropping = kv_config(
+        *(fault(n / 20, "drop_link") for n in range(1200)), epoch_unix_s=time.time()
+    )
+    configs = {"prefill": kv_config(), "decode": kv_config(), end: dropping}
+    pair = Pair(configs["prefill"], configs["decode"])
+    try:
+        (tokens,) = pair.generate([prompt], [SHORT])
+        assert_right(pair, prompt, tokens)
+        assert pair.failures == {"r0": "peer_dead"}
+    finally:
+        pair.close()
