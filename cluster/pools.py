@@ -140,6 +140,11 @@ class PoolState:
         replica = self._replicas.get(incarnation)
         return replica.member if replica is not None else None
 
+    def snapshot(self, incarnation: str) -> EngineSnapshot | None:
+        """What a replica last said of itself, if it has."""
+        replica = self._replicas.get(incarnation)
+        return replica.snapshot if replica is not None else None
+
     @property
     def block_size(self) -> int:
         """Smallest KV block of any replica, in tokens: a request's needs are counted in it."""

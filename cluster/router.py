@@ -32,6 +32,7 @@ from cluster.slot_queue import RETRY_AFTER_S, SlotQueue
 from kv_transfer.ticket import Ticket
 from replicas.errors import EngineDeadError
 from replicas.messages import (
+    LAPSED,
     Accepted,
     Activate,
     AddRequest,
@@ -375,7 +376,7 @@ class _Run:
         Raises:
             _DecodeLostError: The decode engine died.
             EngineDeadError: The wanted prefill engine died.
-            QueueTimeoutError: The reservation lapsed while prefill was waited for.
+            QueueTimeoutError: The reservation lapsed before it was activated.
             InternalError: An engine gave the request up.
         """
         if wanted is self._decode and self._early:
@@ -391,9 +392,10 @@ class _Run:
                 isinstance(event, TokenOutput)
                 and event.finish_reason == "error"
                 and stream is self._decode
-                and wanted is self._prefill
+                and (wanted is self._prefill or event.error == LAPSED)
             ):
-                # The reservation lapsed while the prompt waited for a prefill engine.
+                # The reservation lapsed while the prompt waited for a prefill engine; that may be
+                # heard of only after the activation was sent.
                 raise QueueTimeoutError(
                     f"the prompt was not computed in time: {event.error}; retry later",
                     retry_after_s=RETRY_AFTER_S,

@@ -13,6 +13,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
+from cluster.placement import place_decode
 
 if TYPE_CHECKING:
     from cluster.config import Role
@@ -35,6 +36,7 @@ class QueuePlace:
         news: Set when it is its turn and something has changed, or when it waited too long.
         deadline_s: When it has waited too long, on the event loop's clock; None before it waits.
         is_late: Whether it has.
+        num_blocks: KV blocks that it waits for; 0 before it waits.
     """
 
     def __init__(self, order: int) -> None:
@@ -44,6 +46,10 @@ class QueuePlace:
         self.news = asyncio.Event()
         self.deadline_s: float | None = None
         self.is_late = False
+        self.num_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"QueuePlace({self.order}, {self.num_blocks} blocks, refused by {self.refused})"
 
     def expire(self) -> None:
         """Wake the request to tell it that it has waited too long."""
@@ -84,6 +90,16 @@ class SlotQueue:
         if self._queue:
             self._queue[0].news.set()
 
+    def check_invariants(self) -> None:
+        """The queue is in order, and once every wake-up has been followed its head has no room."""
+        orders = [place.order for place in self._queue]
+        assert orders == sorted(set(orders)), f"{orders=}"
+        if not self._queue or self._queue[0].news.is_set():
+            return
+        head = self._queue[0]
+        room = place_decode(head.num_blocks, self._pools.decode_views(), head.refused)
+        assert room is None, f"{head!r} waits although {room} has room"
+
     async def hold(self, request_id: str, num_blocks: int, place: QueuePlace) -> Placement:
         """Wait for a DP group with room and hold it, in the order of arrival.
 
@@ -109,6 +125,7 @@ class SlotQueue:
                     retry_after_s=RETRY_AFTER_S,
                 )
             place.deadline_s = loop.time() + self._timeout_s
+        place.num_blocks = num_blocks
         bisect.insort(self._queue, place, key=lambda p: p.order)
         if place.refused and place.num_snapshots != self._pools.num_snapshots:
             # What changed while it was being refused woke nobody: it was not queued then.

@@ -206,6 +206,11 @@ class ConsumerSessions:
         probes = [loading.probe_s for loading in self._loading.values()]
         return min(probes + [closing.resend_s for closing in self._closing.values()], default=None)
 
+    @property
+    def num_open(self) -> int:
+        """Loads that have not ended, and those whose end the producer has not acknowledged."""
+        return len(self._loading) + len(self._closing)
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         assert not self._loading.keys() & self._closing.keys()

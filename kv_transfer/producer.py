@@ -187,6 +187,11 @@ class ProducerSessions:
             deadlines_s.append(lease_s)
         return min(deadlines_s, default=None)
 
+    @property
+    def num_open(self) -> int:
+        """Transfers that have been offered and have not ended."""
+        return len(self._sending)
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         self._leases.check_invariants()

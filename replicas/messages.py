@@ -21,6 +21,9 @@ ticket's consumer. decode: slot and blocks are reserved here, the prompt's KV co
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+LAPSED = "the reservation lapsed before it was activated"
+"""The error of a `TokenOutput` that ends a reserved request which nobody activated in time."""
+
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
 

@@ -86,6 +86,9 @@ class StreamTable:
         self._streams: dict[str, EngineStream] = {}
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def open(self, request_id: str, message: ClientMessage, inbox: Inbox | None) -> EngineStream:
         """Send the message that starts a request and listen to what comes back."""
         assert request_id not in self._streams, (

@@ -46,6 +46,10 @@ class VirtualLink:
         client: The ingress's client.
         client_id: Under which the engine knows it; a new one for every connection.
         host: The engine's end.
+
+    Attributes:
+        is_open: Whether it has not been lost.
+        newest: The latest snapshot, in the engine's order, that has arrived.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class VirtualLink:
     ) -> None:
         self.host = host
         self.is_open = True
+        self.newest: EngineSnapshot | None = None
         self.table = StreamTable(host.engine.description, self.send, client.take_snapshot)
         self._client = client
         self._client_id = client_id
@@ -79,6 +84,11 @@ class VirtualLink:
         self._client.lost(self, reason)
         self._loop.call_later(NOTICE_S, self.host.client_gone, self._client_id)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way in either direction."""
+        return not self._up.num_on_way and not self._down.num_on_way
+
     def _reach_engine(self, message: ClientMessage) -> None:
         if self.is_open:
             self.host.receive(self._client_id, message)
@@ -90,6 +100,9 @@ class VirtualLink:
             self._client.observer.arrived(self.host, event)
             if step_times_s and isinstance(event, TokenOutput):
                 self._client.token_times_s[event.request_id] = step_times_s
+        snapshot = frame.snapshot
+        if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
+            self.newest = snapshot
         self.table.take(frame)
 
 
@@ -131,6 +144,11 @@ class VirtualClient:
             self._num_links += 1
             client_id = f"{self._name}/{self._num_links}".encode()
             self._links[host.incarnation] = VirtualLink(self, client_id, host, self._network)
+
+    @property
+    def links(self) -> list[VirtualLink]:
+        """Every link that stands."""
+        return list(self._links.values())
 
     def is_connected(self, host: VirtualHost) -> bool:
         """Whether it has a link to an engine."""

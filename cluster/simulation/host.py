@@ -54,6 +54,8 @@ class VirtualHost:
         num_turns: Steps that it ran.
         started_s: When it was ready.
         stopped_s: When it died, or None.
+        is_touched: Whether anything has happened in it; whoever checks it sets it back.
+        idle_since_s: Since when it has had nothing to do; None while it has.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one replica
@@ -75,6 +77,8 @@ class VirtualHost:
         self.slot_busy_s = 0.0
         self.num_turns = 0
         self.stopped_s: float | None = None
+        self.is_touched = False
+        self.idle_since_s: float | None = None
         self._network = network
         self._loop = network.loop
         self.started_s = self._loop.time()
@@ -88,6 +92,7 @@ class VirtualHost:
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
         self._is_stepping = False
+        self._is_woken = False
         self._is_frozen = False
         self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._num_busy_slots = 0
@@ -97,7 +102,8 @@ class VirtualHost:
 
     def __repr__(self) -> str:
         state = "dead" if self.stopped_s is not None else "frozen" if self._is_frozen else "up"
-        return f"VirtualHost({self.name}, {self.incarnation}, {state}, {len(self._inbox)} waiting)"
+        waiting = len(self._inbox)
+        return f"VirtualHost({self.incarnation}, {state}, {waiting} waiting, {self.engine!r})"
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -109,11 +115,12 @@ class VirtualHost:
     @property
     def is_answering(self) -> bool:
         """Whether its process exists, runs, and can be reached now."""
-        return (
-            self.is_alive
-            and not self._is_frozen
-            and not self._faults.is_partitioned(self._loop.time())
-        )
+        return self.is_alive and not self._is_frozen and not self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing gets from or to it now."""
+        return self._faults.is_partitioned(self._loop.time())
 
     def kill(self) -> None:
         """End the process at once; nothing that it had to do happens any more."""
@@ -127,16 +134,11 @@ class VirtualHost:
     def thaw(self) -> None:
         """Let the process go on; what waited happens now, in order."""
         self._is_frozen = False
+        if self.idle_since_s is not None:
+            self.idle_since_s = self._loop.time()
         held, self._held = self._held, []
         for callback, args in held:
             self._loop.call_soon(self._fire, callback, args)
-
-    def reachable_s(self, now_s: float) -> float | None:
-        """When a message that is sent now can pass: now, or when a partition heals; None: never."""
-        for window in self._faults.partitions():
-            if window.holds(now_s):
-                return window.end_s if window.end_s != float("inf") else None
-        return now_s
 
     def corrupts(self) -> bool:
         """Whether KV that leaves it now is damaged on its way."""
@@ -148,12 +150,17 @@ class VirtualHost:
         """Let something happen in this process; never if it is dead by then, later if frozen."""
         return self._loop.call_at(when_s, self._fire, callback, args)
 
+    def do(self, callback: Callable[..., object], *args: object) -> None:
+        """Let something happen in this process now; never if it is dead, later if frozen."""
+        self._fire(callback, args)
+
     def _fire(self, callback: Callable[..., object], args: tuple[object, ...]) -> None:
         if self.stopped_s is not None:
             return
         if self._is_frozen:
             self._held.append((callback, args))
         else:
+            self.is_touched = True
             callback(*args)
 
     # --- clients -------------------------------------------------------------------------------
@@ -175,14 +182,20 @@ class VirtualHost:
 
     def _wake(self) -> None:
         """Something has come: begin a turn soon, or end the present one at its next step."""
-        if self._turn.end_times_s:
+        self.idle_since_s = None
+        if self._is_stepping:
+            self._is_woken = True
+        elif self._turn.end_times_s:
             self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
-        elif not self._is_due and not self._is_stepping:
+        elif not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._fire, self._begin, ())
 
     def _begin(self) -> None:
         self._is_due = False
+        self.idle_since_s = None
+        if self._turn.end_times_s:
+            return  # Two reasons for one turn; one of them waited while the process was frozen.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -193,7 +206,7 @@ class VirtualHost:
                 self.engine.client_gone(client)
             else:
                 self.engine.take(client, message, now_s)
-        self._is_stepping = True
+        self._is_stepping, self._is_woken = True, False
         turn = self.engine.begin(now_s)
         self._is_stepping = False
         if not turn.end_times_s:
@@ -228,9 +241,10 @@ class VirtualHost:
 
     def _sleep(self) -> None:
         """Nothing to do: until a message, or a deadline."""
-        if self._inbox:
+        if self._inbox or self._is_woken:
             self._wake()
             return
+        self.idle_since_s = self._loop.time()
         deadline_s = self.engine.next_deadline_s()
         if deadline_s is not None:
             self._timer = self.call_at(max(deadline_s, self._loop.time()), self._begin)
@@ -270,6 +284,8 @@ class VirtualHost:
 
     def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
         """A message of a consumer has arrived."""
+        if self._network.kv_observer is not None:
+            self._network.kv_observer.kv_arrived(self, message)
         if self._transport is not None:
             self._transport.receive_from_consumer(peer, message)
 
@@ -303,10 +319,23 @@ class VirtualHost:
         if self._transport is not None:
             self._transport.check_invariants()
 
+    @property
+    def num_open_transfers(self) -> int:
+        """KV transfers that have not ended, in either role."""
+        return self._transport.num_open if self._transport is not None else 0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the process stands still."""
+        return self._is_frozen
+
     def finish(self) -> None:
         """Count to the end of the run."""
         if self.is_alive:
             self._count_slots(self._num_busy_slots)
+            if self._turn.end_times_s:
+                # Nobody waits for what is left of it: its last client has gone.
+                self.busy_s += self._loop.time() - self._turn_started_s
 
     def _count_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._count_slots(sum(g.num_running + g.num_reserved for g in snapshot.groups))

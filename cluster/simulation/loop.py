@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._order = itertools.count()
         self._error: BaseException | None = None
         self._is_running = False
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
     # --- what drives it ------------------------------------------------------------------------
 
@@ -76,6 +78,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._is_running = False
             asyncio._set_running_loop(previous)  # noqa: SLF001
 
+    def abandon(self) -> None:
+        """After a failure: end every task in order, so that nothing is left half run."""
+        self.after_event = None
+        for task in list(self._tasks):
+            task.cancel()
+        previous = asyncio._get_running_loop()  # noqa: SLF001
+        asyncio._set_running_loop(self)  # noqa: SLF001
+        try:
+            while self._ready:
+                self._ready.popleft().run()
+        finally:
+            asyncio._set_running_loop(previous)  # noqa: SLF001
+            self._error = None
+
     def _run_one(self) -> bool:
         """Run the next callback; False if there is none."""
         if not self._ready:
@@ -94,6 +110,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             error, self._error = self._error, None
             raise error
         return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything that follows from the last event has happened too."""
+        return not self._ready
 
     # --- what asyncio asks of a loop ------------------------------------------------------------
 
@@ -145,7 +166,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, **_: object
     ) -> asyncio.Task[T]:
         """Start a coroutine."""
-        return asyncio.Task(coro, loop=self, name=name)
+        task = asyncio.Task(coro, loop=self, name=name)
+        self._tasks.add(task)
+        return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Keep the first exception; the run ends with it."""

@@ -7,7 +7,7 @@ their protocol promises to bear it. All randomness comes from the run's seed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -51,21 +51,42 @@ class Channel:
     Args:
         network: Whose delays it has.
         host: The engine's end, which may be cut off.
+
+    Attributes:
+        num_on_way: Messages that were sent and have not arrived.
     """
 
     def __init__(self, network: Network, host: VirtualHost) -> None:
         self._network = network
         self._host = host
-        self._last_s = 0.0
+        self._last_s = float("-inf")
+        self.num_on_way = 0
 
     def send(self, deliver: Callable[..., None], *args: object) -> None:
-        """Call `deliver` when the message arrives; held back while the host is cut off."""
-        loop = self._network.loop
-        free_s = self._host.reachable_s(loop.time())
-        if free_s is None:
+        """Call `deliver` when the message arrives; never if the host is cut off at either time."""
+        if self._host.is_cut:
             return
-        self._last_s = max(self._last_s, free_s + self._network.delay_s())
-        loop.call_at(self._last_s, deliver, *args)
+        loop = self._network.loop
+        self._last_s = max(self._last_s, loop.time() + self._network.delay_s())
+        self.num_on_way += 1
+        loop.call_at(self._last_s, self._arrive, deliver, args)
+
+    def _arrive(self, deliver: Callable[..., None], args: tuple[object, ...]) -> None:
+        self.num_on_way -= 1
+        if not self._host.is_cut:
+            deliver(*args)
+
+
+class KVObserver(Protocol):
+    """Who watches what passes between the KV connectors."""
+
+    def kv_sent(self, host: VirtualHost, message: ToConsumer) -> None:
+        """A producer sends a message."""
+        ...
+
+    def kv_arrived(self, host: VirtualHost, message: ToProducer) -> None:
+        """A message of a consumer reaches a producer."""
+        ...
 
 
 class Network:
@@ -75,15 +96,21 @@ class Network:
         loop: Virtual time.
         config: How messages travel.
         rng: Where chance comes from.
+
+    Attributes:
+        kv_observer: Told of every KV message that a producer sends or gets.
     """
 
     def __init__(self, loop: VirtualLoop, config: NetworkConfig, rng: np.random.Generator) -> None:
         self.loop = loop
+        self.kv_observer: KVObserver | None = None
         self._config = config
         self._rng = rng
         self._by_endpoint: dict[str, VirtualHost] = {}
         self._by_peer: dict[bytes, VirtualHost] = {}
         self._free_s: dict[str, float] = {}
+        # How often the connection of two hosts has broken: what was on its way then is lost.
+        self._num_breaks: dict[tuple[str, str], int] = {}
 
     def delay_s(self) -> float:
         """How long the next control message takes."""
@@ -103,9 +130,11 @@ class Network:
         self.break_kv_connections(host)
 
     def break_kv_connections(self, host: VirtualHost) -> None:
-        """Tell both ends of every KV connection of a host that it broke."""
+        """Lose what is on its way to and from a host, and tell both ends of each connection."""
         for other in list(self._by_endpoint.values()):
             if other is not host:
+                pair = _pair(host, other)
+                self._num_breaks[pair] = self._num_breaks.get(pair, 0) + 1
                 other.call_at(self._soon_s(), other.lose_kv_peer, host)
                 host.call_at(self._soon_s(), host.lose_kv_peer, other)
 
@@ -116,8 +145,12 @@ class Network:
             sender.call_at(self._soon_s(), sender.lose_kv_endpoint, endpoint)
             return
         peer = sender.incarnation.encode()
+        pair = _pair(sender, host)
         for arrival_s in self._arrivals(sender, host, _MESSAGE_BYTES):
-            host.call_at(arrival_s, host.receive_from_consumer, peer, message)
+            self.loop.call_at(
+                arrival_s, self._arrive, pair, self._num_breaks.get(pair, 0),
+                host, host.receive_from_consumer, (peer, message),
+            )  # fmt: skip
 
     def to_consumer(
         self,
@@ -134,10 +167,25 @@ class Network:
             return
         if payload is not None and sender.corrupts():
             payload = self._damage(payload)
+        if self.kv_observer is not None:
+            self.kv_observer.kv_sent(sender, message)
+        pair = _pair(sender, host)
         for arrival_s in self._arrivals(sender, host, num_bytes + _MESSAGE_BYTES):
-            host.call_at(
-                arrival_s, host.receive_from_producer, sender.kv_endpoint, message, payload
-            )
+            self.loop.call_at(
+                arrival_s, self._arrive, pair, self._num_breaks.get(pair, 0),
+                host, host.receive_from_producer, (sender.kv_endpoint, message, payload),
+            )  # fmt: skip
+
+    def _arrive(
+        self,
+        pair: tuple[str, str],
+        num_breaks: int,
+        host: VirtualHost,
+        receive: Callable[..., None],
+        args: tuple[object, ...],
+    ) -> None:
+        if num_breaks == self._num_breaks.get(pair, 0) and not host.is_cut:
+            host.do(receive, *args)
 
     def _soon_s(self) -> float:
         return self.loop.time() + self._config.latency_s
@@ -145,13 +193,11 @@ class Network:
     def _arrivals(self, sender: VirtualHost, receiver: VirtualHost, num_bytes: int) -> list[float]:
         """When a KV message arrives: once as a rule, perhaps twice or never."""
         config, now_s = self._config, self.loop.time()
-        sent_s = sender.reachable_s(now_s)
-        open_s = receiver.reachable_s(now_s)
-        if sent_s is None or open_s is None:
+        if sender.is_cut or receiver.is_cut:
             return []
         if config.kv_loss and self._rng.random() < config.kv_loss:
             return []
-        start_s = max(sent_s, open_s, self._free_s.get(sender.incarnation, 0.0))
+        start_s = max(now_s, self._free_s.get(sender.incarnation, 0.0))
         done_s = start_s + num_bytes / config.kv_bytes_per_s
         self._free_s[sender.incarnation] = done_s
         copies = 1
@@ -168,3 +214,9 @@ class Network:
         flat = damaged.reshape(-1)
         flat[self._rng.integers(len(flat))] ^= 1 << int(self._rng.integers(8))
         return damaged
+
+
+def _pair(one: VirtualHost, other: VirtualHost) -> tuple[str, str]:
+    """The connection of two hosts, whichever of them is named first."""
+    first, second = sorted((one.incarnation, other.incarnation))
+    return first, second

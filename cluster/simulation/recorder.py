@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.simulation.records import NO_TIMES, EventRecord, ReplicaRecord, RequestRecord
-from replicas.messages import Accepted, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
     from cluster.simulation.host import VirtualHost
@@ -62,6 +71,10 @@ class Recorder:
         self._entries: dict[str, Entry] = {}
         self._order: list[str] = []
         self._records: dict[str, RequestRecord] = {}
+
+    def stop(self) -> None:
+        """Write no more lines."""
+        self._keeps_events = False
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -135,6 +148,12 @@ class Recorder:
             entry = self._entries.get(message.request_id)
             if entry is not None:
                 entry.load_s = self._loop.time()
+            self.event("load", message.request_id, host.name, message.ticket.epoch)
+        elif isinstance(message, Activate):
+            self.event("activate", message.request_id, host.name, len(message.token_ids))
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self.event("abort", request_id, host.name)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """See `Observer`."""
@@ -173,7 +192,8 @@ class Recorder:
             busy_s=host.busy_s,
             num_steps=host.num_turns,
             slot_busy_s=host.slot_busy_s,
-            num_prompt_tokens=sum(g.prompt_tokens - g.prefix_cache_hits for g in groups),
+            # Where KV comes from elsewhere, hits are counted and the prompt is not.
+            num_prompt_tokens=sum(max(g.prompt_tokens - g.prefix_cache_hits, 0) for g in groups),
             num_output_tokens=sum(g.generation_tokens for g in groups),
             num_preemptions=sum(g.num_preemptions for g in groups),
             num_blocks=description.dp_groups * description.blocks_per_group,

@@ -24,10 +24,12 @@ from cluster.errors import BadRequestError, ServingError
 from cluster.simulation.client import SILENCE_S
 from cluster.simulation.host import VirtualHost
 from cluster.simulation.ingress import VirtualIngress
+from cluster.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.simulation.loop import VirtualLoop
 from cluster.simulation.network import Network, NetworkConfig
 from cluster.simulation.recorder import Recorder
 from cluster.simulation.records import ABORTED, OK, EventRecord, SimulationResult
+from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
@@ -59,6 +61,7 @@ class PoolSpec(NamedTuple):
         engine: Configuration of each.
         timing: What their steps cost.
         facts: What the modelled device and the served model are.
+        transfer: Deadlines and sizes of its KV transfers.
     """
 
     role: Role
@@ -66,6 +69,7 @@ class PoolSpec(NamedTuple):
     engine: EngineConfig
     timing: StepTiming
     facts: ModelFacts
+    transfer: TransferConfig = TransferConfig()
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +85,9 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
         models_kv: Whether KV is written, moved and read, so that every token proves it.
         run_ahead: Whether stretches of plain decode steps are passed over at once; the results are
             the same. Never with faults or jitter.
-        checks: Whether every core's invariants are checked after every event.
+        checks: Whether everything is checked: the cores after every event, what is left over at
+            the end, and what every request came to. See `cluster.simulation.invariants`.
+        deadline_s: With checks: a request that lasts longer than this hangs.
         keeps_events: Whether the result has an event log.
         aborts: For requests (by number) whose client leaves: after how many seconds.
     """
@@ -95,6 +101,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     models_kv: bool = False
     run_ahead: bool = True
     checks: bool = False
+    deadline_s: float = 600.0
     keeps_events: bool = False
     aborts: dict[int, float] = {}
 
@@ -136,6 +143,10 @@ class Simulation:
         self.network = Network(self.loop, options.network, self._rng)
         self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
         self.hosts: list[VirtualHost] = []
+        self._invariants: Invariants | None = None
+        if options.checks:
+            lease_s = max(spec.transfer.lease_s for spec in self._pools)
+            self._invariants = Invariants(self.network, self.hosts, self.recorder, lease_s)
         self._incarnations = itertools.count(1)
         self._transfer_ids = itertools.count(1)
         self._replicas = [
@@ -148,7 +159,7 @@ class Simulation:
                 f"ingress/{i}",
                 options.router,
                 self.network,
-                self.recorder,
+                self._invariants.monitor(f"ingress/{i}") if self._invariants else self.recorder,
                 new_transfer_id=self._new_transfer_id,
                 on_lost=self._on_lost,
             )
@@ -156,6 +167,9 @@ class Simulation:
         ]
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
+        if self._invariants is not None:
+            for ingress in self.ingresses:
+                self._invariants.watch(ingress)
         self._num_done = 0
         self._is_over = False
 
@@ -168,7 +182,13 @@ class Simulation:
             AssertionError: An invariant is broken.
         """
         started = time.perf_counter()
-        end_s = self.loop.run(self._main())
+        try:
+            end_s = self.loop.run(self._main())
+        except BaseException:
+            self._invariants = None
+            self.recorder.stop()
+            self.loop.abandon()
+            raise
         options = self._options
         return SimulationResult(
             workload=self._workload.name,
@@ -196,6 +216,9 @@ class Simulation:
         for i, request in enumerate(self._workload.requests):
             await asyncio.sleep(request.arrival_s - self.loop.time())
             task = self.loop.create_task(self._request(i))
+            task.add_done_callback(_raise_failure)
+            if self._invariants is not None:
+                self._watch_deadline(i, task)
             abort_s = self._options.aborts.get(i)
             if abort_s is not None:
                 self.loop.call_later(abort_s, task.cancel)
@@ -204,23 +227,74 @@ class Simulation:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         end_s = self.loop.time()
-        self._is_over = True
-        if self._options.checks:
+        if self._invariants is not None:
             await self._drain()
+            self._invariants.check_end()
+            self._check_requests()
+        self._is_over = True
         for host in self.hosts:
             host.finish()
         return end_s
 
     async def _drain(self) -> None:
-        """Wait until every engine that lives has given everything back."""
+        """Let every fault pass, and wait until every engine that runs has given everything back."""
+        ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
+        await self._sleep_until(max((s for s in ends_s if s != float("inf")), default=0.0))
+        warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
+        await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
         deadline_s = self.loop.time() + _DRAIN_S
-        while any(h.is_alive and h.engine.num_live for h in self.hosts):
-            assert self.loop.time() < deadline_s, f"still held: {self._held()}"
-            await asyncio.sleep(1.0)
+        while held := self._held():
+            assert self.loop.time() < deadline_s, f"still held after {_DRAIN_S:g} s: {held}"
+            await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
 
-    def _held(self) -> list[str]:
-        return [repr(h) for h in self.hosts if h.is_alive and h.engine.num_live]
+    async def _sleep_until(self, when_s: float) -> None:
+        await asyncio.sleep(when_s - self.loop.time())
+
+    def _held(self) -> list[VirtualHost]:
+        running = [h for h in self.hosts if h.is_alive and not h.is_frozen]
+        return [h for h in running if h.engine.num_live or h.num_open_transfers]
+
+    # --- checks --------------------------------------------------------------------------------
+
+    def _watch_deadline(self, i: int, task: asyncio.Task[None]) -> None:
+        timer = self.loop.call_later(self._options.deadline_s, self._hang, i, task)
+        task.add_done_callback(lambda _task: timer.cancel())
+
+    def _hang(self, i: int, task: asyncio.Task[None]) -> None:
+        """A request has lasted too long: tell who waits for what."""
+        assert self._invariants is not None
+        ingress = self.ingresses[i % len(self.ingresses)]
+        raise AssertionError(
+            f"r{i} has lasted {self._options.deadline_s:g} s and waits in {waits_for(task)}; "
+            f"it is on {self._invariants.monitor(ingress.name).waits_for(f'r{i}')}; "
+            f"{ingress.name} has {ingress.router.num_queued} in its queue and {ingress.pools!r}"
+        )
+
+    def _check_requests(self) -> None:
+        """Every request ended once, rightly, and with the right tokens."""
+        options = self._options
+        expectations = Expectations(
+            options.router,
+            options.faults,
+            [r.name for r in self._replicas if r.spec.role != "prefill"],
+            min(spec.engine.reservation_timeout_s for spec in self._pools),
+            options.aborts,
+        )
+        records = self.recorder.records()
+        assert len(records) == len(self._workload.requests)
+        facts = self._pools[0].facts
+        for i, record in enumerate(records):
+            room = self._max_model_len - record.num_prompt_tokens
+            expectations.check(i, record, records, has_room=room > 0)
+            if options.models_kv:
+                check_tokens(
+                    record,
+                    self.recorder.outputs[record.request_id],
+                    self._workload.prompt(i, self._vocab_size),
+                    room,
+                    (facts.vocab_size, facts.eos_token_ids),
+                )
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -259,6 +333,8 @@ class Simulation:
         else:
             self.recorder.end(entry, OK)
         finally:
+            if self._invariants is not None:
+                self._invariants.monitor(ingress.name).ended(entry.request_id)
             self._num_done += 1
             if not self._num_done % 64:
                 self._progress(self.loop.time(), self._num_done, self.loop.num_events)
@@ -284,6 +360,7 @@ class Simulation:
                 faults=faults,
                 models_kv=options.models_kv,
                 run_ahead=run_ahead,
+                transfer=spec.transfer,
             ),
             faults=faults,
             network=self.network,
@@ -312,6 +389,8 @@ class Simulation:
 
     def _on_lost(self, ingress: VirtualIngress, incarnation: str) -> None:
         self.recorder.event("lost", ingress.name, incarnation)
+        if self._invariants is not None:
+            self._invariants.monitor(ingress.name).lost(incarnation)
         for replica in self._replicas:
             if replica.host is not None and replica.host.incarnation == incarnation:
                 self.loop.call_later(DISCOVERY_S, self._discover, ingress, replica)
@@ -331,14 +410,14 @@ class Simulation:
                 at(window.end_s, self._thaw)
             for window in faults.partitions():
                 at(window.start_s, self._fall_silent)
-                at(window.end_s, self._speak_again)
+                at(window.end_s, self._heal)
 
     def _at(self, replica: _Replica, when_s: float, action: Callable[[_Replica], None]) -> None:
         if when_s != float("inf"):
             self.loop.call_at(when_s, self._act, replica, action)
 
     def _act(self, replica: _Replica, action: Callable[[_Replica], None]) -> None:
-        if not self._is_over or action in (self._thaw, self._speak_again):
+        if not self._is_over or action in (self._thaw, self._heal):
             self.recorder.event(action.__name__.strip("_"), replica.name)
             action(replica)
 
@@ -374,13 +453,18 @@ class Simulation:
             replica.host.thaw()
             self._speak_again(replica)
 
+    def _heal(self, replica: _Replica) -> None:
+        """A partition is over: connections that lived through it break, for frames are missing."""
+        if replica.host is not None:
+            self._lose_everywhere(replica.host, "its connection broke")
+            self._speak_again(replica)
+
     def _fall_silent(self, replica: _Replica) -> None:
         """From now on nobody hears of it; after a while they give it up."""
-        if replica.silent_since_s is None:
+        host = replica.host
+        if host is not None and replica.silent_since_s is None:
             replica.silent_since_s = self.loop.time()
-            self.loop.call_later(
-                SILENCE_S, self._give_up, replica, replica.host, replica.silent_since_s
-            )
+            self.loop.call_later(SILENCE_S, self._give_up, replica, host, replica.silent_since_s)
 
     def _speak_again(self, replica: _Replica) -> None:
         if replica.host is not None and replica.host.is_answering:
@@ -389,9 +473,20 @@ class Simulation:
     def _give_up(self, replica: _Replica, host: VirtualHost, since_s: float) -> None:
         if replica.host is not host or replica.silent_since_s != since_s:
             return
+        self._lose_everywhere(host, f"it sent nothing for {SILENCE_S:g} s")
+        if host.is_frozen:
+            # The heartbeats of its KV connections have stopped as well.
+            self.network.break_kv_connections(host)
+
+    def _lose_everywhere(self, host: VirtualHost, reason: str) -> None:
         for ingress in self.ingresses:
-            ingress.client.lose(host.incarnation, f"it sent nothing for {SILENCE_S:g} s")
-        self.network.break_kv_connections(host)
+            ingress.client.lose(host.incarnation, reason)
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    """Let what a request raised by mistake end the run at once, not when it is awaited."""
+    if not task.cancelled():
+        task.result()
 
 
 def events_by_kind(events: Sequence[EventRecord]) -> dict[str, int]:

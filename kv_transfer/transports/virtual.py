@@ -119,6 +119,11 @@ class VirtualTransport:
         self._sessions.producer.on_peer_lost(peer)
         self._flush()
 
+    @property
+    def num_open(self) -> int:
+        """Transfers that have not ended, in either role, last words included."""
+        return self._sessions.num_open
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         self._sessions.check_invariants()

@@ -66,7 +66,8 @@ class EngineServer:
             self._behind = dict.fromkeys(self._clients)
         for client, events in self.core.take_events().items():
             self._add_frame(client, events)
-        if self._behind and now_s - self._flushed_s >= SNAPSHOT_S:
+        # The same sum as in `next_deadline_s`: rounded otherwise, a deadline would not be one.
+        if self._behind and now_s >= self._flushed_s + SNAPSHOT_S:
             for client in list(self._behind):
                 self._add_frame(client, [])
             self._flushed_s = now_s

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kv_transfer.connector import ConnectorSettings
 from kv_transfer.layout import KVLayout
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.step import ModelFacts, StepResult
@@ -22,7 +21,12 @@ from replicas.generators.simulated.tokens import NextToken, PagedKVCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_transfer.connector import ConnectorMeta, TransferResults, TransferStats
+    from kv_transfer.connector import (
+        ConnectorMeta,
+        ConnectorSettings,
+        TransferResults,
+        TransferStats,
+    )
     from kv_transfer.p2p_worker import TransportFactory
     from replicas.config import EngineConfig
     from replicas.engine.step import NewSequence, ScheduledBatch
@@ -91,7 +95,7 @@ class VirtualWorker:
         faults: What is wrong with the device, and when.
         models_kv: Whether KV rows are kept, written, moved and read, so that a token depends on
             every row of its context. Without, tokens depend on the request alone.
-        incarnation: Id of this start of the engine.
+        settings: What the KV connector is told.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
 
@@ -108,7 +112,7 @@ class VirtualWorker:
         clock: StepClock,
         faults: Slowdown,
         models_kv: bool,
-        incarnation: str,
+        settings: ConnectorSettings,
         make_transport: TransportFactory,
         notify: Callable[[], None],
     ) -> None:
@@ -118,11 +122,13 @@ class VirtualWorker:
         self._clock = clock
         self._faults = faults
         self._models_kv = models_kv
-        self._incarnation = incarnation
+        self._settings = settings
         self._make_transport = make_transport
         self._notify = notify
         self._rows: list[_Row | None] = [None] * config.max_batch_size
         self.num_rows = 0
+        # Device seconds of the steps that `run_seconds` told of last.
+        self._run_s: list[float] = []
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
         self._next_token: NextToken | None = None
@@ -150,8 +156,7 @@ class VirtualWorker:
             num_layers=1, num_kv_heads=1, head_dim=2, block_size=config.block_size, dtype="float32",
             rope="hf", model_fingerprint="virtual",
         )  # fmt: skip
-        settings = ConnectorSettings(incarnation=self._incarnation)
-        self._connector = P2PConnectorWorker(settings, self._notify, self._make_transport)
+        self._connector = P2PConnectorWorker(self._settings, self._notify, self._make_transport)
         # Without rows a cache of one block answers for all of them.
         cache = self._cache or PagedKVCache(1, 2, config.block_size)
         self._connector.register_kv_caches(
@@ -193,23 +198,26 @@ class VirtualWorker:
         self._apply(batch)
         slow = self._faults.slow_factor(self._clock.now_s())
         if num_steps == 1:
-            return [slow * self._step_s(batch)]
-        rows = [self._row(slot) for slot in batch.slots]
-        contexts = [(row.lane, row.num_computed + 1) for row in rows]
-        return [slow * step_s for step_s in self._timing.decode_run_s(contexts, num_steps)]
+            self._run_s = [slow * self._step_s(batch)]
+        else:
+            rows = [self._row(slot) for slot in batch.slots]
+            contexts = [(row.lane, row.num_computed + 1) for row in rows]
+            self._run_s = [slow * s for s in self._timing.decode_run_s(contexts, num_steps)]
+        return self._run_s
 
     def execute_run(self, batch: ScheduledBatch, num_steps: int) -> tuple[list[list[int]], float]:
-        """Run a step of which `run_seconds` told; token ids by slot and step, and no time."""
+        """Run a step of which `run_seconds` told: token ids by slot and step, device seconds."""
+        device_s = sum(self._run_s[:num_steps])
         if num_steps == 1 or self._cache is not None:
             per_step = [self._advance(batch) for _ in range(num_steps)]
-            return [list(tokens) for tokens in zip(*per_step, strict=True)], 0.0
+            return [list(tokens) for tokens in zip(*per_step, strict=True)], device_s
         token_ids = []
         for slot in batch.slots:
             row = self._row(slot)
             token_ids.append(self._tokens_of_request(row, num_steps))
             row.num_computed += num_steps
             row.num_tokens += num_steps
-        return token_ids, 0.0
+        return token_ids, device_s
 
     # --- inside --------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             for g, group in enumerate(taken.groups)
             for sizes in [[size for at, size in self.held[incarnation].values() if at == g]]
         ]
-        assert sorted(self.pools.decode_views(), key=repr) == sorted(decode, key=repr)
+        assert self.pools.decode_views() == decode, "also in the order of adding"
         prefill = [
             PrefillView(
                 incarnation,
@@ -195,3 +195,157 @@ def test_replica_that_comes_back_starts_without_holds():
     pools.add(make_member("decode", "d0"))
     pools.take_snapshot("d0", idle())
     assert [v.num_empty_slots for v in pools.decode_views()] == [2, 2]
+
+
+# --- views that are kept -------------------------------------------------------------------------
+
+
+def order(pools):
+    return [(v.incarnation, v.dp_group) for v in pools.decode_views()]
+
+
+def three_replicas():
+    pools = PoolState()
+    for role, incarnation in (("decode", "d0"), ("prefill", "p0"), ("both", "b0")):
+        pools.add(make_member(role, incarnation))
+        pools.take_snapshot(incarnation, idle())
+    return pools
+
+
+def test_views_keep_the_order_in_which_replicas_came():
+    """Round robin counts in it."""
+    pools = three_replicas()
+    pools.add(make_member("decode", "a9"))
+    assert order(pools) == [("d0", 0), ("d0", 1), ("b0", 0), ("b0", 1)]
+    pools.take_snapshot("a9", idle())
+    assert order(pools)[4:] == [("a9", 0), ("a9", 1)]
+    pools.take_snapshot("d0", idle(seq=1, num_slots=1))
+    pools.add(make_member("decode", "d0"))
+    assert order(pools)[0] == ("d0", 0)
+    pools.remove("d0")
+    pools.add(make_member("decode", "d0"))
+    pools.take_snapshot("d0", idle())
+    assert order(pools) == [("b0", 0), ("b0", 1), ("a9", 0), ("a9", 1), ("d0", 0), ("d0", 1)]
+
+
+def test_a_change_of_one_replica_shows_at_its_place_only():
+    pools = three_replicas()
+    before = list(pools.decode_views())
+    pools.take_snapshot("b0", idle(seq=1, num_slots=1))
+    after = list(pools.decode_views())
+    assert after[:2] == before[:2]
+    assert [v.num_empty_slots for v in after] == [2, 2, 1, 1]
+    assert before != after
+
+
+def test_several_changes_between_two_looks_all_show():
+    pools = three_replicas()
+    pools.decode_views()
+    pools.hold_decode("r", Placement("d0", 0), 3)
+    pools.hold_decode("s", Placement("b0", 1), 2)
+    pools.take_snapshot("b0", idle(seq=1, num_blocks=5))
+    pools.release("r", "d0")
+    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
+        (2, 8), (2, 8), (2, 5), (1, 3),
+    ]  # fmt: skip
+
+
+def test_a_replica_that_drains_or_vanishes_leaves_the_views():
+    pools = three_replicas()
+    pools.decode_views()
+    pools.take_snapshot("d0", snapshot(1, idle().groups, draining=True))
+    assert order(pools) == [("b0", 0), ("b0", 1)]
+    assert not pools.has_open(("decode",))
+    pools.take_snapshot("d0", idle(seq=2))
+    assert order(pools)[:2] == [("d0", 0), ("d0", 1)]
+    pools.hold_decode("r", Placement("d0", 0), 3)
+    pools.remove("d0")
+    pools.take_snapshot("d0", idle(seq=3))
+    assert order(pools) == [("b0", 0), ("b0", 1)]
+    pools.release("r", "d0")
+    pools.check_invariants()
+
+
+def test_a_request_that_has_ended_is_held_nowhere():
+    """Its decode slot and its prompt were asked of two replicas at once."""
+    pools = three_replicas()
+    pools.hold_decode("r", Placement("d0", 0), 3)
+    pools.hold_prefill("r", "p0", 77)
+    pools.hold_decode("s", Placement("d0", 0), 1)
+    pools.check_invariants()
+    assert [v.num_queued_tokens for v in pools.prefill_views()] == [77]
+    pools.release_everywhere("r")
+    assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
+    pools.release_everywhere("r")
+    pools.release_everywhere("never held")
+    pools.release("s", "p0")
+    assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
+    pools.check_invariants()
+
+
+def test_a_lost_replica_takes_its_holds_along_and_no_others():
+    pools = three_replicas()
+    pools.hold_decode("r", Placement("d0", 0), 3)
+    pools.hold_prefill("r", "p0", 77)
+    pools.remove("p0")
+    pools.check_invariants()
+    assert [v.num_free_blocks for v in pools.decode_views()] == [5, 8, 8, 8]
+    pools.release_everywhere("r")
+    assert [v.num_free_blocks for v in pools.decode_views()] == [8, 8, 8, 8]
+    pools.check_invariants()
+
+
+def test_a_hold_on_nobody_is_none():
+    pools = three_replicas()
+    pools.hold_decode("r", Placement("gone", 0), 3)
+    pools.release_everywhere("r")
+    pools.check_invariants()
+
+
+def test_snapshots_are_counted_when_they_are_taken_over():
+    pools = three_replicas()
+    assert pools.num_snapshots == 3
+    pools.take_snapshot("d0", idle(seq=5))
+    pools.take_snapshot("d0", idle(seq=4))
+    pools.take_snapshot("gone", idle())
+    assert pools.num_snapshots == 4
+
+
+def test_needs_are_counted_in_the_smallest_block_of_any_replica():
+    pools = PoolState()
+    assert pools.block_size == 1
+    small = make_member("decode", "s", block_size=32)
+    pools.add(make_member("decode", "l", block_size=64))
+    assert pools.block_size == 64
+    pools.add(small)
+    pools.add(small)
+    assert pools.block_size == 32
+    pools.remove("s")
+    assert pools.block_size == 64
+    pools.remove("s")
+    pools.remove("l")
+    assert pools.block_size == 1
+
+
+def test_members_are_known_by_their_incarnation():
+    pools = three_replicas()
+    assert [m.description.incarnation for m in pools.members()] == ["d0", "p0", "b0"]
+    assert pools.member("p0").role == "prefill"
+    assert pools.member("gone") is None
+
+
+def test_views_that_are_out_of_date_are_noticed():
+    pools = three_replicas()
+    pools.decode_views()
+    pools._replicas["d0"].snapshot = idle(num_slots=1)
+    with pytest.raises(AssertionError):
+        pools.check_invariants()
+
+
+def test_holders_that_are_wrong_are_noticed():
+    pools = three_replicas()
+    pools.hold_decode("r", Placement("d0", 0), 3)
+    pools._holders["r"] = ("b0",)
+    with pytest.raises(AssertionError):
+        pools.check_invariants()

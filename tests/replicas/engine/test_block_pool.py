@@ -66,6 +66,54 @@ def test_least_recently_freed_prefix_is_evicted_first():
     assert (pool.find_prefix([b"old"]), pool.find_prefix([b"new"])) == ([], [new])
 
 
+def test_blocks_are_handed_out_from_the_first_on():
+    pool = BlockPool(6)
+    assert [pool.allocate(2), pool.allocate(0), pool.allocate(3)] == [[1, 2], [], [3, 4, 5]]
+
+
+def test_what_came_back_is_handed_out_first_the_last_before_the_others():
+    """Then blocks that nobody has had, then the cached ones, least recently used first."""
+    pool = BlockPool(9)
+    old, new, plain, other = pool.allocate(4)
+    pool.cache(old, b"old")
+    pool.cache(new, b"new")
+    pool.free([old])
+    pool.free([plain])
+    pool.free([new])
+    pool.free([other])
+    assert pool.allocate(8) == [other, plain, 5, 6, 7, 8, old, new]
+    assert pool.find_prefix([b"old"]) == pool.find_prefix([b"new"]) == []
+
+
+def test_blocks_of_one_request_come_back_in_their_order():
+    pool = BlockPool(5)
+    blocks = pool.allocate(3)
+    pool.free(blocks)
+    assert pool.allocate(3) == blocks
+
+
+def test_shared_cached_block_is_out_of_the_order_of_eviction():
+    pool = BlockPool(3)
+    one, two = pool.allocate(2)
+    pool.cache(one, b"1")
+    pool.cache(two, b"2")
+    pool.free([one, two])
+    pool.share([two])
+    assert pool.allocate(1) == [one]
+    pool.free([two])
+    assert pool.find_prefix([b"2"]) == [two]
+
+
+def test_cached_blocks_that_were_forgotten_are_handed_out_all_the_same():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.cache(blocks[0], b"1")
+    pool.free(blocks)
+    pool.reset_prefix_cache()
+    assert sorted(pool.allocate(2)) == blocks
+    pool.check_invariants()
+
+
 def test_second_block_of_a_hash_stays_private():
     pool = BlockPool(4)
     first, second = pool.allocate(2)
@@ -184,6 +232,9 @@ class Pool(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_invariants()
+        hashes = self.pool._hashes
+        assert not any(hashes[b] for b in self.pool._free), "a free block could be found"
+        assert not any(hashes[self.pool._next_fresh :])
         counts = Counter(b for table in self.tables for b in table)
         assert self.pool._ref_counts == [counts[b] for b in range(self.num_blocks + 1)]
         assert self.pool.num_free_blocks == self.num_blocks - len(counts)

@@ -1,0 +1,260 @@
+"""What an engine's clients are sent: their events at once, a change of the snapshot soon."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.engine.core import EngineCore
+from replicas.engine.server import SNAPSHOT_S, EngineServer, describe
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    AddRequest,
+    EngineRequest,
+    EngineSnapshot,
+    GroupSnapshot,
+    Hello,
+    TokenOutput,
+)
+from replicas.sampling_params import SamplingParams
+from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
+from tests.replicas.generators.simulated.engines import simulated_config
+
+HELLO = Hello(PROTOCOL_VERSION)
+A, B = b"a", b"b"
+
+
+class Core:
+    """A core that says what a test tells it to.
+
+    Attributes:
+        num_empty_slots: What its snapshots say.
+        num_steps: Likewise.
+        events: What `take_events` gives next.
+        handled: Every message with its client and time.
+        gone: Clients that were dropped.
+    """
+
+    def __init__(self):
+        self.num_empty_slots = 4
+        self.num_steps = 0
+        self.events = {}
+        self.handled = []
+        self.gone = []
+        self.deadline_s = None
+
+    def snapshot(self, seq):
+        group = GroupSnapshot(self.num_empty_slots, 9, 0, 0, 0)
+        return EngineSnapshot(seq, False, 0, 0, self.num_steps, [group])
+
+    def handle(self, client, message, now_s):
+        self.handled.append((client, message, now_s))
+
+    def client_gone(self, client):
+        self.gone.append(client)
+        return 2
+
+    def take_events(self):
+        events, self.events = self.events, {}
+        return events
+
+    def next_deadline_s(self):
+        return self.deadline_s
+
+
+def served(*clients, now_s=0.0):
+    """A server that has greeted these clients, and sent them what they get at once."""
+    core = Core()
+    server = EngineServer(core, "e.1")
+    for client in clients:
+        server.take(client, HELLO, now_s)
+    server.frames(now_s)
+    return core, server
+
+
+def sent(server, now_s):
+    """(client, number of events, empty slots of the snapshot or None) of every frame."""
+    return [
+        (client, len(frame.events), frame.snapshot and frame.snapshot.groups[0].num_empty_slots)
+        for client, frame in server.frames(now_s)
+    ]
+
+
+def token(request_id="r"):
+    return TokenOutput(request_id, 0, [7])
+
+
+def test_a_greeting_is_answered_with_the_snapshot():
+    core = Core()
+    server = EngineServer(core, "e.1")
+    server.take(A, HELLO, 0.0)
+    [(client, frame)] = server.frames(0.0)
+    assert (client, frame.incarnation, frame.events) == (A, "e.1", [])
+    assert frame.snapshot == core.snapshot(0)
+    assert server.frames(0.0) == []
+
+
+def test_a_client_that_greets_again_gets_the_snapshot_again():
+    _, server = served(A)
+    server.take(A, HELLO, 1.0)
+    assert sent(server, 1.0) == [(A, 0, 4)]
+
+
+def test_messages_of_a_greeted_client_reach_the_core():
+    core, server = served(A)
+    server.take(A, Abort(["r"]), 1.5)
+    assert core.handled == [(A, Abort(["r"]), 1.5)]
+
+
+def test_messages_of_strangers_do_not():
+    core, server = served(A)
+    server.take(B, Abort(["r"]), 1.5)
+    assert core.handled == []
+
+
+def test_a_client_of_another_protocol_stays_a_stranger(caplog):
+    core, server = served()
+    with caplog.at_level(logging.ERROR):
+        server.take(A, Hello(PROTOCOL_VERSION + 1), 0.0)
+    assert f"protocol {PROTOCOL_VERSION + 1}" in caplog.text
+    server.take(A, Abort(["r"]), 0.0)
+    assert (core.handled, server.frames(0.0)) == ([], [])
+
+
+def test_events_leave_at_once_with_the_snapshot_if_it_has_changed():
+    core, server = served(A, now_s=1.0)
+    core.events = {A: [token()]}
+    assert sent(server, 1.0) == [(A, 1, None)]
+    core.num_empty_slots = 3
+    core.events = {A: [token(), token()]}
+    assert sent(server, 1.0) == [(A, 2, 3)]
+    core.events = {A: [token()]}
+    assert sent(server, 1.0) == [(A, 1, None)], "this one has it already"
+
+
+def test_who_has_no_events_gets_a_change_at_the_latest_after_the_interval():
+    core, server = served(A, B, b"c", now_s=1.0)
+    core.num_empty_slots = 3
+    assert sent(server, 1.0) == [(A, 0, 3), (B, 0, 3), (b"c", 0, 3)], "nothing was sent just before"
+    core.num_empty_slots = 2
+    core.events = {B: [token()]}
+    assert sent(server, 1.001) == [(B, 1, 2)]
+    assert server.next_deadline_s() == 1.0 + SNAPSHOT_S
+    core.num_empty_slots = 1
+    assert sent(server, 1.002) == []
+    assert sent(server, server.next_deadline_s()) == [(A, 0, 1), (B, 0, 1), (b"c", 0, 1)]
+    assert server.next_deadline_s() is None
+
+
+def test_a_step_that_changes_nothing_else_is_no_news():
+    core, server = served(A)
+    core.num_steps = 17
+    assert sent(server, 5.0) == []
+    assert server.next_deadline_s() is None
+
+
+def test_snapshots_are_numbered():
+    core, server = served(A)
+    numbers = []
+    for now_s in range(1, 4):
+        core.num_empty_slots -= 1
+        numbers += [frame.snapshot.seq for _, frame in server.frames(float(now_s))]
+        assert server.frames(now_s + 0.5) == []
+    assert numbers == [1, 2, 3]
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 0.02))
+def test_a_deadline_is_one_to_the_bit(flushed_s, later_s):
+    """Who wakes at the time that was named must find it come, or it never sleeps again."""
+    core, server = served(A, B)
+    core.num_empty_slots = 3
+    server.frames(flushed_s + SNAPSHOT_S)
+    core.num_empty_slots = 2
+    now_s = flushed_s + SNAPSHOT_S + later_s
+    if not server.frames(now_s):
+        assert len(server.frames(server.next_deadline_s())) == 2
+    assert server.next_deadline_s() is None
+
+
+def test_the_earlier_deadline_counts():
+    core, server = served(A, now_s=1.0)
+    core.deadline_s = 2.0
+    assert server.next_deadline_s() == 2.0
+    core.num_empty_slots = 3
+    server.frames(1.0)
+    core.num_empty_slots = 2
+    server.frames(1.001)
+    assert server.next_deadline_s() == 1.0 + SNAPSHOT_S
+    core.deadline_s = 1.0005
+    assert server.next_deadline_s() == 1.0005
+
+
+def test_a_client_that_is_gone_gets_nothing_and_is_a_stranger(caplog):
+    core, server = served(A, B, now_s=1.0)
+    core.num_empty_slots = 3
+    assert len(sent(server, 1.0)) == 2
+    core.num_empty_slots = 2
+    assert sent(server, 1.001) == [], "both are behind"
+    with caplog.at_level(logging.WARNING):
+        server.client_gone(A)
+    assert "dropped 2" in caplog.text
+    assert core.gone == [A]
+    assert sent(server, 2.0) == [(B, 0, 2)]
+    server.take(A, Abort(["r"]), 2.0)
+    assert core.handled == []
+    server.take(A, HELLO, 2.0)
+    assert sent(server, 2.0) == [(A, 0, 2)]
+
+
+@given(st.permutations([b"a", b"b", b"c", b"d"]))
+def test_frames_leave_in_the_order_in_which_clients_came(clients):
+    core, server = served(*clients)
+    core.num_empty_slots = 3
+    assert [client for client, _ in server.frames(9.0)] == clients
+
+
+# --- over a real core ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core():
+    config = simulated_config(tt_data_parallel=2, max_batch_size=4)
+    return EngineCore(config, OneWorker(virtual_worker(config, CountingClock())), "e.1")
+
+
+def test_a_request_from_greeting_to_end(core):
+    server = EngineServer(core, "e.1")
+    server.take(A, HELLO, 0.0)
+    server.take(B, HELLO, 0.0)
+    server.frames(0.0)
+    params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, ignore_eos=True)
+    server.take(A, AddRequest(EngineRequest("r", [20, 21], params)), 1.0)
+    heard, views = [], []
+    for step in range(5):
+        core.step(1.0 + step)
+        for client, frame in server.frames(1.0 + step):
+            assert not frame.events or client == A
+            heard += frame.events
+            if client == B and frame.snapshot is not None:
+                views.append(sum(g.num_empty_slots for g in frame.snapshot.groups))
+    assert [type(e) for e in heard] == [Accepted, TokenOutput, TokenOutput, TokenOutput]
+    assert heard[-1].finish_reason == "length"
+    assert views == [3, 4]
+
+
+def test_an_engine_describes_itself(core):
+    description = describe(core, "e.1", "tcp://in", "tcp://out", 42)
+    facts = core.facts
+    assert msgspec.structs.asdict(description) == {
+        "incarnation": "e.1", "input_endpoint": "tcp://in", "output_endpoint": "tcp://out",
+        "kv_endpoint": None, "kv_layout_hash": None, "bytes_per_block": facts.bytes_per_block,
+        "model": core.config.model, "max_model_len": 128, "vocab_size": facts.vocab_size,
+        "eos_token_ids": facts.eos_token_ids, "block_size": 32, "dp_groups": 2,
+        "slots_per_group": 2, "blocks_per_group": 63, "max_num_batched_tokens": 2048, "pid": 42,
+    }  # fmt: skip

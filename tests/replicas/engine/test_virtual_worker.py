@@ -1,0 +1,328 @@
+"""The simulator's worker gives what a real worker gives on a simulated mesh: tokens and seconds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replicas.config import EngineConfig
+from replicas.engine.core import EngineCore
+from replicas.engine.step import ModelFacts, NewSequence, ScheduledBatch
+from replicas.engine.virtual_worker import StepClock
+from replicas.faults import Fault, ReplicaFaults
+from replicas.generators.simulated.profiles import engine_timing
+from replicas.generators.simulated.timing import LinkTiming
+from replicas.sampling_params import SamplingParams
+from tests.engines import generate, num_preemptions, num_prefix_hits
+from tests.kv_transfer.virtual_wire import Net
+from tests.replicas.engine.virtual import (
+    CountingClock,
+    LoopPair,
+    OneWorker,
+    Side,
+    real_side,
+    virtual_side,
+    virtual_worker,
+)
+from tests.replicas.generators.simulated.engines import FOUR_CHIPS, right_tokens, simulated_config
+
+LONG = [(7 * i * i + 3 * i) % 4001 + 16 for i in range(90)]
+PROMPTS = [
+    LONG[:70], [11], [5, 9, 3], LONG[:64], list(range(1, 34)), [*LONG[:40], 1, 2, 3], [2, 2],
+    [*LONG[:32], 150], [17 * i % 4093 for i in range(1, 22)], LONG,
+]  # fmt: skip
+NUM_NEW = 12
+MISS, FOUR_LANES = {"enable_prefix_caching": False}, {"tt_data_parallel": 4}
+CHUNKED = {"max_num_batched_tokens": 16}
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
+SCARCE = {"num_blocks": 20}
+"""Blocks for two and a half of eight sequences of 100 tokens."""
+
+
+def sampling(max_tokens=NUM_NEW):
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+
+
+def both(config, monkeypatch):
+    return real_side(config, monkeypatch), virtual_side(config)
+
+
+def counters(core):
+    """All of them but seconds, of which the real side has its own idea."""
+    return msgspec.structs.replace(core.metrics(0.0), device_seconds=0.0, host_seconds=0.0)
+
+
+def assert_same(real, virtual):
+    assert real.clock.spent == virtual.clock.spent
+    assert counters(real.core) == counters(virtual.core)
+
+
+# --- the same tokens in the same time -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("stagger", [0, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [WHOLE, {**WHOLE, **MISS}, CHUNKED, {**WHOLE, **FOUR_LANES}, {**CHUNKED, **FOUR_LANES}],
+    ids=["whole", "whole, no cache", "chunked", "four lanes", "four lanes, chunked"],
+)
+def test_tokens_and_seconds_are_those_of_the_real_worker(changes, stagger, monkeypatch):
+    real, virtual = both(simulated_config(**changes), monkeypatch)
+    assert real.core.facts == virtual.core.facts
+    for side in (real, virtual):
+        found = generate(side.core, PROMPTS, sampling(), stagger=stagger)
+        assert found == right_tokens(PROMPTS, NUM_NEW)
+    assert_same(real, virtual)
+    assert sum(virtual.clock.spent) == virtual.core.metrics(0.0).device_seconds > 0
+
+
+@pytest.mark.parametrize("lanes", [{}, FOUR_LANES], ids=["one lane", "four lanes"])
+def test_prefix_hits_cost_the_same(lanes, monkeypatch):
+    real, virtual = both(simulated_config(**lanes), monkeypatch)
+    for side in (real, virtual):
+        for _ in range(2):
+            found = generate(side.core, PROMPTS, sampling())
+        assert found == right_tokens(PROMPTS, NUM_NEW)
+        assert num_prefix_hits(side.core) >= 64
+    assert_same(real, virtual)
+
+
+@pytest.mark.parametrize("changes", [MISS, {}, CHUNKED], ids=["no cache", "cache", "chunked"])
+def test_preemption_costs_the_same(changes, monkeypatch):
+    prompts = [[100 * i + j for j in range(60)] for i in range(8)]
+    real, virtual = both(simulated_config(**SCARCE, **changes), monkeypatch)
+    for side in (real, virtual):
+        assert generate(side.core, prompts, sampling(40)) == right_tokens(prompts, 40)
+        assert num_preemptions(side.core) > 0
+    assert_same(real, virtual)
+
+
+@st.composite
+def runs(draw):
+    lanes = draw(st.sampled_from([1, 2, 4]))
+    config = simulated_config(
+        tt_data_parallel=lanes,
+        max_batch_size=8,
+        num_blocks=draw(st.sampled_from([6, 9, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([8, 48, 256])),
+        enable_prefix_caching=draw(st.booleans()),
+        prefill_steps_per_decode_step=draw(st.integers(1, 3)),
+    )
+    sizes = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1))
+    prompts = [[*LONG[:start], *range(i, i + own)] for i, (start, own) in enumerate(sizes, 1)]
+    lengths = [draw(st.integers(1, 40)) for _ in prompts]
+    return config, prompts, lengths, draw(st.integers(0, 4))
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(runs())
+def test_whatever_runs_it_costs_the_same(run):
+    config, prompts, lengths, stagger = run
+    params = [sampling(n) for n in lengths]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        real, virtual = both(config, monkeypatch)
+        for side in (real, virtual):
+            found = generate(side.core, prompts, params, stagger=stagger)
+            right = right_tokens(prompts, max(lengths))
+            assert found == [r[:n] for r, n in zip(right, lengths, strict=True)]
+        assert_same(real, virtual)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(WHOLE, MISS), (CHUNKED, {"tt_data_parallel": 2}), (FOUR_LANES, {}), (WHOLE, FOUR_LANES)],
+    ids=["whole", "chunks to two lanes", "four lanes to one", "one lane to four"],
+)
+def test_a_prompt_computed_elsewhere_costs_both_the_same(prefill, decode, monkeypatch):
+    common = {"num_blocks": 130, "max_batch_size": 16}
+    pairs = []
+    for make in (lambda *args: real_side(args[0], monkeypatch, *args[1:]), virtual_side):
+        net = Net()
+        pair = LoopPair(
+            make(simulated_config(**common, **prefill), net, "prefill"),
+            make(simulated_config(**common, **decode), net, "decode"),
+            net,
+        )
+        for _ in range(2):
+            found = pair.generate(PROMPTS, sampling())[-len(PROMPTS) :]
+            assert found == right_tokens(PROMPTS, NUM_NEW)
+        assert set(pair.loaded.values()) == {None}
+        assert len(pair.loaded) == 2 * len(PROMPTS)
+        pairs.append(pair)
+    real, virtual = pairs
+    assert_same(real.prefill, virtual.prefill)
+    assert_same(real.decode, virtual.decode)
+    assert virtual.decode.core.metrics(0.0).transfer.blocks["receive"] > 0
+    for pair in pairs:
+        pair.prefill.core.shutdown()
+        pair.decode.core.shutdown()
+
+
+def test_a_wrong_block_shows_in_the_tokens():
+    """What the others rest on: a virtual token depends on every row that is read for it."""
+    virtual = virtual_side(simulated_config(**WHOLE))
+    cache = virtual.core._executor.worker._cache
+    original = cache.context_sums
+    cache.context_sums = lambda lanes, tables, counts: original(lanes, tables[:, ::-1], counts)
+    (found,) = generate(virtual.core, [LONG[:70]], sampling())
+    assert [found] != right_tokens([LONG[:70]], NUM_NEW)
+
+
+# --- without KV ---------------------------------------------------------------------------------
+
+
+class OddTiming:
+    """Prompts of a second per token, decode steps of a minute, mixed passes of an hour."""
+
+    host_s = host_row_s = 0.0
+    bytes_per_token = 1
+    link = LinkTiming(0.0, 1.0)
+
+    def prefill_s(self, chunks):
+        return float(sum(end - start for _, start, end in chunks))
+
+    def decode_s(self, rows):
+        return 60.0 + sum(context for _, context in rows)
+
+    def decode_run_s(self, rows, num_steps):
+        return [self.decode_s([(lane, n + i) for lane, n in rows]) for i in range(num_steps)]
+
+    def mixed_s(self, chunks, rows):
+        return 3600.0 + self.prefill_s(chunks) + self.decode_s(rows)
+
+    def warm_up_s(self):
+        return 0.0
+
+
+FACTS = ModelFacts(
+    max_position_embeddings=1000, vocab_size=100, eos_token_ids=[0], num_blocks=50,
+    bytes_per_block=1, supports_mixed_batch=True, supports_chunked_prefill=True,
+    supports_prefix_caching=True,
+)  # fmt: skip
+
+
+def plain_config(**changes):
+    fields = {"model": "none", "max_batch_size": 4, "block_size": 8, "max_num_batched_tokens": 64}
+    fields["max_model_len"] = 100
+    return EngineConfig(**{**fields, **changes})
+
+
+def plain_worker(clock=None, *, models_kv=False, **more):
+    config = plain_config(tt_data_parallel=2)
+    worker = virtual_worker(
+        config, clock or CountingClock(), timing=OddTiming(), facts=FACTS, models_kv=models_kv,
+        **more,
+    )  # fmt: skip
+    worker.initialize_kv_cache(50, 100)
+    return worker
+
+
+def new(slot, num_tokens, *, num_computed=0, num_prompt=None, seed=0):
+    return NewSequence(
+        slot, slot // 2, list(range(20, 20 + num_tokens)), num_prompt or num_tokens, num_computed,
+        list(range(1, 2 + num_tokens // 8)), 0.0, 0, 1.0, seed,
+    )  # fmt: skip
+
+
+def run(worker, kind, slots, counts, new_sequences=()):
+    batch = ScheduledBatch(kind, slots, counts, list(new_sequences), [])
+    result, _ = worker.execute_model(batch, None, 0.0)
+    return result
+
+
+def test_each_kind_of_step_costs_its_own():
+    worker = plain_worker()
+    result = run(worker, "prefill", [0, 2], [5, 3], [new(0, 5), new(2, 9)])
+    assert (result.device_s, result.token_ids[1]) == (8.0, -1)
+    assert run(worker, "decode", [0], [1]).device_s == 60.0 + 6
+    mixed = run(worker, "mixed", [0, 2], [1, 6])
+    assert mixed.device_s == 3600.0 + 6 + 60.0 + 7
+    assert worker.num_rows == 2
+    assert worker._clock.spent == [8.0, 66.0, 3673.0]
+
+
+def test_a_prompt_of_one_token_is_a_prefill_where_the_step_is():
+    worker = plain_worker()
+    assert run(worker, "prefill", [0], [1], [new(0, 1)]).device_s == 1.0
+
+
+def test_a_slow_device_takes_longer_while_it_is_slow():
+    clock = StepClock()
+    fault = Fault(at_s=10.0, target="both/0", kind="slow", duration_s=5.0, factor=3.0)
+    worker = plain_worker(clock, faults=ReplicaFaults([fault]))
+    seconds = []
+    for now_s in (9.0, 10.0, 14.9, 15.0):
+        clock.start(now_s)
+        seconds.append(run(worker, "prefill", [0], [4], [new(0, 9)]).device_s)
+        assert clock.spent_s == seconds[-1]
+        assert clock.now_s() == now_s + seconds[-1]
+    assert seconds == [4.0, 12.0, 12.0, 4.0]
+    clock.start(12.0)
+    run_batch = ScheduledBatch("decode", [0], [1], [new(0, 9, num_computed=8)], [])
+    assert worker.run_seconds(run_batch, 2) == [3 * 69.0, 3 * 70.0]
+
+
+def test_tokens_without_kv_are_of_the_request_alone():
+    """Wherever it runs, whatever was computed before and in whatever company."""
+    config = plain_config()
+    params = [
+        SamplingParams(max_tokens=9, temperature=0.0, seed=s, ignore_eos=True) for s in (5, 6)
+    ]
+    outputs = []
+    for prompts in ([[1, 2, 3], [4]], [[9] * 40, [8] * 12]):
+        worker = virtual_worker(
+            config, CountingClock(), timing=OddTiming(), facts=FACTS, models_kv=False
+        )
+        outputs.append(generate(EngineCore(config, OneWorker(worker)), prompts, params))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
+    assert all(16 <= t < 100 for tokens in outputs[0] for t in tokens)
+    worker = plain_worker()
+    half = new(0, 3 + 4, num_computed=3 + 3, num_prompt=3, seed=5)
+    assert run(worker, "decode", [0], [1], [half]).token_ids == outputs[0][0][4:5]
+
+
+@pytest.mark.parametrize("models_kv", [False, True])
+def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
+    sequences = [new(0, 9, num_computed=8, num_prompt=4), new(3, 4, num_computed=3, seed=7)]
+    once, ahead = plain_worker(models_kv=models_kv), plain_worker(models_kv=models_kv)
+    batch = ScheduledBatch("decode", [0, 3], [1, 1], sequences, [])
+    again = msgspec.structs.replace(batch, new=[])
+    results = [once.execute_model(b, None, 0.0)[0] for b in (batch, again, again, again)]
+    assert ahead.run_seconds(batch, 4) == [r.device_s for r in results]
+    assert ahead._clock.spent == [], "whoever asks passes the time"
+    tokens, _ = ahead.execute_run(batch, 3)
+    assert tokens == [[r.token_ids[i] for r in results[:3]] for i in range(2)]
+    assert ahead.num_rows == 2
+    # Fewer steps than were asked about were run: the next one goes on from there.
+    assert ahead.run_seconds(again, 1) == [results[3].device_s]
+    tokens, _ = ahead.execute_run(again, 1)
+    assert tokens == [[t] for t in results[3].token_ids]
+
+
+def test_a_step_without_a_batch_has_no_rows():
+    worker = plain_worker()
+    run(worker, "prefill", [0], [4], [new(0, 9)])
+    assert worker.execute_model(None, None, 0.0) == (None, None)
+    assert worker.num_rows == 0
+
+
+def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():
+    """What thousands of replicas do: transfers take their time and carry nothing."""
+    net, sides = Net(), {}
+    config = simulated_config(kv_connector="p2p")
+    for name in ("prefill", "decode"):
+        clock = CountingClock()
+        worker = virtual_worker(config, clock, models_kv=False, net=net, name=name)
+        sides[name] = Side(EngineCore(config, OneWorker(worker), name), clock)
+    pair = LoopPair(sides["prefill"], sides["decode"], net)
+    found = pair.generate([LONG[:70]], sampling())
+    assert len(found[0]) == NUM_NEW
+    blocks = pair.decode.core.metrics(0.0).transfer.blocks
+    assert blocks == {"send": 0, "receive": 3}
+    timing = engine_timing(config, FOUR_CHIPS, 0.0)
+    transfer_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
+    assert pair.decode.clock.spent[0] == transfer_s
+    assert transfer_s in pair.prefill.clock.spent

@@ -1,0 +1,185 @@
+"""Frames reach the streams that they are for, and a lost engine reaches all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from replicas.errors import EngineDeadError
+from replicas.messages import (
+    Abort,
+    Accepted,
+    AddRequest,
+    EngineDescription,
+    EngineFrame,
+    EngineRequest,
+    EngineSnapshot,
+    TokenOutput,
+    UtilityResult,
+)
+from replicas.sampling_params import SamplingParams
+from replicas.streams import StreamTable
+
+DESCRIPTION = EngineDescription(
+    incarnation="e.1", input_endpoint="", output_endpoint="", kv_endpoint=None,
+    kv_layout_hash=None, bytes_per_block=1, model="none", max_model_len=9, vocab_size=9,
+    eos_token_ids=[0], block_size=1, dp_groups=1, slots_per_group=1, blocks_per_group=9,
+    max_num_batched_tokens=9, pid=0,
+)  # fmt: skip
+SNAPSHOT = EngineSnapshot(3, False, 0, 0, 0, [])
+
+
+class Client:
+    """A table, what it has sent, and what it has told of snapshots."""
+
+    def __init__(self):
+        self.sent = []
+        self.seen = []
+        self.table = StreamTable(DESCRIPTION, self.sent.append, lambda *a: self.seen.append(a))
+
+    def open(self, request_id, inbox=None):
+        message = AddRequest(EngineRequest(request_id, [1], SamplingParams()))
+        return self.table.open(request_id, message, inbox)
+
+    def take(self, *events, snapshot=None):
+        self.table.take(EngineFrame("e.1", list(events), snapshot))
+
+
+@pytest.fixture
+def client():
+    return Client()
+
+
+def token(request_id, index=0):
+    return TokenOutput(request_id, index, [7])
+
+
+def get_now(stream):
+    """The next event, which must be there."""
+    return asyncio.run(asyncio.wait_for(stream.get(), 5.0))
+
+
+def test_opening_sends_the_message_and_listens(client):
+    stream = client.open("r")
+    assert [type(m) for m in client.sent] == [AddRequest]
+    assert (stream.request_id, stream.incarnation, len(client.table)) == ("r", "e.1", 1)
+    client.take(Accepted("r", 0, 0, 0), token("r"))
+    assert [type(get_now(stream)) for _ in range(2)] == [Accepted, TokenOutput]
+
+
+def test_nothing_is_kept_of_a_message_that_could_not_be_sent():
+    def refuse(_message):
+        raise EngineDeadError("gone")
+
+    table = StreamTable(DESCRIPTION, refuse, lambda *_: None)
+    with pytest.raises(EngineDeadError):
+        table.open("r", Abort([]), None)
+    assert len(table) == 0
+
+
+def test_a_request_is_open_once(client):
+    client.open("r")
+    with pytest.raises(AssertionError, match=r"r is open on e\.1"):
+        client.open("r")
+    assert len(client.sent) == 1
+
+
+def test_events_go_to_their_requests_only(client):
+    one, other = client.open("one"), client.open("other")
+    client.take(token("other", 1), token("one", 2), token("unknown", 3), token("other", 4))
+    assert get_now(one).index == 2
+    assert [get_now(other).index for _ in range(2)] == [1, 4]
+
+
+def test_streams_may_share_an_inbox_that_tells_them_apart(client):
+    inbox = asyncio.Queue()
+    one, other = client.open("one", inbox), client.open("other", inbox)
+    client.take(token("other"), token("one"))
+    assert [inbox.get_nowait()[0] for _ in range(2)] == [other, one]
+
+
+def test_the_snapshot_is_told_before_the_events_that_it_counts(client):
+    order = []
+    client.table._on_snapshot = lambda *a: order.append(a)
+    stream = client.open("r")
+    stream.put = order.append
+    client.take(token("r"), snapshot=SNAPSHOT)
+    assert order == [("e.1", SNAPSHOT), token("r")]
+    client.take(token("r"))
+    assert len(order) == 3
+
+
+def test_closing_ends_listening_and_aborts_if_asked(client):
+    stream, other = client.open("r"), client.open("s")
+    stream.close(abort=True)
+    assert client.sent[2:] == [Abort(["r"])]
+    other.close(abort=False)
+    assert len(client.sent) == 3
+    client.take(token("r"), token("s"))
+    assert stream._inbox.empty()
+    assert len(client.table) == 0
+
+
+def test_closing_twice_aborts_once(client):
+    stream = client.open("r")
+    for abort in (False, True):
+        stream.close(abort=abort)
+    assert len(client.sent) == 1
+    again = client.open("r")
+    for _ in range(2):
+        again.close(abort=True)
+    assert client.sent[2:] == [Abort(["r"])]
+
+
+def test_a_lost_engine_is_told_to_every_stream_after_what_had_come(client):
+    one, other = client.open("one"), client.open("other")
+    client.take(token("one"))
+    client.table.fail("it was unplugged")
+    assert get_now(one) == token("one")
+    for stream in (one, other):
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"e\.1 is gone: it was unplugged"):
+                get_now(stream)
+    assert len(client.table) == 0
+    one.close(abort=True)
+    assert len(client.sent) == 2, "nobody is there to be told"
+
+
+def test_utility_results_go_to_their_calls(client):
+    async def call():
+        first, second = client.table.expect(1), client.table.expect(2)
+        client.take(UtilityResult(2, "two"), UtilityResult(9, "nobody's"))
+        assert (first.done(), (await second).result) == (False, "two")
+        client.take(UtilityResult(2, "again"))
+        client.table.forget(1)
+        client.table.forget(1)
+        client.take(UtilityResult(1, "late"))
+        assert not first.done()
+        client.table.fail("gone")
+        assert not first.done(), "nobody waits for it"
+        assert (await second).result == "two"
+
+    asyncio.run(call())
+
+
+def test_calls_hear_of_the_end_too(client):
+    async def call():
+        future = client.table.expect(1)
+        client.table.fail("gone")
+        with pytest.raises(EngineDeadError, match="gone"):
+            await future
+
+    asyncio.run(call())
+
+
+def test_waiting_for_an_event_waits(client):
+    async def read():
+        stream = client.open("r")
+        waiting = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        client.take(token("r", 5))
+        return await waiting
+
+    assert asyncio.run(read()).index == 5
