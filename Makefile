@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test check lint types imports clean
+.PHONY: serve test check lint types imports chaos clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
@@ -28,8 +28,12 @@ types: $(VENV)/.installed-dev
 imports: $(VENV)/.installed-dev
 	@if [ -x $(VENV)/bin/lint-imports ]; then $(VENV)/bin/lint-imports --no-logo; else echo "imports: skipped, needs Python 3.11"; fi
 
+# EVENTS=20000000 SEED=7 for a night of it; docs/chaos.md.
+chaos: $(VENV)/.installed
+	$(VENV)/bin/ttserve chaos --jobs 2 $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

@@ -8,7 +8,7 @@ what time it is, brings messages and takes frames. A turn is one step of the eng
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_transfer.config import TransferConfig
@@ -67,7 +67,7 @@ class VirtualDevice:
     faults: Slowdown
     models_kv: bool
     run_ahead: bool
-    transfer: TransferConfig = TransferConfig()
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 def simulated_facts(config: EngineConfig) -> ModelFacts:

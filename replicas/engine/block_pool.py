@@ -60,19 +60,20 @@ class BlockPool:
         The caller checks `num_free_blocks` first: asking for more is a bug.
         """
         assert 0 <= count <= self.num_free_blocks, f"{count=} {self!r}"
-        block_ids = [self._take_one() for _ in range(count)]
-        for block_id in block_ids:
+        block_ids: list[int] = []
+        while self._free and len(block_ids) < count:
+            block_ids.append(self._free.pop())
+        first = self._next_fresh
+        self._next_fresh = min(first + count - len(block_ids), len(self._ref_counts))
+        block_ids.extend(range(first, self._next_fresh))
+        # Only these have a hash that somebody could find them by.
+        for _ in range(count - len(block_ids)):
+            block_id, _ = self._cached.popitem(last=False)
             self._forget_hash(block_id)
+            block_ids.append(block_id)
+        for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
-
-    def _take_one(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._next_fresh < len(self._ref_counts):
-            self._next_fresh += 1
-            return self._next_fresh - 1
-        return self._cached.popitem(last=False)[0]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back one reference to each block.

@@ -309,7 +309,9 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
 
 def _stop_at_eof(inbox: Inbox) -> None:
     """Ask for the end once the parent closes stdin, and insist if the core thread is stuck."""
-    while sys.stdin.buffer.read(4096):
+    # Not through the buffered reader: this thread may still wait when the interpreter ends, which
+    # aborts if somebody holds the buffer's lock. Nothing is in the buffer: one line was sent.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     inbox.put((b"", _STOP))
     time.sleep(5.0)

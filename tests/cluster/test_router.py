@@ -17,6 +17,7 @@ from cluster.errors import (
     SaturatedError,
 )
 from replicas.messages import (
+    LAPSED,
     Abort,
     Accepted,
     Activate,
@@ -719,6 +720,33 @@ def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang(
             request_id = prefill.received(AddRequest)[0].request.request_id
             await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
             with pytest.raises(QueueTimeoutError, match="it lapsed"):
+                await asyncio.wait_for(task, 5)
+            await until(lambda: prefill.received(Abort), "prefill is told")
+
+    asyncio.run(run())
+
+
+def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout_not_a_bug():
+    def prefills(message):
+        if isinstance(message, AddRequest):
+            request_id = message.request.request_id
+            return [Accepted(request_id, 0, -1, 0), TokenOutput(request_id, 0, [5])]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as prefill,
+            ScriptedEngine("decode", "d", accepts) as decode,
+            rig() as made,
+        ):
+            await made.connect(prefill.member, decode.member)
+            outputs = start(made, [1])
+            assert await token_of(outputs) == [5]
+            task = asyncio.ensure_future(anext(outputs))
+            await until(lambda: decode.received(Activate), "activated")
+            request_id = prefill.received(AddRequest)[0].request.request_id
+            await decode.send(TokenOutput(request_id, 0, [], "error", error=LAPSED))
+            with pytest.raises(QueueTimeoutError, match="lapsed"):
                 await asyncio.wait_for(task, 5)
             await until(lambda: prefill.received(Abort), "prefill is told")
 

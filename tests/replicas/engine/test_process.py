@@ -152,6 +152,11 @@ def end(process):
 # --- start and end -----------------------------------------------------------------------------
 
 
+def test_sigterm_ends_an_engine_whose_parent_still_holds_its_stdin(doomed):
+    os.kill(doomed.description.pid, signal.SIGTERM)
+    assert doomed.wait() == 0
+
+
 def test_engine_tells_how_far_its_start_has_come_and_what_it_is():
     stages = []
     settings = config(tt_data_parallel=2, kv_connector="p2p")
