@@ -1,0 +1,188 @@
+"""What each placement policy gives on traces, against load: tables and plots of docs/policies.md.
+
+Each scenario is a Serve config and a trace at several speeds, run under every policy; the same as
+`ttserve simulate CONFIG --trace … --policy … --speed-up …` row by row. Results are the same on
+every machine.
+
+    python -m benchmarks.policies --traces traces/ --plots docs/images/ [--only NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.simulation.command import SimulateOptions, load_cluster, load_trace, run_cluster
+from cluster.simulation.plots import plot_comparison
+from cluster.simulation.summary import Slo, summarise
+
+if TYPE_CHECKING:
+    from cluster.simulation.summary import Distribution, PoolSummary, Summary
+
+POLICIES = ("round_robin", "most_empty_slots")
+HERE = Path(__file__).parent / "policies"
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One table and one plot.
+
+    Attributes:
+        config: A Serve config file.
+        replicas: How many of its replicas; None takes the file's.
+        trace: Under the folder of traces; an absolute path is a workload of our own.
+        limit: Requests.
+        speed_ups: Of the trace, for each row.
+        ttft_s: Objective.
+        tpot_s: Objective.
+    """
+
+    config: Path
+    replicas: int | None = None
+    trace: str | Path
+    limit: int
+    speed_ups: tuple[float, ...]
+    ttft_s: float
+    tpot_s: float
+
+
+_MOONCAKE = "mooncake/conversation_trace.jsonl"
+_AZURE = "azure2023/AzureLLMInferenceTrace_conv.csv"
+_SERVEGEN = "servegen/language/m-large"
+_TT = "tt/ci_mooncake.jsonl"
+
+SCENARIOS = {
+    "mooncake-t3k": Scenario(
+        config=HERE / "t3k-long.yaml", trace=_MOONCAKE, limit=600,
+        speed_ups=(0.05, 0.1, 0.15, 0.2, 0.3), ttft_s=20.0, tpot_s=0.2,
+    ),
+    "mooncake-t3k-pd": Scenario(
+        config=HERE / "t3k-long-pd.yaml", trace=_MOONCAKE, limit=600,
+        speed_ups=(0.05, 0.1, 0.15, 0.2, 0.3), ttft_s=20.0, tpot_s=0.2,
+    ),
+    "mooncake-galaxy": Scenario(
+        config=HERE / "galaxy-long.yaml", trace=_MOONCAKE, limit=400,
+        speed_ups=(0.05, 0.1, 0.15, 0.2), ttft_s=20.0, tpot_s=0.2,
+    ),
+    "mooncake-galaxy-pd": Scenario(
+        config=HERE / "galaxy-long-pd.yaml", trace=_MOONCAKE, limit=400,
+        speed_ups=(0.05, 0.1, 0.15, 0.2), ttft_s=20.0, tpot_s=0.2,
+    ),
+    "azure-n150": Scenario(
+        config=CONFIGS / "sim-n150x4.yaml", replicas=8, trace=_AZURE, limit=600,
+        speed_ups=(0.4, 0.6, 0.8, 1.0), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "azure-t3k-pd": Scenario(
+        config=CONFIGS / "sim-t3k-2p2d.yaml", trace=_AZURE, limit=600,
+        speed_ups=(0.4, 0.7, 1.0, 1.3), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "servegen-n150": Scenario(
+        config=CONFIGS / "sim-n150x4.yaml", replicas=8, trace=_SERVEGEN, limit=600,
+        speed_ups=(0.02, 0.04, 0.06, 0.08), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "servegen-t3k-pd": Scenario(
+        config=CONFIGS / "sim-t3k-2p2d.yaml", trace=_SERVEGEN, limit=600,
+        speed_ups=(0.02, 0.04, 0.08, 0.12), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "tt-n150": Scenario(
+        config=CONFIGS / "sim-n150x4.yaml", trace=_TT, limit=64,
+        speed_ups=(0.03, 0.06, 0.1, 0.2), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "tt-t3k-pd": Scenario(
+        config=CONFIGS / "sim-t3k-2p2d.yaml", trace=_TT, limit=64,
+        speed_ups=(0.03, 0.06, 0.1, 0.2), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "prefix-n150": Scenario(
+        config=CONFIGS / "sim-n150x4.yaml", replicas=8, trace=HERE / "shared-prefix.yaml",
+        limit=600, speed_ups=(0.3, 0.6, 1.0, 1.5), ttft_s=10.0, tpot_s=0.3,
+    ),
+    "prefix-t3k-pd": Scenario(
+        config=CONFIGS / "sim-t3k-2p2d.yaml", trace=HERE / "shared-prefix.yaml",
+        limit=600, speed_ups=(1.0, 1.5, 2.0, 3.0), ttft_s=10.0, tpot_s=0.3,
+    ),
+}  # fmt: skip
+
+
+def sweep(name: str, scenario: Scenario, traces: Path) -> list[Summary]:
+    """Run a scenario: every policy at every speed."""
+    slo = Slo(ttft_s=scenario.ttft_s, tpot_s=scenario.tpot_s)
+    summaries = []
+    for policy in POLICIES:
+        cluster = load_cluster(scenario.config, replicas=scenario.replicas, policy=policy)
+        for speed_up in scenario.speed_ups:
+            options = SimulateOptions(
+                trace=traces / scenario.trace, limit=scenario.limit, speed_up=speed_up
+            )
+            result = run_cluster(cluster, load_trace(options), speed_up=speed_up)
+            summaries.append(summarise(result, slo))
+    return summaries
+
+
+def table(summaries: list[Summary]) -> str:
+    """A scenario's rows in Markdown."""
+    lines = [
+        "| policy | arrivals /s | ok % | TTFT mean, p99 s | TPOT mean, p99 ms | ITL p99 ms "
+        "| good % | good /s | hits % | busy % | max/mean |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for s in summaries:
+        assert s.goodput is not None
+        assert s.goodput.attainment is not None
+        latencies = s.latencies
+        cells = (
+            s.policy,
+            f"{s.requests.offered_per_s or 0:.2f}",
+            f"{100 * (s.requests.success_rate or 0):.1f}",
+            _mean_and_p99(latencies.ttft_s, 1.0, 2),
+            _mean_and_p99(latencies.tpot_s, 1e3, 0),
+            f"{1e3 * (latencies.itl_s.p99 or 0):,.0f}",
+            f"{100 * s.goodput.attainment:.1f}",
+            f"{s.goodput.good_per_s or 0:.2f}",
+            f"{100 * (s.prefix.hit_share or 0):.1f}",
+            " + ".join(f"{100 * (pool.utilisation or 0):.0f}" for pool in _prefill_first(s)),
+            " + ".join(f"{pool.imbalance or 0:.2f}" for pool in _prefill_first(s)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse arguments, run, print tables, draw plots."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    parser.add_argument("--plots", type=Path, help="folder for plots")
+    parser.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario alone")
+    arguments = parser.parse_args()
+    for name in arguments.only or SCENARIOS:
+        summaries = sweep(name, SCENARIOS[name], arguments.traces)
+        print(f"\n## {name}\n\n{table(summaries)}", flush=True)
+        if arguments.plots is not None:
+            _plot(name, summaries, arguments.plots)
+
+
+def _mean_and_p99(values: Distribution, factor: float, decimals: int) -> str:
+    mean, p99 = (factor * (x or 0.0) for x in (values.mean, values.p99))
+    return f"{mean:,.{decimals}f}, {p99:,.{decimals}f}"
+
+
+def _prefill_first(summary: Summary) -> list[PoolSummary]:
+    return sorted(summary.pools, key=lambda pool: pool.role != "prefill")
+
+
+def _plot(name: str, summaries: list[Summary], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    most = max(s.requests.offered_per_s or 0.0 for s in summaries)
+    # Where there is a knee; far below it all curves are one line.
+    shown = [s for s in summaries if 4 * (s.requests.offered_per_s or 0.0) >= most]
+    with tempfile.TemporaryDirectory() as drawn:
+        for path in plot_comparison(shown, Path(drawn), formats=("png",)):
+            shutil.copy(path, folder / f"policies-{name}{path.suffix}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""The engine process, with a record of each of its turns.
+
+Everything is the production's: process, threads, sockets, core, scheduler, generator. The parts
+that meet in `replicas.engine.process` are replaced by subclasses that look at the clock as they
+pass things on; what that costs is a few microseconds of a turn. The record is written when the
+engine stops.
+
+    python -m benchmarks.recording_engine FILE      (then as `python -m replicas.engine.process`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from benchmarks.fitted_timing import Copy, EngineRecord, Turn
+from replicas.engine import process, worker
+from replicas.engine.executor import UniProcExecutor
+from replicas.generators.torch.kv_io import TorchKVIO
+from replicas.messages import AddRequest, EngineFrame, TokenOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import zmq
+    from numpy.typing import NDArray
+
+    from replicas.config import EngineConfig
+    from replicas.engine.fault_injection import ClientLinks
+    from replicas.engine.server import EngineServer
+    from replicas.engine.step import ScheduledBatch
+
+
+class _Recorder:
+    """What this process has seen; the core thread writes turns, others append to lists."""
+
+    def __init__(self) -> None:
+        self.record = EngineRecord()
+        self._turn = Turn()
+        self._cpu_s = 0.0
+        self._rows: dict[int, tuple[int, int]] = {}
+
+    def begin_turn(self) -> None:
+        """The core goes on after looking into its inbox, and perhaps waiting there."""
+        self._turn = Turn(start_s=time.monotonic())
+        self._cpu_s = time.thread_time()
+
+    def end_turn(self) -> None:
+        """The core has handed out its frames and looks into its inbox again."""
+        turn = self._turn
+        if turn.start_s and (turn.chunks or turn.rows or turn.copy_s or turn.moved_kv):
+            turn.end_s = time.monotonic()
+            turn.cpu_s = time.thread_time() - self._cpu_s
+            self.record.turns.append(turn)
+
+    def step(self, batch: ScheduledBatch, device_s: float) -> None:
+        """A step ran; rows as `VirtualWorker` counts them."""
+        for seq in batch.new:
+            self._rows[seq.slot] = (seq.dp_group, seq.num_computed_tokens)
+        turn = self._turn
+        turn.device_s = device_s
+        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+            lane, start = self._rows[slot]
+            self._rows[slot] = (lane, start + count)
+            if batch.kind != "prefill" and count == 1:
+                turn.rows.append((lane, start + 1))
+            else:
+                turn.chunks.append((lane, start, start + count))
+
+    def received(self, item: process.InboxItem) -> None:
+        """A message has come so far; the last call counts."""
+        if isinstance(item[1], AddRequest):
+            self.record.received[item[1].request.request_id] = time.monotonic()
+
+    def moved_kv(self) -> None:
+        """The connector had something to do in this turn."""
+        self._turn.moved_kv = True
+
+    @contextlib.contextmanager
+    def copying(self, direction: Literal["read", "write"], num_bytes: int) -> Iterator[None]:
+        """The core thread copies KV blocks in the body."""
+        start_s, cpu_s = time.monotonic(), time.thread_time()
+        yield
+        copy = Copy(direction, start_s, time.monotonic(), num_bytes)
+        self.record.copies.append(copy)
+        self._turn.copy_s += copy.end_s - copy.start_s
+        self._cpu_s += time.thread_time() - cpu_s
+
+
+_recorder = _Recorder()
+
+
+class _Executor(UniProcExecutor):
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str,
+        notify: Callable[[], None],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        def tell() -> None:
+            _recorder.record.wakes_s.append(time.monotonic())
+            notify()
+
+        super().__init__(config, incarnation, tell, progress)
+
+    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+        results = super().collective_rpc(method, *args)
+        if method == "execute_model":
+            batch: Any = args[0]
+            if batch is not None:
+                _recorder.step(batch, results[0][0].device_s)
+            if args[1] is not None:
+                _recorder.moved_kv()
+        elif method == "load_model":
+            _recorder.record.facts = results[0]
+        return results
+
+
+class _CoreInbox:
+    """The inbox as the core thread sees it: the first look of a turn may wait."""
+
+    def __init__(self, inbox: process.Inbox) -> None:
+        self._inbox = inbox
+        self.get_nowait = inbox.get_nowait
+
+    def get(self, *, block: bool, timeout: float | None) -> process.InboxItem:
+        _recorder.end_turn()
+        try:
+            item = self._inbox.get(block=block, timeout=timeout)
+        finally:
+            _recorder.begin_turn()
+        if block:
+            # Waking up is a part of the way, not of the turn.
+            _recorder.received(item)
+        return item
+
+
+class _CoreOutbox:
+    """The outbox as the core thread sees it."""
+
+    def __init__(self, outbox: process.Outbox) -> None:
+        self._outbox = outbox
+
+    def put(self, item: tuple[bytes, EngineFrame]) -> None:
+        self._outbox.put(item)
+        now_s = time.monotonic()
+        for event in item[1].events:
+            if isinstance(event, TokenOutput):
+                _recorder.record.sent.append((event.request_id, event.index, now_s))
+
+
+class _Process(process.EngineProcess):
+    def __init__(self, server: EngineServer, inbox: process.Inbox, outbox: process.Outbox) -> None:
+        super().__init__(server, _CoreInbox(inbox), _CoreOutbox(outbox))  # type: ignore[arg-type]
+
+
+class _ReceiverInbox:
+    """The inbox as the receiving thread sees it."""
+
+    def __init__(self, inbox: process.Inbox) -> None:
+        self._inbox = inbox
+
+    def put(self, item: process.InboxItem) -> None:
+        _recorder.received(item)
+        self._inbox.put(item)
+
+
+class _Receiver(process.Receiver):
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        inbox: process.Inbox,
+        links: ClientLinks,
+    ) -> None:
+        super().__init__(context, host, _ReceiverInbox(inbox), links)  # type: ignore[arg-type]
+
+
+class _KVIO(TorchKVIO):
+    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        with _recorder.copying("read", len(block_ids) * self.layout.bytes_per_block):
+            return super().read_blocks(lane, block_ids)
+
+    def write_blocks(self, lane: int, block_ids: Sequence[int], data: NDArray[np.uint8]) -> None:
+        with _recorder.copying("write", data.nbytes):
+            super().write_blocks(lane, block_ids, data)
+
+
+def main() -> None:
+    """Run an engine until its parent closes stdin; then write the record."""
+    vars(process).update(UniProcExecutor=_Executor, EngineProcess=_Process, Receiver=_Receiver)
+    vars(worker).update(TorchKVIO=_KVIO)
+    process.main()
+    Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(_recorder.record))
+
+
+if __name__ == "__main__":
+    main()
