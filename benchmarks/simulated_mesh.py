@@ -11,8 +11,8 @@ server that is started on a configuration, one stream, against what the engine's
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import http.client
 import itertools
 import json
 import signal
@@ -23,8 +23,6 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-
-from openai import AsyncOpenAI
 
 from cluster.config import Role, demo_model_folder, load_cluster_config, load_serve_file
 from cluster.supervisor import free_port
@@ -196,19 +194,32 @@ def print_engines(rows: list[MeasuredRow], repeats: int, steps: int) -> dict[str
 # --- HTTP ----------------------------------------------------------------------------------------
 
 
-async def through_http(url: str, model: str, repeats: int, tokens: int) -> tuple[float, float]:
-    """Median seconds to the first token and per further token, one stream at a time."""
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+def through_http(
+    host: str, port: int, model: str, repeats: int, tokens: int
+) -> tuple[float, float]:
+    """Median seconds to the first token and per further token, one stream at a time.
+
+    Read off the socket: a client library's own milliseconds would be counted as the server's.
+    """
+    connection = http.client.HTTPConnection(host, port)
     first, rest = [], []
     for i in range(repeats + 1):
+        body = {
+            "model": model, "prompt": prompt(5000 + i), "max_tokens": tokens, "temperature": 0,
+            "stream": True, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
         started = time.perf_counter()
-        stream = await client.completions.create(
-            model=model, prompt=prompt(5000 + i), max_tokens=tokens, temperature=0, stream=True,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )  # fmt: skip
-        times = [time.perf_counter() async for chunk in stream if chunk.choices[0].token_ids]
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        times = []
+        for line in connection.getresponse():
+            now = time.perf_counter()
+            if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["token_ids"]:
+                times.append(now)
         first.append(times[0] - started)
         rest.append((times[-1] - times[0]) / (tokens - 1))
+    connection.close()
     return statistics.median(first[1:]), statistics.median(rest[1:])
 
 
@@ -227,7 +238,7 @@ def print_http(config: Path, repeats: int) -> dict[str, object]:
     )
     try:
         _wait_ready(f"{file.url}/health", server)
-        found = asyncio.run(through_http(file.url, file.model_name, repeats, tokens))
+        found = through_http(file.host, file.port, file.model_name, repeats, tokens)
     finally:
         server.send_signal(signal.SIGINT)
         server.wait()

@@ -104,7 +104,8 @@ class VirtualEngine:
     ) -> None:
         clock = self._clock = StepClock()
         self._timing = device.timing
-        self._run_ahead = device.run_ahead
+        mesh = config.simulated_mesh
+        self._run_ahead = device.run_ahead and not (mesh is not None and mesh.jitter)
         self._notify = notify
         # Whether the KV connector has asked for a step.
         self._has_news = False

@@ -32,7 +32,7 @@ class Entry:
     """A request under way."""
 
     __slots__ = (
-        "arrival_s", "asked", "cached", "load_s", "num_sent", "prefill", "queued_s", "replica",
+        "arrival_s", "asked", "cached", "num_sent", "prefill", "queued_s", "replica",
         "request_id", "times_s", "token_ids", "transfer_s",
     )  # fmt: skip
 
@@ -46,7 +46,6 @@ class Entry:
         self.replica: str | None = None
         self.prefill: str | None = None
         self.queued_s = 0.0
-        self.load_s: float | None = None
         self.transfer_s: float | None = None
         self.num_sent = 0
 
@@ -145,9 +144,6 @@ class Recorder:
                 entry.num_sent += 1
             self.event("place", entry.request_id, message.mode, host.name, message.dp_group)
         elif isinstance(message, LoadKV):
-            entry = self._entries.get(message.request_id)
-            if entry is not None:
-                entry.load_s = self._loop.time()
             self.event("load", message.request_id, host.name, message.ticket.epoch)
         elif isinstance(message, Activate):
             self.event("activate", message.request_id, host.name, len(message.token_ids))
@@ -159,8 +155,9 @@ class Recorder:
         """See `Observer`."""
         if isinstance(event, KVLoaded):
             entry = self._entries.get(event.request_id)
-            if entry is not None and entry.load_s is not None and event.failure is None:
-                entry.transfer_s = self._loop.time() - entry.load_s
+            if entry is not None and event.failure is None:
+                first_s = entry.times_s[0] if entry.times_s else self._loop.time()
+                entry.transfer_s = self._loop.time() - first_s
             self.event("kv_loaded", event.request_id, host.name, event.failure or "ok")
         elif not self._keeps_events:
             return

@@ -42,8 +42,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
         finished_s: When it ended; for `OK`, when its client got the last token.
         replica: The replica that decoded it last; None when it reached none.
         prefill_replica: The replica that prefilled it last, when that is another one.
-        queued_s: Seconds that it waited, in a router or an engine, before its first step.
-        transfer_s: Seconds that its KV was on the way between replicas; None without a transfer.
+        queued_s: Seconds that it waited in a router until it was placed; waiting for a prefill
+            engine comes after that.
+        transfer_s: Seconds from its first token until all of its KV was where it decodes: what the
+            transfer adds before the second token, and prefill did not hide. None without one.
         num_retries: How often it started again after a refusal or a lost replica.
     """
 

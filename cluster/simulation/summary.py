@@ -125,7 +125,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
         itl_s: Every gap between two tokens of a request, all requests together.
         tbt_s: Mean of the longest tenth of a request's gaps (rounded up); one for each request.
         e2e_s: Last token - arrival.
-        queued_s: Waiting before the first step.
+        queued_s: Waiting in a router to be placed.
     """
 
     ttft_s: Distribution
@@ -174,22 +174,19 @@ class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
-    """KV on its way between replicas, for the ok requests that had any.
+    """What moving KV between replicas added to the ok requests that had it moved.
 
-    Records say how long it was under way, not how much of that hid behind prefill. So a share is
-    an upper bound on what the request waited, and of TTFT it can exceed 1 where the first token
-    went out before the transfer was over.
+    From the first token to the KV in place: what hid behind prefill is not in it, and TTFT does not
+    wait for it.
 
     Attributes:
         seconds: One sample for each request with a transfer.
         total_s: Their sum.
-        share_of_ttft: total / sum of these requests' TTFT; None when that is 0.
         share_of_e2e: total / sum of these requests' E2E; None when that is 0.
     """
 
     seconds: Distribution
     total_s: float
-    share_of_ttft: float | None
     share_of_e2e: float | None
 
 
@@ -526,13 +523,12 @@ def _prefix(records: Iterable[RequestRecord]) -> PrefixReuse:
 
 def _transfers(records: Iterable[RequestRecord]) -> Transfers:
     moved = [r for r in _served(records) if r.transfer_s is not None]
-    ttft_s, _, e2e_s = _per_request(moved)
+    _, _, e2e_s = _per_request(moved)
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
     total_s = _total(seconds)
     return Transfers(
         seconds=distribution(seconds),
         total_s=total_s,
-        share_of_ttft=_ratio(total_s, _total(ttft_s)),
         share_of_e2e=_ratio(total_s, _total(e2e_s)),
     )
 

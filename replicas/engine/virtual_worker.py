@@ -8,6 +8,8 @@ once. A decode step may be run many times in one call, see `EngineCore.begin_run
 
 from __future__ import annotations
 
+import math
+import random
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -126,6 +128,10 @@ class VirtualWorker:
         self._make_transport = make_transport
         self._notify = notify
         self._rows: list[_Row | None] = [None] * config.max_batch_size
+        mesh = config.simulated_mesh
+        self._jitter = mesh.jitter if mesh is not None else 0.0
+        # A string is hashed alike in every process.
+        self._random = random.Random(settings.incarnation)
         self.num_rows = 0
         # Device seconds of the steps that `run_seconds` told of last.
         self._run_s: list[float] = []
@@ -196,13 +202,13 @@ class VirtualWorker:
     def run_seconds(self, batch: ScheduledBatch, num_steps: int) -> list[float]:
         """Device seconds of each of `num_steps` repeats of a step that `begin_run` gave."""
         self._apply(batch)
-        slow = self._faults.slow_factor(self._clock.now_s())
+        factor = self._factor()
         if num_steps == 1:
-            self._run_s = [slow * self._step_s(batch)]
+            self._run_s = [factor * self._step_s(batch)]
         else:
             rows = [self._row(slot) for slot in batch.slots]
             contexts = [(row.lane, row.num_computed + 1) for row in rows]
-            self._run_s = [slow * s for s in self._timing.decode_run_s(contexts, num_steps)]
+            self._run_s = [factor * s for s in self._timing.decode_run_s(contexts, num_steps)]
         return self._run_s
 
     def execute_run(self, batch: ScheduledBatch, num_steps: int) -> tuple[list[list[int]], float]:
@@ -223,9 +229,16 @@ class VirtualWorker:
 
     def _run(self, batch: ScheduledBatch) -> StepResult:
         self._apply(batch)
-        seconds = self._faults.slow_factor(self._clock.now_s()) * self._step_s(batch)
+        seconds = self._factor() * self._step_s(batch)
         self._clock.spend(seconds)
         return StepResult(self._advance(batch), seconds)
+
+    def _factor(self) -> float:
+        """What faults and jitter make of the next step's seconds; see `SimulatedMesh`."""
+        factor = self._faults.slow_factor(self._clock.now_s())
+        if self._jitter:
+            factor *= math.exp(self._random.gauss(0.0, self._jitter))
+        return factor
 
     def _apply(self, batch: ScheduledBatch) -> None:
         self.num_rows = len(batch.slots)

@@ -44,12 +44,12 @@ CAPABILITIES: ModelCapabilities = {
 }
 """What a simulated mesh's generator can; a simulator asks without making one."""
 
-HOST_S = 0.001
-HOST_ROW_S = 22e-6
+HOST_S = 0.0015
+HOST_ROW_S = 14e-6
 """Seconds that our engine's host spends on a step, and on each of its rows, outside the device:
 scheduling, input tables, sampling, waking up. Taken off the measured rows, because an engine adds
-its own. Measured by benchmarks/simulated_mesh.py on two cores of an AMD EPYC: 1.0 ms with 1 row,
-1.4 to 2.2 with 32, 5 to 8 with 256, 20 to 27 with 1,024."""
+its own. Measured by benchmarks/simulated_mesh.py on two idle cores of an AMD EPYC: 2.0 ms with 32
+rows, 4.7 with 256, 16 with 1,024."""
 
 DRAM_UTILISATION = 0.95
 """Share of DRAM that weights and KV may fill; the rest is activations and fragments. Assumed."""
