@@ -112,11 +112,12 @@ class _Executor(UniProcExecutor):
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         results = super().collective_rpc(method, *args)
-        if method == "execute_model":
-            batch: Any = args[0]
-            if batch is not None:
-                _recorder.step(batch, results[0][0].device_s)
-            if args[1] is not None:
+        if method == "begin_step":
+            self._batch: Any = args[0]
+        elif method == "end_step":
+            if self._batch is not None:
+                _recorder.step(self._batch, results[0][0].device_s)
+            if args[0] is not None:
                 _recorder.moved_kv()
         elif method == "load_model":
             _recorder.record.facts = results[0]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.p2p_worker import TransportFactory
     from replicas.config import EngineConfig
+    from replicas.engine.core import StepUnderWay
     from replicas.engine.server import Frames
     from replicas.engine.step import ScheduledBatch
     from replicas.engine.virtual_worker import Slowdown
@@ -42,10 +43,12 @@ class Turn(NamedTuple):
     Attributes:
         end_times_s: When each of its steps is over; empty: there was nothing to do.
         batch: The decode step that it repeats; None for a turn of one step of any kind.
+        half: The step whose first half this is: `go_on` when it is over.
     """
 
     end_times_s: list[float]
     batch: ScheduledBatch | None
+    half: StepUnderWay | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +109,6 @@ class VirtualEngine:
         self._timing = device.timing
         mesh = config.simulated_mesh
         self._run_ahead = device.run_ahead and not (mesh is not None and mesh.jitter)
-        self._notify = notify
-        # Whether the KV connector has asked for a step.
-        self._has_news = False
         # Whether a client's message may have changed what clients are to be told.
         self._has_changed = False
         self._worker = VirtualWorker(
@@ -120,7 +120,7 @@ class VirtualEngine:
             models_kv=device.models_kv,
             settings=ConnectorSettings(incarnation=incarnation, config=device.transfer),
             make_transport=make_transport,
-            notify=self._take_news,
+            notify=notify,
         )
         self._core = EngineCore(config, _OneWorker(self._worker), incarnation)
         self._server = EngineServer(self._core, incarnation)
@@ -142,7 +142,7 @@ class VirtualEngine:
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""
         self._clock.start(now_s)
-        if self._run_ahead and not self._has_news:
+        if self._run_ahead:
             run = self._core.begin_run(now_s)
             if run is not None:
                 batch, num_steps = run
@@ -152,10 +152,21 @@ class VirtualEngine:
                 self._has_changed = False
                 seconds = self._worker.run_seconds(batch, num_steps)
                 return Turn(self._end_times(now_s, seconds), batch)
-        self._has_news = self._has_changed = False
+        self._has_changed = False
+        step = self._core.begin_step(now_s)
+        if step.meta is not None and self._clock.spent_s:
+            # What arrives while the device works is seen right after it.
+            return Turn([now_s + self._clock.spent_s], None, step)
         # Moving KV takes time, even where nothing runs and no transfer ends.
-        if not self._core.step(now_s) and not self._clock.spent_s:
+        if not self._core.end_step(step, now_s) and not self._clock.spent_s:
             return Turn([], None)
+        return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
+
+    def go_on(self, turn: Turn, now_s: float) -> Turn:
+        """Begin the second half of a turn whose first half is over."""
+        assert turn.half is not None
+        self._clock.start(now_s)
+        self._core.end_step(turn.half, now_s)
         return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
 
     def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
@@ -192,10 +203,6 @@ class VirtualEngine:
     def shutdown(self) -> None:
         """Stop its KV transport."""
         self._core.shutdown()
-
-    def _take_news(self) -> None:
-        self._has_news = True
-        self._notify()
 
     def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
         host_s = self._timing.host_s + self._worker.num_rows * self._timing.host_row_s

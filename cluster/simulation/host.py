@@ -215,10 +215,20 @@ class VirtualHost:
             return
         self._turn, self._turn_started_s = turn, now_s
         self._num_steps = len(turn.end_times_s)
+        if turn.half is not None:
+            self._timer = self.call_at(turn.end_times_s[-1], self._go_on)
+            return
         self._timer = self.call_at(turn.end_times_s[-1], self._end)
         deadline_s = self.engine.next_deadline_s() if self._num_steps > 1 else None
         if deadline_s is not None:
             self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
+
+    def _go_on(self) -> None:
+        """The forward pass is over: transfers next, then the end."""
+        self._is_stepping = True
+        self._turn = self.engine.go_on(self._turn, self._loop.time())
+        self._is_stepping = False
+        self._timer = self.call_at(self._turn.end_times_s[-1], self._end)
 
     def _cut_turn(self, num_steps: int) -> None:
         """Let the present turn end after so many steps, if it has more."""

@@ -11,7 +11,7 @@ import logging
 import struct
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,6 +64,22 @@ _REFUSALS: dict[RefusalReason, str] = {
     "draining": "the engine is draining",
     "duplicate": "a request of this id is live already",
 }
+
+
+class StepUnderWay(NamedTuple):
+    """A step between its two halves.
+
+    Attributes:
+        batch: What is computed, if anything.
+        meta: The connector's part, if it has one.
+        has_lapsed: Whether reservations were given up.
+        begin_s: Real seconds that its first half took.
+    """
+
+    batch: ScheduledBatch | None
+    meta: ConnectorMeta | None
+    has_lapsed: bool
+    begin_s: float
 
 
 class EngineCore:
@@ -159,31 +175,45 @@ class EngineCore:
             Whether anything ran or a transfer ended, which may let something run: False means that
             only a message, `notify` or a deadline (`next_deadline_s`) can change that.
         """
+        return self.end_step(self.begin_step(now_s), now_s)
+
+    def begin_step(self, now_s: float) -> StepUnderWay:
+        """Schedule and run; what came of it, and of transfers meanwhile, is taken in `end_step`.
+
+        No other call comes between the two. The simulator lets the time of the forward pass there.
+        """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
         for seq in lapsed:
             self._fail(seq, LAPSED)
         batch = self._scheduler.schedule()
         meta = self._connector_meta(batch)
+        if batch is not None or meta is not None:
+            self._executor.collective_rpc("begin_step", batch, meta, now_s)
+        return StepUnderWay(batch, meta, bool(lapsed), time.perf_counter() - started)
+
+    def end_step(self, step: StepUnderWay, now_s: float) -> bool:
+        """Take over what a step and the transfers gave; returns what `step` does."""
+        batch, meta = step.batch, step.meta
         if batch is None and meta is None:
-            return bool(lapsed)
-        result, transfers = self._executor.collective_rpc("execute_model", batch, meta, now_s)[0]
+            return step.has_lapsed
+        started = time.perf_counter()
+        result, transfers = self._executor.collective_rpc("end_step", meta, now_s)[0]
         if batch is not None:
             self._update(batch, result)
         if transfers:
             self._finish_transfers(transfers)
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
-        self._host_s += time.perf_counter() - started - device_s
+        self._host_s += step.begin_s + time.perf_counter() - started - device_s
         return batch is not None or bool(transfers) or self._has_pending_transfers()
 
     def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
         """Schedule a decode step that may be repeated before anything has to be decided.
 
         Whoever calls it lets the worker run the step up to that many times and says how often it
-        did in `end_run`; no other call comes between. It makes a `step` instead whenever the
-        connector has notified since the last one: else nothing of a transfer is due. The simulator
-        passes over stretches of plain decode steps this way.
+        did in `end_run`; no other call comes between. The simulator passes over stretches of plain
+        decode steps this way.
 
         Args:
             now_s: Monotonic clock.
@@ -195,6 +225,7 @@ class EngineCore:
         if (
             not self._scheduler.is_steady
             or (deadline_s is not None and now_s >= deadline_s)
+            or (self._connector is not None and self._connector.num_inflight)
             or self._has_pending_transfers()
         ):
             return None

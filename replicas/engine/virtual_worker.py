@@ -133,6 +133,7 @@ class VirtualWorker:
         # A string is hashed alike in every process.
         self._random = random.Random(settings.incarnation)
         self.num_rows = 0
+        self._result: StepResult | None = None
         # Device seconds of the steps that `run_seconds` told of last.
         self._run_s: list[float] = []
         self._connector: P2PConnectorWorker | None = None
@@ -184,20 +185,24 @@ class VirtualWorker:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def execute_model(
+    def begin_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> tuple[StepResult | None, TransferResults | None]:
-        """See `Worker.execute_model`; the clock tells how long it took."""
-        connector = self._connector
-        if connector is not None and meta is not None:
-            connector.start_load_kv(meta, now_s)
+    ) -> None:
+        """See `Worker.begin_step`; the clock tells how long it took."""
         self.num_rows = 0
-        result = self._run(batch) if batch is not None else None
-        if connector is None or meta is None:
-            return result, None
-        connector.mark_ready(meta, now_s)
-        connector.wait_for_save()
-        return result, connector.get_transfer_results(now_s)
+        if self._connector is not None and meta is not None:
+            self._connector.start_load_kv(meta, now_s)
+        self._result = self._run(batch) if batch is not None else None
+
+    def end_step(
+        self, meta: ConnectorMeta | None, now_s: float
+    ) -> tuple[StepResult | None, TransferResults | None]:
+        """See `Worker.end_step`; the clock tells how long it took."""
+        if self._connector is None or meta is None:
+            return self._result, None
+        self._connector.mark_ready(meta, now_s)
+        self._connector.wait_for_save()
+        return self._result, self._connector.get_transfer_results(now_s)
 
     def run_seconds(self, batch: ScheduledBatch, num_steps: int) -> list[float]:
         """Device seconds of each of `num_steps` repeats of a step that `begin_run` gave."""

@@ -1,7 +1,8 @@
 """Worker: owns one device (or one rank of a mesh), its model, KV memory and connector side.
 
 Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
-`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then `execute_model` per step.
+`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `begin_step` and
+`end_step`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Worker:
         self._notify = notify
         self._progress = progress
         self._connector: KVConnectorWorker | None = None
+        self._result: StepResult | None = None
 
     def init_device(self) -> None:
         """Open the device and build the communication groups; on the CPU, set the thread count."""
@@ -130,25 +132,34 @@ class Worker:
         self._runner.warm_up()
         self._progress("warm up", 1.0)
 
-    def execute_model(
+    def begin_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> tuple[StepResult | None, TransferResults | None]:
-        """Run one step: inject arrived KV, forward, extract new KV.
+    ) -> None:
+        """First half of a step: inject arrived KV, forward.
 
         Args:
             batch: What to compute; None when there are only transfers to serve.
-            meta: The connector's part of the step; None without a connector.
+            meta: The connector's part of the step; None when it has nothing at stake.
             now_s: Monotonic clock.
         """
-        connector = self._connector
-        if connector is not None and meta is not None:
-            connector.start_load_kv(meta, now_s)
-        result = self._runner.run(batch) if batch is not None else None
-        if connector is None or meta is None:
-            return result, None
-        connector.mark_ready(meta, now_s)
-        connector.wait_for_save()
-        return result, connector.get_transfer_results(now_s)
+        if self._connector is not None and meta is not None:
+            self._connector.start_load_kv(meta, now_s)
+        self._result = self._runner.run(batch) if batch is not None else None
+
+    def end_step(
+        self, meta: ConnectorMeta | None, now_s: float
+    ) -> tuple[StepResult | None, TransferResults | None]:
+        """Second half: extract new KV, see what has arrived and ended meanwhile.
+
+        Args:
+            meta: As in the first half.
+            now_s: Monotonic clock.
+        """
+        if self._connector is None or meta is None:
+            return self._result, None
+        self._connector.mark_ready(meta, now_s)
+        self._connector.wait_for_save()
+        return self._result, self._connector.get_transfer_results(now_s)
 
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """Totals of the KV connector, if there is one."""

@@ -260,21 +260,20 @@ def test_the_first_token_comes_from_prefill_and_the_others_when_the_kv_has_moved
     result = simulate(disaggregated(), requests((0.0, 40, 6)), models_kv=models_kv)
     [record] = result.records
     assert (record.replica, record.prefill_replica) == ("decode/0", "prefill/0")
-    # Reserve and its answer, then the prompt and its token.
-    prefilled_s = 3 * LATENCY_S + prefill_turn_s(40)
-    first_s = prefilled_s + LATENCY_S
+    # Reserve and its answer, then the prompt; its KV is read in the same step, before the token
+    # goes out, because the decode engine has asked for it meanwhile.
     link_s, wire_s = moved_s(40)
-    arrived_s = prefilled_s + link_s + wire_s
-    loaded_s = arrived_s + link_s + HOST_S
+    read_s = 3 * LATENCY_S + 40 * PREFILL_TOKEN_S + link_s
+    first_s = read_s + HOST_S + HOST_ROW_S + LATENCY_S
+    loaded_s = read_s + wire_s + link_s + HOST_S
     turns = [decode_turn_s(40 + i) for i in range(1, 6)]
     expected = token_times(loaded_s + LATENCY_S, turns)
     expected[0] = first_s
     assert record.token_times_s.tolist() == pytest.approx(expected, abs=1e-12)
     # Each engine's own share: a step that only moves KV has no rows.
     prefill, decode = result.replicas
-    moving_s = turn_s(link_s, 0)
-    assert prefill.busy_s >= prefill_turn_s(40) + moving_s - 1e-12
-    assert decode.busy_s >= moving_s + sum(turns) - 1e-12
+    assert prefill.busy_s >= prefill_turn_s(40) + link_s - 1e-12
+    assert decode.busy_s >= turn_s(link_s, 0) + sum(turns) - 1e-12
     # From the first token, until the decode engine has said that the KV is in place.
     assert record.transfer_s == pytest.approx(loaded_s + LATENCY_S - first_s, abs=1e-12)
     assert events_by_kind(result.events)["kv_loaded"] == 1
@@ -296,7 +295,8 @@ def test_kv_moves_while_the_prompt_is_still_computed():
 
 def test_a_request_of_one_token_needs_no_decode():
     result = simulate(disaggregated(), requests((0.0, 40, 1)))
-    assert times(result, 0) == [4 * LATENCY_S + prefill_turn_s(40)]
+    link_s, _ = moved_s(40)
+    assert times(result, 0) == pytest.approx([4 * LATENCY_S + prefill_turn_s(40) + link_s])
     assert result.replicas[1].num_output_tokens == 0
 
 
@@ -377,7 +377,9 @@ def test_a_killed_prefill_replica_costs_another_prefill():
     [record] = result.records
     assert (record.outcome, record.prefill_replica) == (OK, "prefill/1")
     again_s = 0.0625 + LATENCY_S
-    assert record.token_times_s[0] == again_s + 2 * LATENCY_S + prefill_turn_s(400)
+    link_s, _ = moved_s(400)
+    first_s = again_s + 2 * LATENCY_S + prefill_turn_s(400) + link_s
+    assert record.token_times_s[0] == pytest.approx(first_s, abs=1e-12)
 
 
 def test_the_last_prefill_replica_killed_leaves_the_prompt_to_the_decode_replica():

@@ -305,11 +305,12 @@ class FakeExecutor:
 
     _init_device = _initialize_kv_cache = _warm_up = _transfer_stats = _nothing
 
-    def _execute_model(self, batch, _meta, _now_s):
-        if batch is None:
-            return None, None
+    def _begin_step(self, batch, _meta, _now_s):
         self._apply(batch)
-        return StepResult(self._tokens(batch), STEP_S), None
+        self._result = StepResult(self._tokens(batch), STEP_S)
+
+    def _end_step(self, _meta, _now_s):
+        return self._result, None
 
     def _execute_run(self, batch, num_steps):
         self._apply(batch)
@@ -460,7 +461,7 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
 
     connector = core.core._connector = FakeConnector(16)
     connector.on_new_request("d", make_ticket("d", 5))
-    assert core.core.begin_run(10.5) is not None, "a transfer that is under way needs no step"
+    assert core.core.begin_run(10.5) is None, "a transfer is under way: news of it may come"
     connector.cancelled.add("d")
     assert core.core.begin_run(10.5) is None, "the connector has something to do"
     core.core._connector = None

@@ -228,7 +228,12 @@ def new(slot, num_tokens, *, num_computed=0, num_prompt=None, seed=0):
 
 def run(worker, kind, slots, counts, new_sequences=()):
     batch = ScheduledBatch(kind, slots, counts, list(new_sequences), [])
-    result, _ = worker.execute_model(batch, None, 0.0)
+    return execute(worker, batch)
+
+
+def execute(worker, batch):
+    worker.begin_step(batch, None, 0.0)
+    result, _ = worker.end_step(None, 0.0)
     return result
 
 
@@ -290,7 +295,7 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     once, ahead = plain_worker(models_kv=models_kv), plain_worker(models_kv=models_kv)
     batch = ScheduledBatch("decode", [0, 3], [1, 1], sequences, [])
     again = msgspec.structs.replace(batch, new=[])
-    results = [once.execute_model(b, None, 0.0)[0] for b in (batch, again, again, again)]
+    results = [execute(once, b) for b in (batch, again, again, again)]
     assert ahead.run_seconds(batch, 4) == [r.device_s for r in results]
     assert ahead._clock.spent == [], "whoever asks passes the time"
     tokens, _ = ahead.execute_run(batch, 3)
@@ -305,7 +310,7 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
 def test_a_step_without_a_batch_has_no_rows():
     worker = plain_worker()
     run(worker, "prefill", [0], [4], [new(0, 9)])
-    assert worker.execute_model(None, None, 0.0) == (None, None)
+    assert execute(worker, None) is None
     assert worker.num_rows == 0
 
 
