@@ -28,9 +28,9 @@ types: $(VENV)/.installed-dev
 imports: $(VENV)/.installed-dev
 	@if [ -x $(VENV)/bin/lint-imports ]; then $(VENV)/bin/lint-imports --no-logo; else echo "imports: skipped, needs Python 3.11"; fi
 
-# EVENTS=20000000 SEED=7 for a night of it; docs/chaos.md.
+# EVENTS=20000000 SEED=7 JOBS=8 for a night of it; docs/chaos.md.
 chaos: $(VENV)/.installed
-	$(VENV)/bin/ttserve chaos --jobs 2 $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
+	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
@@ -43,7 +43,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): the first time this downloads PyTorch and Ray and takes minutes."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples,plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

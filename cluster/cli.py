@@ -133,12 +133,17 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     trace: Annotated[
         Path, typer.Option(help="Trace file or folder, or a workload of distributions.")
     ],
-    format: Annotated[str, typer.Option(help="Of the trace; `auto` looks at it.")] = "auto",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="auto, mooncake, azure, servegen, aibrix, llmservingsim or distributions."
+        ),
+    ] = "auto",
     replicas: Annotated[
         int | None, typer.Option(min=1, help="All pools together, in the file's proportion.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="How requests are placed, instead of the file's.")
+        str | None, typer.Option(help="most_empty_slots or round_robin, instead of the file's.")
     ] = None,
     faults: Annotated[Path | None, typer.Option(help="Fault plan, instead of the file's.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder to draw plots in.")] = None,

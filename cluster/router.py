@@ -394,10 +394,10 @@ class _Run:
                 and stream is self._decode
                 and (wanted is self._prefill or event.error == LAPSED)
             ):
-                # The reservation lapsed while the prompt waited for a prefill engine; that may be
-                # heard of only after the activation was sent.
+                # It lapsed while the prompt waited for a prefill engine; that may be heard of only
+                # after the activation was sent.
                 raise QueueTimeoutError(
-                    f"the prompt was not computed in time: {event.error}; retry later",
+                    f"decoding did not start in time: {event.error}; retry later",
                     retry_after_s=RETRY_AFTER_S,
                 )
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":

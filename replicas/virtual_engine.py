@@ -63,6 +63,7 @@ class VirtualDevice:
         run_ahead: Whether decode steps without a decision between them make one turn. The same
             results, sooner; not for a device whose faults change.
         transfer: Deadlines and sizes of KV transfers.
+        seed: Of the jitter.
     """
 
     timing: StepTiming
@@ -71,6 +72,7 @@ class VirtualDevice:
     models_kv: bool
     run_ahead: bool
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    seed: int = 0
 
 
 def simulated_facts(config: EngineConfig) -> ModelFacts:
@@ -118,6 +120,7 @@ class VirtualEngine:
             clock=clock,
             faults=device.faults,
             models_kv=device.models_kv,
+            seed=device.seed,
             settings=ConnectorSettings(incarnation=incarnation, config=device.transfer),
             make_transport=make_transport,
             notify=notify,
@@ -199,10 +202,6 @@ class VirtualEngine:
     def check_invariants(self) -> None:
         """See `EngineCore.check_invariants`."""
         self._core.check_invariants()
-
-    def shutdown(self) -> None:
-        """Stop its KV transport."""
-        self._core.shutdown()
 
     def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
         host_s = self._timing.host_s + self._worker.num_rows * self._timing.host_row_s

@@ -1,8 +1,9 @@
 """An asyncio event loop whose clock is virtual: it never waits, it moves on to the next event.
 
 The cluster's asyncio code (router, slot queue) runs on it unchanged. Deterministic: callbacks run
-in the order of their times, and at equal times in the order in which they were asked for. Owner of
-virtual time and of everything that is yet to happen.
+in the order of their times, at equal times in the order in which they were asked for, and what one
+of them asks for "soon" before the next timer. Owner of virtual time and of all that is yet to
+happen.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._order = itertools.count()
         self._error: BaseException | None = None
         self._is_running = False
-        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        # The order in which tasks were started: that of their addresses is chance.
+        self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
     # --- what drives it ------------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def abandon(self) -> None:
         """After a failure: end every task in order, so that nothing is left half run."""
         self.after_event = None
-        for task in list(self._tasks):
+        for task, _ in sorted(self._tasks.items(), key=lambda item: item[1]):
             task.cancel()
         previous = asyncio._get_running_loop()  # noqa: SLF001
         asyncio._set_running_loop(self)  # noqa: SLF001
@@ -167,7 +169,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         """Start a coroutine."""
         task = asyncio.Task(coro, loop=self, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = next(self._order)
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -88,7 +88,8 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise MissingPlotLibraryError(
-            "plots need matplotlib, which is not installed: pip install 'ttserve[plot]'"
+            "plots need matplotlib, which is not installed: pip install matplotlib, "
+            "or ttserve with its extra `plot`"
         ) from error
 
 

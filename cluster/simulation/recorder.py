@@ -59,7 +59,7 @@ class Recorder:
 
     Attributes:
         events: The log.
-        outputs: Token ids of every request that ended, by request number.
+        outputs: Token ids of every request that ended, by request id.
     """
 
     def __init__(self, loop: VirtualLoop, *, keeps_events: bool) -> None:

@@ -28,7 +28,7 @@ from cluster.simulation.invariants import Expectations, Invariants, check_tokens
 from cluster.simulation.loop import VirtualLoop
 from cluster.simulation.network import Network, NetworkConfig
 from cluster.simulation.recorder import Recorder
-from cluster.simulation.records import ABORTED, OK, EventRecord, SimulationResult
+from cluster.simulation.records import ABORTED, OK, SimulationResult
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
 from replicas.messages import EngineRequest
@@ -84,7 +84,8 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
         restart_s: From the death of a replica to the start of its successor's warm-up.
         models_kv: Whether KV is written, moved and read, so that every token proves it.
         run_ahead: Whether stretches of plain decode steps are passed over at once; the results are
-            the same. Never with faults or jitter.
+            the same, but for how many tokens an aborted request had seen. Never with faults or
+            jitter.
         checks: Whether everything is checked: the cores after every event, what is left over at
             the end, and what every request came to. See `cluster.simulation.invariants`.
         deadline_s: With checks: a request that lasts longer than this hangs.
@@ -112,7 +113,8 @@ class _Replica:
     def __init__(self, name: str, spec: PoolSpec) -> None:
         self.name = name
         self.spec = spec
-        self.num_starts = 0
+        # What waits until its frozen process goes on.
+        self.at_thaw: list[Callable[[_Replica], None]] = []
         self.host: VirtualHost | None = None
         self.silent_since_s: float | None = None
 
@@ -171,7 +173,8 @@ class Simulation:
             for ingress in self.ingresses:
                 self._invariants.watch(ingress)
         self._num_done = 0
-        self._is_over = False
+        # What a process does itself, and a frozen one does later.
+        self._own_doing = (self._drop_link, self._heal)
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -231,7 +234,6 @@ class Simulation:
             await self._drain()
             self._invariants.check_end()
             self._check_requests()
-        self._is_over = True
         for host in self.hosts:
             host.finish()
         return end_s
@@ -361,12 +363,17 @@ class Simulation:
                 models_kv=options.models_kv,
                 run_ahead=run_ahead,
                 transfer=spec.transfer,
+                seed=options.seed,
             ),
             faults=faults,
             network=self.network,
         )
         replica.host = host
         replica.silent_since_s = None
+        replica.at_thaw.clear()
+        if faults.is_frozen(self.loop.time()):
+            # A freeze that has begun and not ended holds from the start.
+            host.freeze()
         self.hosts.append(host)
         self.network.attach(host)
         self.recorder.event("start", replica.name, host.incarnation)
@@ -417,8 +424,10 @@ class Simulation:
             self.loop.call_at(when_s, self._act, replica, action)
 
     def _act(self, replica: _Replica, action: Callable[[_Replica], None]) -> None:
-        if not self._is_over or action in (self._thaw, self._heal):
-            self.recorder.event(action.__name__.strip("_"), replica.name)
+        self.recorder.event(action.__name__.strip("_"), replica.name)
+        if replica.host is not None and replica.host.is_frozen and action in self._own_doing:
+            replica.at_thaw.append(action)
+        else:
             action(replica)
 
     def _kill(self, replica: _Replica) -> None:
@@ -451,6 +460,9 @@ class Simulation:
     def _thaw(self, replica: _Replica) -> None:
         if replica.host is not None:
             replica.host.thaw()
+            waiting, replica.at_thaw = replica.at_thaw, []
+            for action in waiting:
+                action(replica)
             self._speak_again(replica)
 
     def _heal(self, replica: _Replica) -> None:
@@ -487,11 +499,3 @@ def _raise_failure(task: asyncio.Task[None]) -> None:
     """Let what a request raised by mistake end the run at once, not when it is awaited."""
     if not task.cancelled():
         task.result()
-
-
-def events_by_kind(events: Sequence[EventRecord]) -> dict[str, int]:
-    """How many events of each kind a log has."""
-    counts: dict[str, int] = {}
-    for event in events:
-        counts[event.kind] = counts.get(event.kind, 0) + 1
-    return dict(sorted(counts.items()))

@@ -136,6 +136,9 @@ class VirtualTransport:
         self._flush()
 
     def _tick(self) -> None:
+        if self._timer is not None:
+            # Another one, if this tick waited while its process was frozen.
+            self._timer.cancel()
         self._timer = None
         self._sessions.tick(self._wire.now_s())
         self._flush()

@@ -265,10 +265,10 @@ def main() -> None:
 
     threading.excepthook = _die_with_thread
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    faults = engine_faults(arguments.config)
-    signal_sender = SignalSender(faults)
-    links = ClientLinks(faults)
     try:
+        faults = engine_faults(arguments.config)
+        signal_sender = SignalSender(faults)
+        links = ClientLinks(faults)
         executor = UniProcExecutor(
             arguments.config,
             arguments.incarnation,

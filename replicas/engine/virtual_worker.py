@@ -1,9 +1,10 @@
 """A worker whose device is a model of time: what a simulated engine runs under a virtual clock.
 
 Owner of the clock of its engine's step and of the rows that stand for its KV. It takes the calls of
-`replicas.engine.worker.Worker` and gives the same token ids and step times as that worker gives on
-a simulated mesh; it leaves out tensors, and on request the KV too, for thousands of replicas at
-once. A decode step may be run many times in one call, see `EngineCore.begin_run`.
+`replicas.engine.worker.Worker` and gives the same step times, and where it models KV the same token
+ids, as that worker gives on a simulated mesh; it leaves out tensors, and on request the KV too, for
+thousands of replicas at once. A decode step may be run many times in one call, see
+`EngineCore.begin_run`.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class VirtualWorker:
         faults: What is wrong with the device, and when.
         models_kv: Whether KV rows are kept, written, moved and read, so that a token depends on
             every row of its context. Without, tokens depend on the request alone.
+        seed: Of the jitter.
         settings: What the KV connector is told.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
@@ -114,6 +116,7 @@ class VirtualWorker:
         clock: StepClock,
         faults: Slowdown,
         models_kv: bool,
+        seed: int = 0,
         settings: ConnectorSettings,
         make_transport: TransportFactory,
         notify: Callable[[], None],
@@ -131,7 +134,7 @@ class VirtualWorker:
         mesh = config.simulated_mesh
         self._jitter = mesh.jitter if mesh is not None else 0.0
         # A string is hashed alike in every process.
-        self._random = random.Random(settings.incarnation)
+        self._random = random.Random(f"{seed}/{settings.incarnation}")
         self.num_rows = 0
         self._result: StepResult | None = None
         # Device seconds of the steps that `run_seconds` told of last.

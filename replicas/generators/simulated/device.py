@@ -1,7 +1,7 @@
 """The simulated mesh as a device: it makes a step take as long as the model of time says.
 
-Owner of the count of steps that jitter draws on; the clock decides whether time is slept away
-(`WallClock`, in a real replica) or added up (the simulator's).
+Owner of the random stream that jitter draws on; the clock sleeps time away (`WallClock`, in a real
+replica) or adds it up (in tests). The simulator's worker does without a mesh.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ CAPABILITIES: ModelCapabilities = {
 }
 """What a simulated mesh's generator can; a simulator asks without making one."""
 
-HOST_S = 0.0015
+HOST_S = 0.0013
 HOST_ROW_S = 14e-6
 """Seconds that our engine's host spends on a step, and on each of its rows, outside the device:
 scheduling, input tables, sampling, waking up. Taken off the measured rows, because an engine adds
-its own. Measured by benchmarks/simulated_mesh.py on two idle cores of an AMD EPYC: 2.0 ms with 32
-rows, 4.7 with 256, 16 with 1,024."""
+its own. Measured by benchmarks/simulated_mesh.py on two cores of an AMD EPYC: 1.3 to 2.0 ms with 32
+rows, 4.7 to 6.7 with 256, 16 to 20 with 1,024."""
 
 DRAM_UTILISATION = 0.95
 """Share of DRAM that weights and KV may fill; the rest is activations and fragments. Assumed."""
@@ -129,7 +129,8 @@ class MeshProfile:
             block_size=block_size,
             prefill_token_s=token_s,
             prefill_token_pair_s=token_s * per_pair,
-            decode_base_s=base_s - SLOTS_PER_LANE * CONTEXT * read_s,
+            # The host alone may take longer than a small model in many lanes is predicted to.
+            decode_base_s=max(base_s - SLOTS_PER_LANE * CONTEXT * read_s, 0.0),
             context_token_s=read_s,
             prefill_lanes_s=prefill_lanes_s,
             decode_lanes_s=decode_lanes_s,

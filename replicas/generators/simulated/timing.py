@@ -107,7 +107,7 @@ class LinkTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTiming:
-    """`StepTiming` of one model on one board; made by `meshes.mesh_timing`.
+    """`StepTiming` of one model on one board; made by `MeshProfile.timing`.
 
     Attributes:
         block_size: Tokens per KV block; contexts are read in whole blocks.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.config import Role
-    from cluster.simulation.records import SimulationResult
+    from cluster.simulation.records import EventRecord, SimulationResult
     from replicas.generators.simulated.timing import StepTiming
 
 LATENCY_S = 2.0**-13
@@ -163,3 +163,11 @@ def outcomes(result: SimulationResult) -> list[str]:
 def events_of(result: SimulationResult, kind: str) -> list[tuple[float, str]]:
     """(at_s, subject) of every event of a kind."""
     return [(event.at_s, event.subject) for event in result.events if event.kind == kind]
+
+
+def events_by_kind(events: Sequence[EventRecord]) -> dict[str, int]:
+    """How many events of each kind a log has."""
+    counts: dict[str, int] = {}
+    for event in events:
+        counts[event.kind] = counts.get(event.kind, 0) + 1
+    return dict(sorted(counts.items()))

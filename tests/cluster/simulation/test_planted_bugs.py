@@ -1,6 +1,6 @@
 """Bugs planted into the production's cores, one at a time: chaos has to find every one of them.
 
-Each is found from seed 0 on within a few thousand events, its shrunk scenario shows it too, and
+Each is found from seed 0 on within some ten thousand events, its shrunk scenario shows it too, and
 the code as it is passes that scenario.
 """
 

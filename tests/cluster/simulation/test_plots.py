@@ -197,7 +197,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     for module in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPlotLibraryError, match=r"pip install 'ttserve\[plot\]'"):
+    with pytest.raises(MissingPlotLibraryError, match="extra `plot`"):
         require_matplotlib()
     with pytest.raises(MissingPlotLibraryError):
         plot_run(make_result(), tmp_path / "x")

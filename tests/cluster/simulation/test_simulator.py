@@ -9,7 +9,7 @@ import pytest
 
 from cluster.simulation.client import SILENCE_S
 from cluster.simulation.records import ABORTED, OK
-from cluster.simulation.simulator import DISCOVERY_S, SimulationOptions, events_by_kind
+from cluster.simulation.simulator import DISCOVERY_S, SimulationOptions
 from cluster.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas.config import SimulatedMeshConfig
@@ -24,6 +24,7 @@ from tests.cluster.simulation.clusters import (
     PREFILL_TOKEN_S,
     RoundTiming,
     decode_turn_s,
+    events_by_kind,
     events_of,
     fault,
     outcomes,
@@ -507,3 +508,17 @@ def test_jitter_of_a_mesh_spreads_the_times_of_its_steps_alike_in_every_run():
     assert gaps_s.tolist() == np.diff(other.records[0].token_times_s).tolist()
     spread = np.std(np.log(gaps_s))
     assert 0.02 < spread < 0.08, "a standard deviation near that asked for"
+
+    third = simulate(spec, requests((0.0, 30, 60)), seed=7)
+    assert gaps_s.tolist() != np.diff(third.records[0].token_times_s).tolist()
+
+
+def test_a_replica_that_starts_again_within_a_freeze_is_frozen():
+    faults = [fault(0.5, "both/0", "freeze", 40.0), fault(1.0, "both/0", "kill")]
+    spec = pool("both", 1)
+    result = simulate(
+        spec, requests((0.1, 16, 3), (20.0, 16, 3), (41.5, 16, 3)), faults=faults,
+        router={"queue_timeout_s": 5.0},
+    )  # fmt: skip
+    assert outcomes(result) == [OK, "NotReadyError", OK]
+    assert events_of(result, "start")[1][0] < 10.0 < 40.5 < result.records[2].token_times_s[0]
