@@ -335,6 +335,7 @@ class Simulation:
         else:
             self.recorder.end(entry, OK)
         finally:
+            ingress.client.token_times_s.pop(entry.request_id, None)
             if self._invariants is not None:
                 self._invariants.monitor(ingress.name).ended(entry.request_id)
             self._num_done += 1

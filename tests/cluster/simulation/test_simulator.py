@@ -7,12 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from cluster.simulation.client import SILENCE_S
+from cluster.simulation.client import NOTICE_S, SILENCE_S
 from cluster.simulation.records import ABORTED, OK
 from cluster.simulation.simulator import DISCOVERY_S, SimulationOptions
 from cluster.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
+from replicas import dealer
 from replicas.config import SimulatedMeshConfig
+from replicas.engine import process
 from tests.cluster.simulation.clusters import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,
@@ -522,3 +524,7 @@ def test_a_replica_that_starts_again_within_a_freeze_is_frozen():
     )  # fmt: skip
     assert outcomes(result) == [OK, "NotReadyError", OK]
     assert events_of(result, "start")[1][0] < 10.0 < 40.5 < result.records[2].token_times_s[0]
+
+
+def test_it_waits_as_long_as_the_real_ones():
+    assert (SILENCE_S, NOTICE_S) == (dealer.SILENCE_S, process.HEARTBEAT_S)
