@@ -14,7 +14,7 @@ DEATH = "decode: the engine process ended with code -9"
 
 @pytest.fixture
 def server(tmp_path):
-    """One prefill and two decode replicas; the same decode replica dies every 20 s."""
+    """One prefill and two decode replicas; the same decode replica dies every 15 s."""
     port = supervisor.free_port()
     engine = {
         "block_size": 64,
@@ -31,7 +31,7 @@ def server(tmp_path):
     )
     plan.write_text(
         yaml.safe_dump(
-            [{"at_s": at_s, "target": "decode/0", "kind": "kill"} for at_s in range(40, 240, 20)]
+            [{"at_s": at_s, "target": "decode/0", "kind": "kill"} for at_s in range(25, 240, 15)]
         )
     )
     server = harness.LocalServer(
