@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import signal
 import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from openai import AsyncOpenAI
 
+from benchmarks.ready import wait_ready
 from cluster.config import Role, load_cluster_config, load_serve_file
 from cluster.supervisor import free_port
 from replicas import AsyncLLM, SamplingParams
 
 PROMPT = "Return a new dictionary that maps every key of the mapping to"
-READY_S = 120.0
 STREAMS = 32
 
 Generate = Callable[[int], Awaitable[tuple[float, int]]]
@@ -92,7 +90,7 @@ def compare(config: Path, tokens: int, repeats: int) -> dict[str, object]:
         [*command, "--port", str(file.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        _wait_ready(f"{file.url}/health", server)
+        wait_ready(f"{file.url}/health", server)
         endpoint = asyncio.run(through_endpoint(file.url, file.model_name, tokens, repeats))
     finally:
         server.send_signal(signal.SIGINT)
@@ -123,15 +121,6 @@ async def _engine_twice(
         )
     finally:
         await llm.shutdown()
-
-
-def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
-            return
-        time.sleep(0.2)
-    raise SystemExit(f"the server was not ready within {READY_S:g} s")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ server that is started on a configuration, one stream, against what the engine's
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import itertools
 import json
@@ -20,10 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ready import wait_ready
 from cluster.config import Role, demo_model_folder, load_cluster_config, load_serve_file
 from cluster.supervisor import free_port
 from replicas.config import EngineConfig, SimulatedMeshConfig
@@ -47,7 +46,6 @@ from replicas.sampling_params import SamplingParams
 CLIENT = b"benchmark"
 QUICK = (("n150", "Llama-3.2-1B"), ("n150", "Llama-3.1-8B"), ("T3K", "Falcon-7B"))
 """Pairs that `--quick` runs through engines: the shortest step, the anchor, 256 slots."""
-READY_S = 120.0
 BLOCK_SIZE = 32
 MANY = SamplingParams(max_tokens=64, temperature=0.0, seed=0, ignore_eos=True)
 ONE = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
@@ -237,7 +235,7 @@ def print_http(config: Path, repeats: int) -> dict[str, object]:
         [*command, "--port", str(file.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        _wait_ready(f"{file.url}/health", server)
+        wait_ready(f"{file.url}/health", server)
         found = through_http(file.host, file.port, file.model_name, repeats, tokens)
     finally:
         server.send_signal(signal.SIGINT)
@@ -260,15 +258,6 @@ def expected(prefill: EngineConfig, decode: EngineConfig, *, tokens: int) -> tup
     ttft_s = first.prefill_s([(0, 0, PROMPT_LEN)]) + first.host_s + first.host_row_s
     step_s = later.decode_s([(0, PROMPT_LEN + tokens // 2)]) + later.host_s + later.host_row_s
     return ttft_s, step_s
-
-
-def _wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
-            return
-        time.sleep(0.2)
-    raise SystemExit(f"the server was not ready within {READY_S:g} s")
 
 
 def main() -> None:

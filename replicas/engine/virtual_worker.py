@@ -9,16 +9,15 @@ thousands of replicas at once. A decode step may be run many times in one call, 
 
 from __future__ import annotations
 
-import math
 import random
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kv_transfer.layout import KVLayout
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.step import ModelFacts, StepResult
-from replicas.generators.simulated.kv_io import SimulatedKVIO
+from replicas.generators.simulated.device import step_factor
+from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         TransferResults,
         TransferStats,
     )
+    from kv_transfer.layout import KVLayout
     from kv_transfer.p2p_worker import TransportFactory
     from replicas.config import EngineConfig
     from replicas.engine.step import NewSequence, ScheduledBatch
@@ -162,10 +162,7 @@ class VirtualWorker:
             self._next_token = NextToken(self._facts.vocab_size, self._facts.eos_token_ids)
         if config.kv_connector is None:
             return None
-        layout = KVLayout(
-            num_layers=1, num_kv_heads=1, head_dim=2, block_size=config.block_size, dtype="float32",
-            rope="hf", model_fingerprint="virtual",
-        )  # fmt: skip
+        layout = simulated_kv_layout(config.block_size, "virtual")
         self._connector = P2PConnectorWorker(self._settings, self._notify, self._make_transport)
         # Without rows a cache of one block answers for all of them.
         cache = self._cache or PagedKVCache(1, 2, config.block_size)
@@ -242,11 +239,8 @@ class VirtualWorker:
         return StepResult(self._advance(batch), seconds)
 
     def _factor(self) -> float:
-        """What faults and jitter make of the next step's seconds; see `SimulatedMesh`."""
-        factor = self._faults.slow_factor(self._clock.now_s())
-        if self._jitter:
-            factor *= math.exp(self._random.gauss(0.0, self._jitter))
-        return factor
+        slow = self._faults.slow_factor(self._clock.now_s())
+        return step_factor(slow, self._jitter, self._random)
 
     def _apply(self, batch: ScheduledBatch) -> None:
         self.num_rows = len(batch.slots)

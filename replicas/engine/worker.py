@@ -199,7 +199,7 @@ class Worker:
     def _kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
         hf, config, device = self._hf_config, self._config, self._device
         if isinstance(device, SimulatedMesh):
-            layout = simulated_kv_layout(config)
+            layout = simulated_kv_layout(config.block_size, model_fingerprint(config))
             return SimulatedKVIO(kv_cache, layout, device.timing, device.clock)
         layout = KVLayout(
             num_layers=hf.num_hidden_layers,

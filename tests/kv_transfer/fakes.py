@@ -18,26 +18,14 @@ from kv_transfer.connector import (
     SaveProgress,
     TransferStats,
 )
-from kv_transfer.consumer import ConsumerSessions
 from kv_transfer.errors import FailureReason
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import decode_to_consumer, decode_to_producer, encode
 from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from kv_transfer.producer import ProducerSessions
+from kv_transfer.sessions import TransferSessions
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import (
-    CancelLoad,
-    CancelSend,
-    Chunk,
-    Command,
-    Consumed,
-    Event,
-    Load,
-    Offer,
-    Ready,
-    WireCounters,
-)
+from kv_transfer.transport import Command, Event, WireCounters
 
 LAYOUT = KVLayout(
     num_layers=2,
@@ -259,33 +247,16 @@ class LoopbackTransport:
         self.endpoint = f"tcp://{settings.incarnation}:1"
         self.counters = WireCounters()
         args = (settings.incarnation, LAYOUT, settings.config, self.counters)
-        self.producer = ProducerSessions(*args)
-        self.consumer = ConsumerSessions(*args)
+        self.sessions = TransferSessions(*args)
+        self.producer, self.consumer = self.sessions.producer, self.sessions.consumer
         self.events: deque[Event] = deque()
         self.corrupt = 0
         network.nodes[self.endpoint] = self
 
     def submit(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            self._apply(command, self.network.now_s)
+            self.sessions.apply(command, self.network.now_s)
         self.send()
-
-    def _apply(self, command: Command, now_s: float) -> None:
-        match command:
-            case Offer(ticket):
-                self.producer.offer(ticket, now_s)
-            case Ready(transfer_id, num_blocks):
-                self.producer.ready(transfer_id, num_blocks)
-            case Chunk(transfer_id, first_block, payload):
-                self.producer.send_chunk(transfer_id, first_block, payload, now_s)
-            case CancelSend(transfer_id):
-                self.producer.cancel(transfer_id)
-            case Load(ticket, start_block):
-                self.consumer.load(ticket, start_block, now_s)
-            case Consumed(transfer_id, num_blocks):
-                self.consumer.consumed(transfer_id, num_blocks, now_s)
-            case CancelLoad(transfer_id):
-                self.consumer.cancel(transfer_id, now_s)
 
     def poll(self) -> Sequence[Event]:
         events = list(self.events)
@@ -296,13 +267,11 @@ class LoopbackTransport:
         self.network.nodes.pop(self.endpoint, None)
 
     def tick(self) -> None:
-        self.producer.tick(self.network.now_s)
-        self.consumer.tick(self.network.now_s)
+        self.sessions.tick(self.network.now_s)
         self.send()
 
     def send(self) -> None:
-        self.producer.check_invariants()
-        self.consumer.check_invariants()
+        self.sessions.check_invariants()
         for peer, message, payload in self.producer.take_sends():
             is_bad = payload is not None and self.corrupt > 0
             self.corrupt -= is_bad
@@ -310,7 +279,7 @@ class LoopbackTransport:
             self._post(peer.decode(), encode(message), sent)
         for endpoint, message in self.consumer.take_sends():
             self._post(endpoint, encode(message), None, is_request=True)
-        self.events.extend(self.producer.take_events() + self.consumer.take_events())
+        self.events.extend(self.sessions.take_events())
 
     def _post(
         self,

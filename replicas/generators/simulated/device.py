@@ -59,6 +59,11 @@ def busy(clock: DeviceClock, seconds: float) -> Iterator[None]:
     clock.spend(until_s - clock.now_s())
 
 
+def step_factor(slow: float, jitter: float, chance: random.Random) -> float:
+    """What the seconds of a step are multiplied with; draws only where there is jitter."""
+    return slow * math.exp(chance.gauss(0.0, jitter)) if jitter else slow
+
+
 class SimulatedMesh:
     """The `mesh_device` of the simulated generator.
 
@@ -93,7 +98,5 @@ class SimulatedMesh:
         return busy(self.clock, device_s * self._factor())
 
     def _factor(self) -> float:
-        factor = self._faults.slow_factor(self._plan_clock.plan_s(self.clock.now_s()))
-        if self._jitter:
-            factor *= math.exp(self._random.gauss(0.0, self._jitter))
-        return factor
+        slow = self._faults.slow_factor(self._plan_clock.plan_s(self.clock.now_s()))
+        return step_factor(slow, self._jitter, self._random)

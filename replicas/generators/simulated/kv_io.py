@@ -13,7 +13,6 @@ import numpy as np
 
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import KVLayout
-from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.simulated.device import busy
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
 
@@ -23,21 +22,24 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_transfer.connector import KVDeviceIO
-    from replicas.config import EngineConfig
     from replicas.generators.simulated.device import DeviceClock
     from replicas.generators.simulated.timing import StepTiming
     from replicas.generators.simulated.tokens import PagedKVCache
 
 
-def simulated_kv_layout(config: EngineConfig) -> KVLayout:
+def simulated_kv_layout(block_size: int, fingerprint: str) -> KVLayout:
     """How a simulated engine's blocks travel: of each token eight bytes of K and eight of V.
+
+    Args:
+        block_size: Tokens per block.
+        fingerprint: Equal for two engines whose KV is the same.
 
     Raises:
         InvalidLayoutError: The block size is not one that KV transfer can move.
     """
     return KVLayout(
-        num_layers=1, num_kv_heads=1, head_dim=2, block_size=config.block_size, dtype="float32",
-        rope="hf", model_fingerprint=model_fingerprint(config),
+        num_layers=1, num_kv_heads=1, head_dim=2, block_size=block_size, dtype="float32",
+        rope="hf", model_fingerprint=fingerprint,
     )  # fmt: skip
 
 

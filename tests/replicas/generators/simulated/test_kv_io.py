@@ -17,7 +17,7 @@ TIMING = mesh_profile("n150", "Llama-3.1-8B").timing(block_size=32, link=LINK)
 
 def make(lanes=2, num_blocks=6, **options):
     cache, clock = PagedKVCache(lanes, num_blocks, 32), FakeClock()
-    layout = simulated_kv_layout(simulated_config())
+    layout = simulated_kv_layout(simulated_config().block_size, "test")
     return cache, clock, SimulatedKVIO(cache, layout, TIMING, clock, **options)
 
 
@@ -84,6 +84,6 @@ def test_data_of_another_shape_is_refused():
 
 def test_another_layout_is_refused():
     cache = PagedKVCache(1, 4, 64)
-    layout = simulated_kv_layout(simulated_config())
+    layout = simulated_kv_layout(simulated_config().block_size, "test")
     with pytest.raises(InvalidLayoutError, match="simulated KV cache"):
         SimulatedKVIO(cache, layout, TIMING, FakeClock())
