@@ -1,0 +1,419 @@
+"""The pooled connector: prompts find the KV of their first units in a store that engines share.
+
+``PooledConnectorScheduler`` names units of a prompt by their keys, asks which of them the pool has,
+and says which to load and which to save. Its worker side is in ``pooled_worker``. Pure: no I/O, and
+no clock, since deadlines are kept by the worker side.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kv_transfer.connector import (
+    ConnectorSettings,
+    SaveProgress,
+    TransferRequest,
+    TransferResults,
+)
+from kv_transfer.errors import TransferError
+from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.pooled_worker import (
+    LookupSpec,
+    PooledConnectorWorker,
+    PooledMeta,
+    PooledResults,
+    PoolLoadSpec,
+    PoolSaveSpec,
+)
+from kv_transfer.store import StoreConfig
+from kv_transfer.store_thread import StoreThread
+
+_UNIT_VERSION = 1
+"""Raised when the bytes of a value, or what its key covers, change."""
+
+
+def unit_keys(
+    content_hash: str, cache_salt: str, token_ids: Sequence[int], unit_tokens: int
+) -> tuple[bytes, ...]:
+    """Name the whole units of a prompt: equal keys mean equal KV, in engines of any block size.
+
+    Args:
+        content_hash: ``KVLayout.content_hash()``: model, dtype and the rest of what bytes mean.
+        cache_salt: Tenant; equal prompts of two tenants share no key.
+        token_ids: The prompt.
+        unit_tokens: Tokens per unit.
+
+    Returns:
+        One 32-byte key per whole unit, each a hash of everything up to the end of its unit.
+    """
+    num_units = len(token_ids) // unit_tokens
+    if not num_units:
+        return ()
+    num_tokens = num_units * unit_tokens
+    raw = struct.pack(f"<{num_tokens}i", *token_ids[:num_tokens])
+    width = 4 * unit_tokens
+    root = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, cache_salt))
+    parent = hashlib.blake2b(root, digest_size=32, person=b"ttserve kv root").digest()
+    keys = []
+    for start in range(0, len(raw), width):
+        chained = parent + raw[start : start + width]
+        parent = hashlib.blake2b(chained, digest_size=32, person=b"ttserve kv unit").digest()
+        keys.append(parent)
+    return tuple(keys)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    num_prompt_tokens: int
+    keys: tuple[bytes, ...]
+    lookup_timeout_s: float
+    found: int | None = None
+    """Leading tokens in the pool; None while that is not known."""
+    is_loading: bool = False
+    """From the allocation of blocks until results name the request."""
+    is_cancelled: bool = False
+    """The load under way was cancelled."""
+    num_settled: int = 0
+    """Leading units that are in the pool, or were handed to the worker side to be saved."""
+    is_saving: bool = False
+    """The worker side has not read all of the units handed to it."""
+    is_finished: bool = False
+    """The engine is done with it and keeps its blocks until results name it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the worker side has, or will get, something to do for it."""
+        return (
+            self.found is None
+            or self.is_loading
+            or self.is_saving
+            or self.is_finished
+            or self.num_settled < len(self.keys)
+        )
+
+
+class PooledConnectorScheduler:
+    """Scheduler side of the pooled connector (see ``KVConnectorScheduler``).
+
+    Every request whose prompt has a whole unit is looked up; blocks of what was found are loaded,
+    and what was computed here is saved. A lookup is no transfer: its answer only says how much
+    there is to load. Owner: the engine's core thread.
+
+    Args:
+        settings: The engine's settings.
+        layout: The engine's KV layout.
+
+    Raises:
+        TransferError: When no store is set, or its units are no multiple of the block size.
+    """
+
+    def __init__(self, settings: ConnectorSettings, layout: KVLayout) -> None:
+        store = require_store(settings)
+        if store.unit_tokens % layout.block_size:
+            raise TransferError(
+                f"the KV store's unit_tokens ({store.unit_tokens}) is no multiple of block_size "
+                f"({layout.block_size}): only whole blocks can be loaded; change one of the two"
+            )
+        self._store = store
+        self._layout = layout
+        self._requests: dict[str, _Request] = {}
+        self._drops: list[str] = []
+        self._lookups: dict[str, LookupSpec] = {}
+        self._loads: dict[str, PoolLoadSpec] = {}
+        self._cancels: list[str] = []
+        self._finished: list[str] = []
+
+    def __repr__(self) -> str:
+        """Show what is in flight."""
+        loading = [request_id for request_id, x in self._requests.items() if x.is_loading]
+        return f"PooledConnectorScheduler(loading={loading}, cancels={self._cancels})"
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests for which the worker side has, or will get, something to do."""
+        return sum(request.is_busy for request in self._requests.values())
+
+    def on_new_request(
+        self, request: TransferRequest, now_s: float, lookup_timeout_s: float | None = None
+    ) -> None:
+        """Look a request's prompt up.
+
+        Args:
+            request: The request, without a ticket.
+            now_s: Monotonic clock.
+            lookup_timeout_s: How long to wait for the pool's answer; the store's ``timeout_s`` by
+                default.
+
+        Raises:
+            TransferError: When it brings a ticket, or an earlier request of this id has not ended.
+        """
+        request_id = request.request_id
+        if request.ticket:
+            raise TransferError(
+                f"request {request_id} brings a ticket and this engine has only a pool: set "
+                f"kv_connector to 'multi' or 'p2p'"
+            )
+        self.check_unused(request_id)
+        self.forget(request_id)
+        keys = unit_keys(
+            self._layout.content_hash(),
+            request.cache_salt,
+            request.prompt_token_ids,
+            self._store.unit_tokens,
+        )
+        if keys:
+            timeout_s = self._store.timeout_s if lookup_timeout_s is None else lookup_timeout_s
+            new = _Request(len(request.prompt_token_ids), keys, timeout_s)
+            self._requests[request_id] = new
+            self._look_up(request_id, new)
+
+    def check_unused(self, request_id: str) -> None:
+        """Do nothing if a new request may have this id.
+
+        Raises:
+            TransferError: When results have yet to name an earlier request of this id.
+        """
+        known = self._requests.get(request_id)
+        if known is not None and (known.is_loading or known.is_finished):
+            raise TransferError(
+                f"request {request_id} has a transfer already: wait until its end was reported"
+            )
+
+    def is_loading(self, request_id: str) -> bool:
+        """Tell whether results have yet to name the end of a request's load."""
+        request = self._requests.get(request_id)
+        return request is not None and request.is_loading
+
+    def get_num_new_matched_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tell how many tokens beyond the local prefix hit will be loaded: of whole blocks only."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0, False
+        if request.found is None or request.is_cancelled:
+            return None, True
+        num_external = max(0, self._num_loadable(request) - num_computed_tokens)
+        return num_external, num_external > 0
+
+    def update_state_after_alloc(
+        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Take the blocks that were allocated for a load."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_loading or num_external_tokens == 0:
+            return
+        end = self._num_loadable(request)
+        num_computed = end - num_external_tokens
+        if not 0 <= num_computed < end:
+            raise TransferError(
+                f"{num_external_tokens} tokens to load, of which the pool has {end}: use what "
+                f"get_num_new_matched_tokens said"
+            )
+        if len(block_ids) < self._layout.num_blocks(end):
+            raise TransferError(
+                f"request {request_id}: {len(block_ids)} blocks allocated, "
+                f"{self._layout.num_blocks(end)} needed for {end} tokens from the pool"
+            )
+        unit_tokens = self._store.unit_tokens
+        first_unit, stop_unit = num_computed // unit_tokens, -(-end // unit_tokens)
+        request.is_loading = True
+        self._loads[request_id] = PoolLoadSpec(
+            request_id,
+            lane,
+            tuple(block_ids),
+            first_unit,
+            request.keys[first_unit:stop_unit],
+            num_computed // ROW_TOKENS,
+            end // ROW_TOKENS,
+        )
+
+    def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> PooledMeta:
+        """Hand over everything that is new; drains."""
+        saves = [spec for spec in map(self._save, progress) if spec is not None]
+        meta = PooledMeta(
+            drops=tuple(self._drops),
+            lookups=tuple(self._lookups.values()),
+            loads=tuple(self._loads.values()),
+            cancels=tuple(self._cancels),
+            saves=tuple(saves),
+            finished=tuple(self._finished),
+        )
+        for pending in (self._drops, self._lookups, self._loads, self._cancels, self._finished):
+            pending.clear()
+        return meta
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        """Take the pool's answers, and forget what ended."""
+        for request_id, num_tokens in results.found.items():
+            request = self._requests.get(request_id)
+            if request is not None and request.found is None:
+                request.found = num_tokens
+                self._settle(request, num_tokens)
+        if isinstance(results, PooledResults):
+            for request_id in results.saved:
+                self._end_saves(request_id)
+        for request_id in results.received:
+            self._end_load(request_id)
+        for request_id, failure in results.failed.items():
+            self._end_load(request_id, failure.num_tokens)
+        for request_id in results.sent:
+            request = self._requests.get(request_id)
+            if request is not None and request.is_finished:
+                del self._requests[request_id]
+
+    def request_preempted(self, request_id: str) -> None:
+        """Stop touching a request's blocks; it is looked up again, and its saves start again.
+
+        A load under way is cancelled, and results say so.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.is_loading:
+            self.cancel(request_id)
+        else:
+            self._drop(request_id, request)
+            request.is_saving = False
+            request.num_settled = 0
+            self._look_up(request_id, request)
+
+    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+        """Tell whether the blocks must stay allocated: while they are written, or read for a save.
+
+        A load under way is cancelled by this call; saves are not.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request.is_loading:
+            self.cancel(request_id)
+        elif request.is_saving:
+            self._finished.append(request_id)
+        else:
+            self.forget(request_id)
+            return False
+        request.is_finished = True
+        return True
+
+    def cancel(self, request_id: str) -> None:
+        """End a load, which results then name, or a lookup, after which there is nothing to load.
+
+        Saves go on: what they read is worth keeping, and they hold blocks for a step or two.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.is_loading:
+            if not request.is_cancelled:
+                request.is_cancelled = True
+                self._cancels.append(request_id)
+        elif request.found is None:
+            self._drop(request_id, request)
+            request.found = 0
+
+    def forget(self, request_id: str) -> None:
+        """Stop to look up, load and save for a request, whose blocks may be freed at once.
+
+        Only for a request that is not being loaded; results do not name it any more.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._drop(request_id, request)
+            if request_id in self._finished:
+                self._finished.remove(request_id)
+
+    def has_pending_work(self) -> bool:
+        """Tell whether a step is needed to hand something to the worker side."""
+        return bool(self._drops or self._lookups or self._loads or self._cancels or self._finished)
+
+    # ---- inside
+
+    def _look_up(self, request_id: str, request: _Request) -> None:
+        request.found = None
+        self._lookups[request_id] = LookupSpec(request_id, request.keys, request.lookup_timeout_s)
+
+    def _drop(self, request_id: str, request: _Request) -> None:
+        """End what the worker side does for a request, if anything."""
+        is_asked = self._lookups.pop(request_id, None) is None and request.found is None
+        if is_asked or request.is_saving:
+            self._drops.append(request_id)
+
+    def _num_loadable(self, request: _Request) -> int:
+        """Return how many leading tokens the pool can give, in whole blocks."""
+        # The last token is always computed here: its logits give the next one.
+        block_size = self._layout.block_size
+        num_whole = (request.num_prompt_tokens - 1) // block_size * block_size
+        return min(request.found or 0, num_whole)
+
+    def _save(self, progress: SaveProgress) -> PoolSaveSpec | None:
+        """Return what of a request became whole units, unless it was saved before."""
+        request = self._requests.get(progress.request_id)
+        if request is None or request.is_loading:
+            return None
+        first = request.num_settled
+        self._settle(request, progress.num_computed_tokens)
+        if request.num_settled == first:
+            return None
+        request.is_saving = True
+        return PoolSaveSpec(
+            progress.request_id,
+            progress.lane,
+            progress.block_ids,
+            first,
+            request.keys[first : request.num_settled],
+        )
+
+    def _settle(self, request: _Request, num_tokens: int) -> None:
+        num_units = min(num_tokens // self._store.unit_tokens, len(request.keys))
+        request.num_settled = max(request.num_settled, num_units)
+
+    def _end_saves(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.is_saving = False
+
+    def _end_load(self, request_id: str, num_verified_tokens: int | None = None) -> None:
+        """Take note that a load is over; one that failed is not tried again."""
+        request = self._requests.get(request_id)
+        if request is None or not request.is_loading:
+            return
+        request.is_loading = request.is_cancelled = False
+        self._loads.pop(request_id, None)
+        if request_id in self._cancels:
+            self._cancels.remove(request_id)
+        if request.is_finished:
+            del self._requests[request_id]
+        elif num_verified_tokens is not None:
+            request.found = 0
+            request.num_settled = num_verified_tokens // self._store.unit_tokens
+
+
+class PooledConnector:
+    """The built-in connector ``"pooled"`` (see ``KVConnector``)."""
+
+    def create_scheduler(
+        self, settings: ConnectorSettings, layout: KVLayout
+    ) -> PooledConnectorScheduler:
+        """Make the scheduler side of one engine."""
+        return PooledConnectorScheduler(settings, layout)
+
+    def create_worker(
+        self, settings: ConnectorSettings, notify: Callable[[], None]
+    ) -> PooledConnectorWorker:
+        """Make the worker side of one engine, with a thread for its store."""
+        return PooledConnectorWorker(settings, notify, StoreThread)
+
+
+def require_store(settings: ConnectorSettings) -> StoreConfig:
+    """Return the store's configuration.
+
+    Raises:
+        TransferError: When there is none.
+    """
+    if settings.store is None:
+        raise TransferError("this KV connector needs a pool: set kv_store")
+    return settings.store

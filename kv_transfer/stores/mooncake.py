@@ -1,0 +1,191 @@
+"""Share KV units with all engines of a cluster through a Mooncake store.
+
+Needs a running ``mooncake_master`` and the package ``mooncake-transfer-engine`` (or its variant
+without CUDA). Each engine contributes ``capacity_bytes`` of memory, whose values are lost with it.
+Mooncake grants leases itself, of a length that only its master knows, and cannot tell whether one
+has lapsed; so a value is copied out before it is returned. It has no authentication: use it in a
+closed network only.
+"""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.errors import TransferError
+from kv_transfer.store import Lease, PutOutcome, StoreConfig, StoreCounters
+from kv_transfer.stores.held import HeldLease
+from kv_transfer.stores.mooncake_process import MAX_MESSAGE_BYTES, Ask, Told
+from kv_transfer.stores.patience import CallThread
+
+_ResultT = TypeVar("_ResultT")
+
+
+class _ClusterError(Exception):
+    """The process works and the cluster does not."""
+
+
+class MooncakeStore:
+    """A ``KVStore`` in a Mooncake cluster, which a process of its own is the member of.
+
+    Questions wait for it on a thread of their own: up to half a minute when the master freezes,
+    some seconds when it dies, and for as long as it is frozen or absent at first.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Start the thread; the process starts when a call needs it.
+
+        Raises:
+            TransferError: When the package is missing or the address has no port.
+        """
+        host, _, port = config.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise TransferError(
+                f"address {config.address!r} of the mooncake store: use host:port of its master"
+            )
+        if not _is_installed():
+            raise TransferError(
+                "the mooncake store needs the package mooncake-transfer-engine, or "
+                "mooncake-transfer-engine-non-cuda, and the libraries that these load"
+            )
+        self._arguments = [host, port, str(config.capacity_bytes)]
+        self._counters = StoreCounters()
+        self._thread = CallThread("kv-store-mooncake", config.timeout_s, self._counters)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    # ---- KVStore
+
+    def num_present(self, keys: Sequence[bytes]) -> int:
+        """Count the stored keys, which Mooncake leases for a moment."""
+        names = tuple(key.hex() for key in keys)
+        num_present = self._call(lambda _: self._ask(Ask("present", names)).count, 0)
+        self._counters.misses += len(keys) - num_present
+        return num_present
+
+    def get(self, keys: Sequence[bytes]) -> list[Lease]:
+        """Copy values out."""
+        values: list[NDArray[np.uint8]] = []
+        values = self._call(lambda end_s: self._get(keys, end_s), values)
+        self._counters.hits += len(values)
+        self._counters.misses += len(keys) - len(values)
+        return [HeldLease(value, _was_protected) for value in values]
+
+    def put(self, key: bytes, value: NDArray[np.uint8]) -> PutOutcome:
+        """Copy a value in."""
+        dropped: PutOutcome = "dropped"
+        outcome = self._call(lambda end_s: self._put(key, value, end_s), dropped)
+        self._counters.puts += outcome == "stored"
+        self._counters.drops += outcome == "dropped"
+        return outcome
+
+    def discard(self, key: bytes) -> None:
+        """Remove a value, leased or not: who reads it has a copy, or fails."""
+        self._call(lambda _: self._ask(Ask("discard", (key.hex(),))).count, 0)
+
+    def counters(self) -> StoreCounters:
+        """Return the totals."""
+        return self._counters
+
+    def close(self) -> None:
+        """End the process, which loses the values in its memory."""
+        if self._process is not None:
+            self._process.kill()  # Whatever the thread waits for comes to an end.
+        self._thread.close(self._end)
+
+    # ---- the thread
+
+    def _call(self, function: Callable[[float], _ResultT], default: _ResultT) -> _ResultT:
+        def run(end_s: float) -> _ResultT:
+            try:
+                return function(end_s)
+            except (OSError, EOFError, msgspec.DecodeError):
+                self._end()
+                raise
+
+        return self._thread.call(run, default)
+
+    def _start(self) -> Connection:
+        """Start the process and wait until it has joined."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "kv_transfer.stores.mooncake_process"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._connection = Connection(ours.detach())
+        try:
+            self._listen(self._connection)
+        except _ClusterError:  # The process has ended after that.
+            self._end()
+            raise
+        return self._connection
+
+    def _ask(self, ask: Ask) -> Told:
+        connection = self._connection or self._start()
+        connection.send_bytes(msgspec.msgpack.encode(ask))
+        return self._listen(connection)
+
+    def _listen(self, connection: Connection) -> Told:
+        """Return the answer.
+
+        Raises:
+            _ClusterError: When the cluster does not work.
+            OSError, EOFError: When the process has ended.
+            msgspec.DecodeError: When it is no answer.
+        """
+        told = msgspec.msgpack.decode(connection.recv_bytes(MAX_MESSAGE_BYTES), type=Told)
+        if told.error:
+            raise _ClusterError(told.error)
+        return told
+
+    def _end(self) -> None:
+        """Make sure that nothing is left of the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _get(self, keys: Sequence[bytes], end_s: float) -> list[NDArray[np.uint8]]:
+        values: list[NDArray[np.uint8]] = []
+        for key in keys:
+            value = self._ask(Ask("get", (key.hex(),))).value
+            if value is None or time.monotonic() >= end_s:
+                break
+            values.append(np.frombuffer(value, np.uint8))
+        return values
+
+    def _put(self, key: bytes, value: NDArray[np.uint8], end_s: float) -> PutOutcome:
+        name = key.hex()
+        if self._ask(Ask("present", (name,))).count:  # A second put would look like a success.
+            return "present"
+        if not 0 < value.nbytes < MAX_MESSAGE_BYTES // 2:
+            return "dropped"
+        ask = Ask("put", (name,), memoryview(value.tobytes()))
+        if time.monotonic() >= end_s:  # The caller may have changed the value meanwhile.
+            return "dropped"
+        return "stored" if self._ask(ask).count else "dropped"
+
+
+def _is_installed() -> bool:
+    """Look for the package without loading it: its native libraries are none of the engine's."""
+    return importlib.util.find_spec("mooncake") is not None
+
+
+def _was_protected() -> bool:
+    """Tell that the value did not change: it is a copy."""
+    return True

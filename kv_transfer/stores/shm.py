@@ -1,0 +1,323 @@
+"""Share KV units with the other engines of this node through shared memory: the client.
+
+Values are copied once on the way in and read where they lie. The server is a process of its own,
+started by whoever misses it first, so that a pool survives every engine that filled it.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.errors import WireError
+from kv_transfer.store import (
+    MAX_KEY_BYTES,
+    Lease,
+    PutOutcome,
+    StoreConfig,
+    StoreCounters,
+)
+from kv_transfer.stores.held import HeldLease
+from kv_transfer.stores.patience import BackOff
+from kv_transfer.stores.shm_messages import (
+    MAX_KEYS,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Begin,
+    Commit,
+    Count,
+    Discard,
+    Get,
+    Hello,
+    Leased,
+    NumPresent,
+    Outcome,
+    Placed,
+    Question,
+    Release,
+    Welcome,
+    decode_answer,
+    encode,
+    socket_name,
+)
+from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, peer_user_id
+
+logger = logging.getLogger(__name__)
+
+_AnswerT = TypeVar("_AnswerT", bound=Answer)
+
+_started: dict[bytes, "subprocess.Popen[bytes]"] = {}
+"""Servers that this process started, until it has seen them end. Guarded by ``_starting``."""
+_starting = threading.Lock()
+
+
+def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
+    """Start a server of this node's store unless one runs or is starting; do not wait for it.
+
+    It belongs to a session of its own and ends when nobody has been connected for ``idle_s``. Of
+    several that start at once all but one end again.
+
+    Raises:
+        OSError: When no process can be started.
+    """
+    name = socket_name(config.address, os.getuid())
+    with _starting:
+        for ended in [x for x, process in _started.items() if process.poll() is not None]:
+            code = _started.pop(ended).returncode
+            logger.info("a KV store server that this process started has ended with code %d", code)
+        if name in _started or _is_listening(name):
+            return
+        command = [sys.executable, "-m", "kv_transfer.stores.shm_server"]
+        command += ["--address", config.address, "--capacity-bytes", str(config.capacity_bytes)]
+        command += ["--lease-s", str(config.lease_s), "--idle-s", str(idle_s)]
+        # No stream of ours: whoever waits for the end of one would wait for the server.
+        _started[name] = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+class ShmStore:
+    """A ``KVStore`` in shared memory. Owner of the connection: the thread that calls.
+
+    A question that is not answered in time costs the connection, so that a late answer is never
+    taken for another's; the server then frees what this client held.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Try to connect, which starts the server where there is none."""
+        self._config = config
+        self._name = socket_name(config.address, os.getuid())
+        self._counters = StoreCounters()
+        self._connection: socket.socket | None = None
+        self._slab: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._back_off = BackOff()
+        self._is_closed = False
+        self._connect(self._deadline_s())
+
+    # ---- KVStore
+
+    def num_present(self, keys: Sequence[bytes]) -> int:
+        """Count the stored keys."""
+        deadline_s = self._deadline_s()
+        num_present = 0
+        for batch in _batches(keys):
+            answer = self._ask(NumPresent(batch), Count, deadline_s)
+            num_present += min(answer.count, len(batch)) if answer is not None else 0
+            if answer is None or answer.count < len(batch):
+                break
+        self._counters.misses += len(keys) - num_present
+        return num_present
+
+    def get(self, keys: Sequence[bytes]) -> list[Lease]:
+        """Lease values; they lie in the slab."""
+        deadline_s = self._deadline_s()
+        leases: list[Lease] = []
+        for batch in _batches(keys):
+            found = self._get(batch, deadline_s)
+            leases += found
+            if len(found) < len(batch):
+                break
+        self._counters.hits += len(leases)
+        self._counters.misses += len(keys) - len(leases)
+        return leases
+
+    def put(self, key: bytes, value: NDArray[np.uint8]) -> PutOutcome:
+        """Copy a value into the slab."""
+        outcome = self._put(key, value) if _is_usable(key) else "dropped"
+        self._counters.puts += outcome == "stored"
+        self._counters.drops += outcome == "dropped"
+        return outcome
+
+    def discard(self, key: bytes) -> None:
+        """Let nobody find the key any more."""
+        if _is_usable(key):
+            self._ask(Discard(key), Count, self._deadline_s())
+
+    def counters(self) -> StoreCounters:
+        """Return the totals."""
+        return self._counters
+
+    def close(self) -> None:
+        """Disconnect, which frees what this client holds. The server stays for the others."""
+        self._is_closed = True
+        self._disconnect()
+
+    # ---- questions
+
+    def _get(self, keys: tuple[bytes, ...], deadline_s: float) -> list[Lease]:
+        answer = self._ask(Get(keys), Leased, deadline_s)
+        if answer is None:
+            return []
+        in_slab = all(offset + size <= len(self._slab) for _, offset, size in answer.leases)
+        if len(answer.leases) > len(keys) or not in_slab:
+            self._lose("it leased what there is not")
+            return []
+        return [
+            HeldLease(
+                self._slab[offset : offset + size],
+                partial(self._release, lease_id, self._connection),
+            )
+            for lease_id, offset, size in answer.leases
+        ]
+
+    def _release(self, lease_id: int, connection: socket.socket | None) -> bool:
+        """End a lease; its connection's end was its own, as nobody knows what came after."""
+        if connection is None or connection is not self._connection:
+            return False
+        answer = self._ask(Release(lease_id), Count, self._deadline_s())
+        return answer is not None and answer.count == 1
+
+    def _put(self, key: bytes, value: NDArray[np.uint8]) -> PutOutcome:
+        deadline_s = self._deadline_s()
+        answer = self._ask(Begin(key, value.nbytes), Placed, deadline_s)
+        if answer is None:
+            return "dropped"
+        if answer.outcome is not None:
+            return answer.outcome
+        place = self._slab[answer.offset : answer.offset + value.nbytes]
+        if len(place) != value.nbytes:
+            self._lose("it placed a value outside the slab")
+            return "dropped"
+        began_s = time.monotonic()
+        place[...] = value
+        deadline_s += time.monotonic() - began_s  # Copying is no waiting.
+        ended = self._ask(Commit(answer.put_id), Outcome, deadline_s)
+        return ended.outcome if ended is not None else "dropped"
+
+    def _ask(
+        self, question: Question, expected: type[_AnswerT], deadline_s: float
+    ) -> _AnswerT | None:
+        """Return the server's answer; None when there is none in time."""
+        if not self._connect(deadline_s) or self._connection is None:
+            return None
+        try:
+            self._connection.settimeout(max(0.0, deadline_s - time.monotonic()))
+            self._connection.send(encode(question))
+            answer = decode_answer(self._connection.recv(MAX_MESSAGE_BYTES + 1))
+        except (OSError, WireError) as error:
+            self._lose(error)
+            return None
+        if not isinstance(answer, expected):
+            self._lose(f"it answered a {type(question).__name__} with a {type(answer).__name__}")
+            return None
+        self._back_off.succeed()
+        return answer
+
+    # ---- connection
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._config.timeout_s
+
+    def _connect(self, deadline_s: float) -> bool:
+        """Tell whether there is a connection, after an attempt if one is due."""
+        if self._connection is not None:
+            return True
+        if self._is_closed or not self._back_off.is_due(time.monotonic()):
+            return False
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(max(0.0, deadline_s - time.monotonic()))
+            connection.connect(self._name)
+            self._slab = _fetch_slab(connection)
+        except (OSError, WireError, ValueError) as error:
+            connection.close()
+            self._on_unreachable(error)
+            return False
+        self._connection = connection
+        return True
+
+    def _on_unreachable(self, error: Exception) -> None:
+        if isinstance(error, ConnectionRefusedError):  # Nobody listens.
+            self._back_off.fail(time.monotonic())
+            try:
+                ensure_server(self._config)
+            except OSError:
+                logger.exception("cannot start a KV store server")
+        else:
+            self._lose(error)
+
+    def _lose(self, reason: Exception | str) -> None:
+        """Give up on the connection, which is of no more use."""
+        logger.warning("lost the KV store server: %s", reason or "it closed the connection")
+        self._counters.errors += 1
+        self._disconnect()
+        self._back_off.fail(time.monotonic())
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._slab = np.empty(0, np.uint8)
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Cut keys up to the first that no store has into questions."""
+    usable = tuple(takewhile(_is_usable, keys))
+    for first in range(0, len(usable), MAX_KEYS):
+        yield usable[first : first + MAX_KEYS]
+
+
+def _is_usable(key: bytes) -> bool:
+    return 0 < len(key) <= MAX_KEY_BYTES
+
+
+def _is_listening(name: bytes) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(name)
+        except BlockingIOError:  # Its backlog is full.
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:
+    """Greet the server and map its slab.
+
+    Raises:
+        OSError: When it does not answer, or the memory cannot be mapped.
+        WireError: When it is another user's or its slab is not what it says.
+        ValueError: When the slab cannot be mapped.
+    """
+    if peer_user_id(connection) != os.getuid():
+        raise WireError("the server of this name runs as another user")
+    connection.send(encode(Hello(PROTOCOL_VERSION)))
+    packet, descriptors, _, _ = socket.recv_fds(
+        connection, MAX_MESSAGE_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        answer = decode_answer(packet)
+        if not isinstance(answer, Welcome) or not descriptors:
+            raise WireError("the server did not hand out its memory")
+        _check_slab(descriptors[0], answer.capacity_bytes)
+        memory = mmap.mmap(descriptors[0], answer.capacity_bytes)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _check_slab(descriptor: int, capacity_bytes: int) -> None:
+    """Make sure that no access can fault."""
+    has_size = os.fstat(descriptor).st_size == capacity_bytes
+    if not has_size or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS != SLAB_SEALS:
+        raise WireError("the server's memory has another size than it says, or may change it")

@@ -1,0 +1,289 @@
+"""Decide which values a store keeps, where, and who may read or write them.
+
+A slab of ``capacity_bytes`` is cut into slots as large as the largest value so far; the values of
+one deployment are all equally large. A slot is *free*, *writing* (a put is under way), *stored*, or
+*leased* (stored, and somebody reads it). Only stored slots are evicted, the longest unused first.
+A put has two phases, so that nobody sees half a value. Pure: time comes in as ``now_s``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from kv_transfer.store import PutOutcome
+
+SLOT_ALIGNMENT = 64
+"""Slots start at cache lines."""
+
+ClientId = int
+"""Names a client for as long as it is connected; never used twice."""
+
+
+class Place(NamedTuple):
+    """Where a put writes. ``put_id`` is never used twice, so a late commit cannot hit another."""
+
+    put_id: int
+    offset: int
+
+
+class Grant(NamedTuple):
+    """A leased value: bytes ``offset`` to ``offset + num_bytes`` of the slab, or ``content``."""
+
+    lease_id: int
+    offset: int
+    num_bytes: int
+    content: object
+
+
+class SlotCounts(NamedTuple):
+    """How many slots are in each state."""
+
+    free: int
+    writing: int
+    stored: int
+    leased: int
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    slot: int
+    num_bytes: int
+    content: object
+    num_leases: int = 0
+    is_discarded: bool = False
+    """Nobody finds it any more; its slot is free when its last lease ends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    put_id: int
+    key: bytes
+    slot: int
+    num_bytes: int
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    client: ClientId
+    value: _Value
+    deadline_s: float
+
+
+@dataclass(eq=False)
+class StoreTable:
+    """All values, puts and leases of one store.
+
+    Owner: whoever owns the slab. A client puts one value at a time.
+
+    A lease or put that is not ended within ``lease_s`` lapses. The slot of a lapsed lease may be
+    evicted. The slot of a lapsed put may not: its writer may be frozen in the middle of it and go
+    on some day, so that the slot stays *writing* until the client says anything about it or is
+    gone; but the put can never succeed, and others may put the same key.
+
+    Attributes:
+        capacity_bytes: Size of the slab.
+        lease_s: How long a lease or a put lasts.
+    """
+
+    capacity_bytes: int
+    lease_s: float
+    _slot_bytes: int = 0
+    _num_slots: int = 0
+    _next_id: int = 0
+    _free: list[int] = field(default_factory=list)
+    _values: OrderedDict[bytes, _Value] = field(default_factory=OrderedDict)
+    """What can be found; the longest unused first."""
+    _puts: dict[ClientId, _Put] = field(default_factory=dict)
+    _writers: OrderedDict[bytes, _Put] = field(default_factory=OrderedDict)
+    """The puts that may still succeed; the earliest deadline first."""
+    _leases: OrderedDict[int, _Lease] = field(default_factory=OrderedDict)
+    """The earliest deadline first."""
+
+    def __repr__(self) -> str:
+        """Show how full it is."""
+        return f"StoreTable({self._slot_bytes} bytes per slot, {self.counts()})"
+
+    # ---- reading
+
+    def num_present(self, keys: Sequence[bytes]) -> int:
+        """Count the keys, from the first on, that are stored. Counts as use of them."""
+        num_present = 0
+        for key in keys:
+            if key not in self._values:
+                break
+            num_present += 1
+        self._touch(keys[:num_present])
+        return num_present
+
+    def get(self, client: ClientId, keys: Sequence[bytes], now_s: float) -> list[Grant]:
+        """Lease the values of the keys, from the first on, up to the first that is missing."""
+        self._expire(now_s)
+        num_present = self.num_present(keys)
+        return [self._grant(client, self._values[key], now_s) for key in keys[:num_present]]
+
+    def release(self, client: ClientId, lease_id: int, now_s: float) -> bool:
+        """End a lease.
+
+        Returns:
+            False when it had lapsed before, or never was this client's.
+        """
+        self._expire(now_s)
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.client != client:
+            return False
+        self._end_lease(lease_id)
+        return True
+
+    # ---- writing
+
+    def begin(
+        self, client: ClientId, key: bytes, num_bytes: int, now_s: float
+    ) -> Place | Literal["present", "dropped"]:
+        """Start to put a value; ends an earlier put of the same client.
+
+        A value larger than the slots are makes the table start anew with larger slots, empty, if
+        nothing is being read or written; else, or when all slots are in use, it is dropped. So is
+        the second of two puts of one key at the same time.
+        """
+        self._expire(now_s)
+        self.abort(client)
+        if key in self._values:
+            self._touch([key])
+            return "present"
+        if key in self._writers or not 0 < num_bytes <= self.capacity_bytes:
+            return "dropped"
+        slot = self._take_slot(num_bytes)
+        if slot is None:
+            return "dropped"
+        put = _Put(self._new_id(), key, slot, num_bytes, now_s + self.lease_s)
+        self._puts[client] = self._writers[key] = put
+        return Place(put.put_id, slot * self._slot_bytes)
+
+    def commit(
+        self, client: ClientId, put_id: int, now_s: float, content: object = None
+    ) -> PutOutcome:
+        """Make a value visible whose bytes are all written.
+
+        Args:
+            client: Who began the put.
+            put_id: From ``begin``.
+            now_s: Monotonic clock.
+            content: The value itself, where the slab is not real.
+
+        Returns:
+            ``present`` or ``dropped`` when the put had lapsed.
+        """
+        self._expire(now_s)
+        put = self._puts.get(client)
+        if put is None or put.put_id != put_id:
+            return "dropped"
+        if self._writers.get(put.key) is not put:
+            self.abort(client)
+            return "present" if put.key in self._values else "dropped"
+        del self._puts[client], self._writers[put.key]
+        self._values[put.key] = _Value(put.slot, put.num_bytes, content)
+        return "stored"
+
+    def abort(self, client: ClientId) -> None:
+        """End the client's put, if it has one."""
+        put = self._puts.pop(client, None)
+        if put is None:
+            return
+        self._free.append(put.slot)
+        if self._writers.get(put.key) is put:
+            del self._writers[put.key]
+
+    def discard(self, key: bytes) -> None:
+        """Let nobody find a key's value any more."""
+        value = self._values.pop(key, None)
+        if value is None:
+            return
+        value.is_discarded = True
+        if value.num_leases == 0:
+            self._free.append(value.slot)
+
+    def drop_client(self, client: ClientId) -> None:
+        """End everything of a client that is gone and can write no more."""
+        self.abort(client)
+        for lease_id in [i for i, lease in self._leases.items() if lease.client == client]:
+            self._end_lease(lease_id)
+
+    # ---- state
+
+    def counts(self) -> SlotCounts:
+        """Count the slots by state."""
+        leased = {lease.value.slot for lease in self._leases.values()}
+        num_stored = sum(value.num_leases == 0 for value in self._values.values())
+        return SlotCounts(len(self._free), len(self._puts), num_stored, len(leased))
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls."""
+        leased = {lease.value.slot for lease in self._leases.values()}
+        slots = [
+            *self._free,
+            *(put.slot for put in self._puts.values()),
+            *(value.slot for value in self._values.values() if value.num_leases == 0),
+            *leased,
+        ]
+        assert sorted(slots) == list(range(self._num_slots))
+        assert self._num_slots * self._slot_bytes <= self.capacity_bytes
+        puts = set(self._puts.values())
+        assert all(put in puts and put.key == key for key, put in self._writers.items())
+        assert not self._writers.keys() & self._values.keys()
+        values = {*self._values.values(), *(lease.value for lease in self._leases.values())}
+        for value in values:
+            assert value.num_leases == sum(x.value is value for x in self._leases.values())
+            assert value.num_bytes <= self._slot_bytes
+        assert not any(value.is_discarded for value in self._values.values())
+        for ends in (self._leases, self._writers):
+            deadlines = [end.deadline_s for end in ends.values()]
+            assert deadlines == sorted(deadlines)
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use. The last key comes first: a later unit is of no use without the earlier."""
+        for key in reversed(keys):
+            self._values.move_to_end(key)
+
+    def _grant(self, client: ClientId, value: _Value, now_s: float) -> Grant:
+        lease_id = self._new_id()
+        self._leases[lease_id] = _Lease(client, value, now_s + self.lease_s)
+        value.num_leases += 1
+        return Grant(lease_id, value.slot * self._slot_bytes, value.num_bytes, value.content)
+
+    def _end_lease(self, lease_id: int) -> None:
+        value = self._leases.pop(lease_id).value
+        value.num_leases -= 1
+        if value.is_discarded and value.num_leases == 0:
+            self._free.append(value.slot)
+
+    def _take_slot(self, num_bytes: int) -> int | None:
+        if num_bytes > self._slot_bytes and not self._enlarge_slots(num_bytes):
+            return None
+        if self._free:
+            return self._free.pop()
+        unused = next((key for key, value in self._values.items() if not value.num_leases), None)
+        return self._values.pop(unused).slot if unused is not None else None
+
+    def _enlarge_slots(self, num_bytes: int) -> bool:
+        """Start anew, empty; False while anybody reads or writes."""
+        if self._leases or self._puts:
+            return False
+        self._values.clear()
+        aligned = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self._slot_bytes = min(aligned, self.capacity_bytes)
+        self._num_slots = self.capacity_bytes // self._slot_bytes
+        self._free = list(reversed(range(self._num_slots)))
+        return True
+
+    def _expire(self, now_s: float) -> None:
+        """Note what has lapsed."""
+        while self._leases and next(iter(self._leases.values())).deadline_s <= now_s:
+            self._end_lease(next(iter(self._leases)))
+        while self._writers and next(iter(self._writers.values())).deadline_s <= now_s:
+            self._writers.popitem(last=False)

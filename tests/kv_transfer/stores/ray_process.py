@@ -1,0 +1,33 @@
+"""A client of the Ray store in a process of its own.
+
+``ADDRESS KEY``: puts a value until it is stored, says so, and waits to be killed. Without KEY: asks
+a cluster that is not there, and says what it got.
+"""
+
+import sys
+import warnings
+
+import numpy as np
+
+from kv_transfer.stores.ray import RayStore
+from tests.kv_transfer.stores.ray_values import config, value
+from tests.kv_transfer.stores.shm_servers import eventually
+
+
+def main(address: str, key: bytes) -> None:
+    """Do it."""
+    warnings.simplefilter("ignore")
+    store = RayStore(config(address))
+    if key:
+        eventually(lambda: store.put(key, value(1)) != "dropped", 120)
+        print(store.counters().puts, flush=True)
+        sys.stdin.read()
+    else:
+        outcomes = [store.put(b"a", np.zeros(10, np.uint8)) for _ in range(50)]
+        print(store.num_present([b"a"]), store.get([b"a"]), set(outcomes), flush=True)
+        store.discard(b"a")
+        store.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], b"".join(argument.encode() for argument in sys.argv[2:]))

@@ -1,0 +1,31 @@
+"""A client of the shared-memory store in a process of its own, to be killed or left in mid-air.
+
+``ADDRESS KEY``: leases every value it finds under the keys "0", "1", ..., begins to put KEY, writes
+the first half of 1 MiB of 0x11, says so, and waits for a line; then it writes the second half,
+commits, and says how that went.
+"""
+
+import sys
+import time
+
+from kv_transfer.stores.shm_messages import Begin, Commit, Outcome, Placed
+from tests.kv_transfer.stores.shm_servers import VALUE_BYTES, connect
+
+
+def main(address: str, key: bytes) -> None:
+    """Do it."""
+    store = connect(address)
+    leases = store.get([str(number).encode() for number in range(100)])
+    placed = store._ask(Begin(key, VALUE_BYTES), Placed, time.monotonic() + 5)
+    half = VALUE_BYTES // 2
+    where = store._slab[placed.offset : placed.offset + VALUE_BYTES]
+    where[:half] = 0x11
+    print(f"holding {len(leases)}", flush=True)
+    sys.stdin.readline()
+    where[half:] = 0x11
+    ended = store._ask(Commit(placed.put_id), Outcome, time.monotonic() + 5)
+    print(ended.outcome, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].encode())

@@ -1,0 +1,157 @@
+"""The Mooncake store: a real master and two engines, where its package is installed."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_transfer.errors import TransferError
+from kv_transfer.store import StoreConfig
+from kv_transfer.stores import mooncake
+from kv_transfer.stores.mooncake import MooncakeStore
+from tests.kv_transfer.stores.shm_servers import eventually, value
+
+VALUE_BYTES = 1 << 20
+CAPACITY = 32 << 20
+LEASE_MS = 300
+
+
+def missing() -> str:
+    """Why the package cannot be used here, or nothing."""
+    if not mooncake._is_installed():
+        return "no package mooncake-transfer-engine"
+    command = [sys.executable, "-c", "import mooncake.store"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stderr.strip().rpartition("\n")[2]
+
+
+REASON = missing()
+needs_mooncake = pytest.mark.skipif(bool(REASON), reason=REASON or "installed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config(address: str, timeout_s: float = 5.0) -> StoreConfig:
+    return StoreConfig(
+        backend="mooncake", address=address, capacity_bytes=CAPACITY, timeout_s=timeout_s
+    )
+
+
+@contextlib.contextmanager
+def master() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Run a master; yields its address and its process."""
+    command = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
+    assert command is not None
+    port = free_port()
+    options = ["--rpc_address=127.0.0.1", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    options += [f"--default_kv_lease_ttl={LEASE_MS}", "--enable_metric_reporting=false"]
+    process = subprocess.Popen([command, *options], stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: is_open(port))
+        yield f"127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def engine(address: str, timeout_s: float = 5.0) -> Iterator[MooncakeStore]:
+    store = MooncakeStore(config(address, timeout_s))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_is_installed", lambda: False)
+    with pytest.raises(TransferError, match="mooncake-transfer-engine-non-cuda"):
+        MooncakeStore(config("127.0.0.1:50051"))
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":50051", "host:port"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(TransferError, match="use host:port of its master"):
+        MooncakeStore(config(address))
+
+
+@pytest.mark.process
+@needs_mooncake
+def test_another_engine_reads_what_one_put() -> None:
+    with master() as (address, _), engine(address) as one, engine(address) as other:
+        assert other.num_present([b"a"]) == 0
+        assert one.put(b"a", value(1)) == "stored"
+        assert one.put(b"b", value(2)) == "stored"
+        assert other.put(b"a", value(3)) == "present"
+        assert other.num_present([b"a", b"b", b"c", b"a"]) == 2
+        leases = other.get([b"a", b"b", b"c"])
+        assert [np.array_equal(leases[n].value, value(n + 1)) for n in range(2)] == [True, True]
+        assert len(leases) == 2
+        assert not leases[0].value.flags.writeable
+        assert all(lease.release() for lease in leases)
+        assert (other.counters().hits, other.counters().misses) == (2, 4)
+        one.discard(b"a")
+        assert other.num_present([b"a"]) == 0
+        assert other.put(b"a", value(4)) == "stored"
+        assert np.array_equal(one.get([b"a"])[0].value, value(4))
+        assert one.num_present([b"c"]) == 0
+        assert one.put(b"big", np.zeros(3 * CAPACITY, np.uint8)) == "dropped"
+        assert one.put(b"none", np.zeros(0, np.uint8)) == "dropped"
+        assert one.num_present([]) == 0
+        assert one.counters().errors == 0
+
+
+@pytest.mark.process
+@needs_mooncake
+def test_what_is_read_stays_while_others_come_and_go() -> None:
+    with master() as (address, _), engine(address) as one, engine(address) as other:
+        assert one.put(b"a", value(0)) == "stored"
+        (lease,) = one.get([b"a"])
+        outcomes = {"stored": 0, "present": 0, "dropped": 0}
+        while outcomes["stored"] < 4 * CAPACITY // VALUE_BYTES:
+            outcomes[other.put(b"%d" % sum(outcomes.values()), value(9))] += 1
+        assert one.num_present([b"a"]) == 0
+        assert np.array_equal(lease.value, value(0))
+        assert lease.release()
+
+
+@pytest.mark.process
+@needs_mooncake
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_master_that_is_gone_or_frozen_is_a_miss_and_is_not_waited_for(how: int) -> None:
+    with master() as (address, process), engine(address, timeout_s=0.3) as store:
+        eventually(lambda: store.put(b"a", value(0)) == "stored")
+        process.send_signal(how)
+        errors = store.counters().errors
+        for _ in range(200):
+            assert store.num_present([b"a"]) == 0
+            assert store.get([b"a"]) == []
+            assert store.put(b"b", value(1)) == "dropped"
+        assert 1 <= store.counters().errors - errors <= 5
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.process
+@needs_mooncake
+def test_without_a_master_everything_is_a_miss() -> None:
+    with engine(f"127.0.0.1:{free_port()}", timeout_s=0.3) as store:
+        assert [store.put(b"a", value(0)) for _ in range(50)] == ["dropped"] * 50
+        assert store.num_present([b"a"]) == 0
+        assert store.get([b"a"]) == []
+        assert 1 <= store.counters().errors <= 5

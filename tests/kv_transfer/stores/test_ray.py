@@ -1,0 +1,196 @@
+"""The Ray store: its directory alone, then one cluster with real deaths."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from kv_transfer.stores.ray import Directory, RayStore
+from tests.kv_transfer.stores.ray_values import NUM_VALUES, VALUE_BYTES, config, value
+from tests.kv_transfer.stores.shm_servers import eventually
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+class Object:
+    """Stands for an ObjectRef."""
+
+
+def put(directory: Directory, key: bytes, client: int = 1) -> "weakref.ref[Object]":
+    put_id = directory.begin(client, key, VALUE_BYTES)
+    assert isinstance(put_id, int)
+    stored = Object()
+    assert directory.commit(client, put_id, [stored]) == "stored"
+    return weakref.ref(stored)
+
+
+def test_the_directory_lets_go_of_what_it_evicts_or_discards() -> None:
+    directory = Directory(2 * VALUE_BYTES, lease_s=60.0)
+    first, second = put(directory, b"a"), put(directory, b"b")
+    ((lease_id, content),) = directory.get(2, (b"a",))
+    assert content == [first()]
+    del content
+    third = put(directory, b"c")
+    gc.collect()
+    assert (first() is None, second() is None, third() is None) == (False, True, False)
+    assert directory.begin(1, b"a", VALUE_BYTES) == "present"
+    directory.discard(b"a")
+    assert first() is not None
+    directory.release(2, [lease_id, lease_id + 1])
+    gc.collect()
+    assert first() is None
+    assert directory.num_present((b"c",)) == 1
+
+
+def test_the_put_of_a_dead_engine_makes_room_when_it_lapses() -> None:
+    directory = Directory(VALUE_BYTES, lease_s=0.05)
+    assert isinstance(directory.begin(1, b"a", VALUE_BYTES), int)
+    assert directory.begin(2, b"a", VALUE_BYTES) == "dropped"
+    eventually(lambda: isinstance(directory.begin(2, b"b", VALUE_BYTES), int))
+    assert directory.commit(1, 1, [Object()]) == "dropped"
+
+
+def test_an_aborted_put_leaves_nothing() -> None:
+    directory = Directory(VALUE_BYTES, lease_s=60.0)
+    directory.begin(1, b"a", VALUE_BYTES)
+    directory.abort(1)
+    put(directory, b"b", client=2)
+    assert directory.num_present((b"a",)) == 0
+
+
+# ---- a cluster
+
+
+def client_process(*arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.kv_transfer.stores.ray_process", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as environment:
+        warnings.simplefilter("ignore")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        context = ray.init(
+            num_cpus=1,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            log_to_driver=False,
+            namespace="somebody else's",
+        )
+        try:
+            yield context.address_info["gcs_address"]
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def store(cluster: str) -> Iterator[RayStore]:
+    store = RayStore(config(cluster))
+    eventually(lambda: store.put(b"warm", value(0)) in {"stored", "present"}, 120)
+    yield store
+    store.close()
+    assert ray.is_initialized(), "it left a Ray that was not its own"
+
+
+def find(store: RayStore, key: bytes) -> np.ndarray:
+    leases = []
+    eventually(lambda: leases.extend(store.get([key])) or leases, 60)
+    assert leases[0].release()
+    return leases[0].value
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.mark.ray
+def test_a_value_outlives_the_engine_that_put_it(store: RayStore, cluster: str) -> None:
+    with client_process(cluster, "outlives") as writer:
+        assert writer.stdout.readline().strip() == "1"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    eventually(lambda: store.num_present([b"outlives", b"no"]) == 1)
+    found = find(store, b"outlives")
+    assert np.array_equal(found, value(1))
+    assert not found.flags.writeable
+    assert not found.flags.owndata
+    eventually(lambda: store.put(b"outlives", value(2)) == "present")
+
+
+@pytest.mark.ray
+def test_a_value_in_use_stays_while_others_come_and_go(store: RayStore, cluster: str) -> None:
+    other = RayStore(config(cluster))
+    eventually(lambda: store.put(b"held", value(5)) == "stored")
+    held = find(store, b"held")
+    for number in range(2 * NUM_VALUES):
+        eventually(lambda n=number: other.put(b"x%d" % n, value(n)) in {"stored", "present"})
+    eventually(lambda: other.num_present([b"x%d" % (2 * NUM_VALUES - 1)]) == 1)
+    assert store.num_present([b"held"]) == 0
+    assert np.array_equal(held, value(5))
+    assert store.put(b"big", np.zeros(NUM_VALUES * VALUE_BYTES + 1, np.uint8)) == "dropped"
+    other.close()
+
+
+@pytest.mark.ray
+def test_what_is_no_value_is_missed_and_replaced(store: RayStore) -> None:
+    directory = ray.get_actor("kv-store-directory", namespace="ttserve")
+    for poison in (b"bytes", np.zeros(3), np.zeros((2, 2), np.uint8)):
+        put_id = ray.get(directory.begin.remote(99, b"poison", VALUE_BYTES))
+        ray.get(directory.commit.remote(99, put_id, [ray.put(poison)]))
+        assert store.get([b"poison"]) == []
+        eventually(lambda: ray.get(directory.num_present.remote((b"poison",))) == 0)
+    eventually(lambda: store.put(b"poison", value(1)) == "stored")
+    assert np.array_equal(find(store, b"poison"), value(1))
+
+
+@pytest.mark.ray
+def test_dead_actors_are_a_miss_and_are_made_anew(store: RayStore) -> None:
+    eventually(lambda: store.put(b"lost", value(3)) in {"stored", "present"})
+    node = ray.get_runtime_context().get_node_id()
+    ray.kill(ray.get_actor(f"kv-store-keeper-{node}", namespace="ttserve"))
+    eventually(lambda: store.get([b"lost"]) == [] and store.num_present([b"lost"]) == 0)
+    eventually(lambda: store.put(b"lost", value(3)) == "stored", 60)
+    assert np.array_equal(find(store, b"lost"), value(3))
+    errors = store.counters().errors
+    ray.kill(ray.get_actor("kv-store-directory", namespace="ttserve"))
+    eventually(lambda: store.num_present([b"lost"]) == 0 and store.counters().errors > errors)
+    eventually(lambda: store.put(b"lost", value(3)) == "stored", 60)
+
+
+@pytest.mark.ray
+def test_a_directory_that_is_busy_is_not_waited_for_each_time(store: RayStore) -> None:
+    directory = ray.get_actor("kv-store-directory", namespace="ttserve")
+    pid = ray.get(directory.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    errors = store.counters().errors
+    try:
+        for _ in range(100):
+            assert store.num_present([b"warm"]) == 0
+            assert store.put(b"warm", value(0)) == "dropped"
+        assert 1 <= store.counters().errors - errors <= 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: store.put(b"after", value(1)) in {"stored", "present"}, 60)
+
+
+@pytest.mark.process
+def test_without_ray_everything_is_a_miss() -> None:
+    with client_process("127.0.0.1:1") as client:
+        answer, _ = client.communicate(timeout=60)
+    assert answer.strip() == "0 [] {'dropped'}"

@@ -1,0 +1,490 @@
+"""Pool and point-to-point together: two engines, a network and a store, all without threads."""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import ConnectorSettings, KVDeviceIO, TransferRequest, load_connector
+from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.messages import Data
+from kv_transfer.multi import SPLIT_WAIT_S, MultiConnectorScheduler, MultiConnectorWorker
+from kv_transfer.p2p import P2PConnectorScheduler
+from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
+from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
+from kv_transfer.pooled_worker import PooledConnectorWorker
+from kv_transfer.store import StoreConfig
+from tests.kv_transfer.fakes import KEYS, LoopbackTransport, Network, make_ticket
+from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, Shelf
+from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, layout_of
+from tests.kv_transfer.test_pooled import UNIT, UNIT_BYTES, tokens
+
+CONFIG = TransferConfig(
+    max_bytes_per_call=LAYOUT.row_bytes * 6,
+    max_inflight_bytes=4 * UNIT_BYTES,
+    chunk_bytes=LAYOUT.row_bytes,
+    window_bytes=4 * LAYOUT.row_bytes,
+    no_progress_s=2.0,
+)
+
+_numbers = itertools.count()
+
+
+class World:
+    """A producer P and a consumer D with one pool; time is set by hand."""
+
+    def __init__(
+        self,
+        producer_block: int = 32,
+        consumer_block: int = 32,
+        *,
+        config: TransferConfig = CONFIG,
+        pool_config: TransferConfig = CONFIG,
+    ) -> None:
+        self._config, self._pool_config = config, pool_config
+        self.network = Network()
+        address = f"multi-{next(_numbers)}"
+        self.shelf = SHELVES[address] = Shelf()
+        self.store = StoreConfig(
+            backend="tests.kv_transfer.memory_store:MemoryStore",
+            capacity_bytes=1,
+            address=address,
+            unit_tokens=UNIT,
+        )
+        self.executors: list[InlineExecutor] = []
+        self.transports: list[LoopbackTransport] = []
+        self.num_notified = 0
+        self.producer = self._engine("P", producer_block)
+        self.consumer = self._engine("D", consumer_block)
+        self.engines = [self.producer, self.consumer]
+
+    def _engine(self, name: str, block_size: int) -> PoolEngine:
+        made = ConnectorSettings(incarnation=name, config=self._config, keys=KEYS, store=self.store)
+        for_pool = msgspec.structs.replace(made, config=self._pool_config)
+        layout = layout_of(block_size)
+
+        def make_executor(store: StoreConfig, notify: Callable[[], None]) -> InlineExecutor:
+            self.executors.append(InlineExecutor(store, notify))
+            return self.executors[-1]
+
+        def make_transport(
+            settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
+        ) -> LoopbackTransport:
+            self.transports.append(LoopbackTransport(self.network, settings, io, notify))
+            return self.transports[-1]
+
+        p2p = P2PConnectorWorker(made, self.notify, make_transport)
+        pooled = PooledConnectorWorker(for_pool, self.notify, make_executor)
+        engine = PoolEngine(
+            MultiConnectorScheduler(
+                P2PConnectorScheduler(made, layout), PooledConnectorScheduler(made, layout), layout
+            ),
+            MultiConnectorWorker(p2p, pooled, self.notify),
+            layout,
+            self.network.clock,
+            num_blocks=2048 // block_size,
+        )
+        engine.io.moves_whole_blocks = False
+        return engine
+
+    def notify(self) -> None:
+        self.num_notified += 1
+
+    def pair(
+        self, token_ids: list[int], *, local: int = 0, num_decodes: int = 1
+    ) -> tuple[Job, Job]:
+        """Start a request on both engines, with a ticket."""
+        name = f"r{next(_numbers)}"
+        (endpoint,) = self.producer.worker.endpoints
+        ticket = make_ticket(name, endpoint, len(token_ids), layout=LAYOUT)
+        sealed = KEYS.seal(ticket)
+        sends = Job(name, token_ids, num_decodes=0, mode="producer")
+        fetches = Job(name, token_ids, local, num_decodes, mode="consumer")
+        self.producer.submit(sends, ticket=sealed)
+        self.consumer.submit(fetches, ticket=sealed)
+        return sends, fetches
+
+    def round(self, *, seconds: float = 0.0, is_frozen: bool = False) -> None:
+        """Let everybody do something once; without more, the store keeps up."""
+        for engine in self.engines:
+            engine.step()
+        if not is_frozen:
+            self.let_store_work()
+        self.network.advance(seconds)
+
+    def let_store_work(self) -> None:
+        for executor in self.executors:
+            executor.run()
+
+    def finish(self) -> None:
+        """Let everything come to its end and look at what is left."""
+        for number in range(400):
+            self.round(seconds=0.0 if number < 60 else 1.0)
+            if all(engine.is_idle for engine in self.engines):
+                break
+        for _ in range(2):
+            self.round()
+        for engine in self.engines:
+            engine.check_drained()
+        assert self.shelf.open_leases == 0
+
+    def serve(self, engine: PoolEngine, token_ids: list[int]) -> Job:
+        job = engine.submit(Job(f"r{next(_numbers)}", token_ids))
+        self.finish()
+        return job
+
+    def keys(self, token_ids: list[int]) -> tuple[bytes, ...]:
+        return unit_keys(LAYOUT.content_hash(), "", token_ids, UNIT)
+
+    @property
+    def rows_sent(self) -> int:
+        """Rows that went from engine to engine in delivered transfers."""
+        paths = self.producer.worker.stats(self.network.now_s).paths
+        return sum(paths[x].bytes_sent for x in paths if x != "pool") // LAYOUT.row_bytes
+
+
+# ---- where KV comes from
+
+
+def test_without_the_pool_everything_comes_from_the_peer() -> None:
+    world = World()
+    prompt = tokens(3 * UNIT + 40, 1)
+    sends, fetches = world.pair(prompt)
+    world.finish()
+    assert fetches.num_loaded == [len(prompt)]
+    assert sends.was_sent
+    assert world.rows_sent == len(prompt) // ROW_TOKENS + 1
+    # The producer saved it, the consumer did not.
+    assert set(world.shelf.values) == set(world.keys(prompt))
+    assert world.executors[1].store.totals.puts == 0
+
+
+@pytest.mark.parametrize(("producer_block", "consumer_block"), [(32, 32), (64, 32), (32, 128)])
+def test_the_pool_gives_the_first_units_and_the_peer_the_rest(
+    producer_block: int, consumer_block: int
+) -> None:
+    world = World(producer_block, consumer_block)
+    common = tokens(2 * UNIT, 1)
+    world.serve(world.producer, common)
+    prompt = common + tokens(UNIT + 40, 2)
+    # The producer loads from the pool, too.
+    sends, fetches = world.pair(prompt)
+    world.finish()
+    assert sends.num_loaded == [2 * UNIT]
+    assert sends.was_sent
+    assert fetches.num_loaded == [len(prompt)]
+    assert world.rows_sent == (UNIT + 40) // ROW_TOKENS + 1
+    stats = world.consumer.worker.stats(world.network.now_s)
+    assert stats.paths["pool"].bytes_received == 2 * UNIT_BYTES
+    assert stats.store.hits == 2
+    assert sum(stats.stages["total"].counts) == 2
+
+
+@pytest.mark.parametrize("num_local", [0, 64, UNIT, 2 * UNIT + 32, 3 * UNIT, 3 * UNIT + 64])
+def test_the_local_prefix_comes_first(num_local: int) -> None:
+    world = World()
+    prompt = tokens(3 * UNIT + 64, 1)
+    world.serve(world.producer, prompt[: 2 * UNIT])
+    _, fetches = world.pair(prompt, local=num_local)
+    world.finish()
+    assert fetches.num_loaded == [len(prompt) - num_local]
+    assert world.rows_sent == (len(prompt) - max(num_local, 2 * UNIT)) // ROW_TOKENS
+
+
+def test_with_everything_in_the_pool_the_peer_still_gives_the_last_rows() -> None:
+    world = World()
+    prompt = tokens(2 * UNIT, 1)
+    world.serve(world.consumer, prompt)
+    sends, fetches = world.pair(prompt)
+    world.finish()
+    assert sends.was_sent
+    assert fetches.num_loaded == [2 * UNIT]
+    assert world.rows_sent == 1
+
+
+def test_local_requests_use_the_pool_of_both_engines() -> None:
+    world = World()
+    prompt = tokens(2 * UNIT + 1, 1)
+    assert world.serve(world.producer, prompt).num_loaded == []
+    assert world.serve(world.consumer, prompt).num_loaded == [2 * UNIT]
+
+
+def test_a_fetch_waits_for_the_pool_only_so_long() -> None:
+    world = World()
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(world.producer, prompt)
+    _, fetches = world.pair(prompt)
+    world.round(is_frozen=True)
+    world.round(is_frozen=True)
+    assert world.executors[1].alarm_s == pytest.approx(SPLIT_WAIT_S)
+    assert world.consumer.worker.transfers(0.0) == []
+    world.round(seconds=SPLIT_WAIT_S, is_frozen=True)
+    world.round(is_frozen=True)
+    world.round(is_frozen=True)
+    (under_way,) = world.consumer.worker.transfers(0.0)
+    assert under_way.path != "pool"
+    world.finish()
+    assert fetches.num_loaded == [len(prompt)]
+    assert world.consumer.worker.stats(0.0).paths["pool"].num_received == 0
+
+
+# ---- what goes wrong
+
+
+def start_joint(world: World) -> tuple[Job, Job, list[int]]:
+    """Bring a request to where both of its parts are under way on the consumer."""
+    prompt = tokens(4 * UNIT + 40, 1)
+    world.serve(world.producer, prompt[: 3 * UNIT])
+    world.producer.io.moves_whole_blocks = False
+    sends, fetches = world.pair(prompt)
+    while True:
+        world.consumer.step()
+        if len(world.consumer.worker.transfers(0.0)) == 2:
+            return sends, fetches, prompt
+        world.let_store_work()
+
+
+def test_a_failure_of_the_pool_ends_the_other_part_and_is_told_then() -> None:
+    world = World()
+    # The other part would never end by itself.
+    world.network.fate = lambda message: [] if isinstance(message, Data) else [0.0]
+    sends, fetches, prompt = start_joint(world)
+    started_s = world.network.now_s
+    world.shelf.lied_about.add(world.keys(prompt)[1])
+    world.round()
+    world.round(is_frozen=True)
+    assert world.consumer.worker.transfers(0.0)
+    assert not fetches.failures
+    while not fetches.failures:
+        world.round()
+    assert world.network.now_s == started_s
+    reasons = [(x.reason, x.num_tokens) for x in fetches.failures]
+    assert reasons == [(FailureReason.STORE, UNIT)]
+    world.finish()
+    assert [x.reason for x in sends.failures] == [FailureReason.CANCELLED] or sends.state == "over"
+    assert not sends.was_sent
+
+
+def test_a_failure_of_the_peer_keeps_what_the_pool_gave() -> None:
+    world = World()
+    _, fetches, _ = start_joint(world)
+    world.network.cut("tcp://P:1")
+    while not fetches.failures:
+        world.consumer.step()
+        world.let_store_work()
+    reasons = [(x.reason, x.num_tokens) for x in fetches.failures]
+    assert reasons == [(FailureReason.PEER_DEAD, 3 * UNIT)]
+
+
+def test_of_two_failures_the_first_gives_the_reason() -> None:
+    world = World()
+    _, fetches, prompt = start_joint(world)
+    world.network.cut("tcp://P:1")
+    world.consumer.step()
+    assert not fetches.failures
+    world.shelf.lied_about.add(world.keys(prompt)[2])
+    while not fetches.failures:
+        world.consumer.step()
+        world.let_store_work()
+    (failure,) = fetches.failures
+    assert failure.reason is FailureReason.PEER_DEAD
+    assert failure.num_tokens == 2 * UNIT
+
+
+def test_the_end_of_a_pool_load_is_told_before_that_of_the_offer() -> None:
+    world = World()
+    prompt = tokens(4 * UNIT + 40, 1)
+    world.serve(world.producer, prompt[: 3 * UNIT])
+    sends, fetches = world.pair(prompt)
+    while sends.state != "loading":
+        world.round()
+    world.consumer.abort(fetches.request_id)
+    for _ in range(4):
+        world.round(is_frozen=True)
+    # The fake engine would take it for the load's end and start to compute.
+    assert sends.failures == []
+    assert sends.state == "loading"
+    world.num_notified = 0
+    world.let_store_work()
+    world.finish()
+    assert world.num_notified > 0
+    assert sends.num_loaded == [3 * UNIT]
+    assert [x.reason for x in sends.failures] == [FailureReason.CANCELLED]
+
+
+def test_an_aborted_producer_that_loads_ends_once() -> None:
+    world = World()
+    prompt = tokens(4 * UNIT + 40, 1)
+    world.serve(world.producer, prompt[: 3 * UNIT])
+    sends, fetches = world.pair(prompt)
+    while sends.state != "loading":
+        world.round()
+    world.round(is_frozen=True)
+    world.producer.abort(sends.request_id)
+    assert sends.request_id in world.producer.held
+    world.finish()
+    assert [x.reason for x in fetches.failures] == [FailureReason.CANCELLED]
+
+
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+@pytest.mark.parametrize("num_rounds", range(9))
+def test_an_abort_at_any_time_ends_once(who: str, num_rounds: int) -> None:
+    world = World()
+    prompt = tokens(4 * UNIT + 40, 1)
+    world.serve(world.producer, prompt[: 3 * UNIT])
+    sends, fetches = world.pair(prompt)
+    for _ in range(num_rounds):
+        for engine, executor in zip(world.engines, world.executors, strict=True):
+            engine.step()
+            executor.run(1)
+        world.network.advance()
+    engine = world.producer if who == "producer" else world.consumer
+    engine.abort(sends.request_id)
+    world.finish()
+    assert fetches.state == "over"
+
+
+def test_blocks_that_the_peer_has_are_not_read_for_the_pool() -> None:
+    # The pool's part reads less per step than the other one: it has units to read at the end.
+    world = World(config=TransferConfig(), pool_config=TransferConfig(max_bytes_per_call=1))
+    prompt = tokens(8 * UNIT, 1)
+    world.producer.chunk_tokens = len(prompt)
+    sends, fetches = world.pair(prompt)
+    # The fake engine frees the blocks; reading them from here on fails.
+    world.finish()
+    assert sends.was_sent
+    assert fetches.num_loaded == [len(prompt)]
+    assert 0 < len(world.shelf.values) < 8
+
+
+def test_a_bad_ticket_changes_nothing() -> None:
+    world = World()
+    with pytest.raises(TransferError, match="sealed with none"):
+        world.producer.submit(Job("r", tokens(UNIT, 1)), ticket=b"x" * 64)
+    world.producer.jobs.clear()
+    assert world.producer.scheduler.num_inflight == 0
+    assert not world.producer.scheduler.has_pending_work()
+
+
+def test_the_blocks_must_hold_the_whole_prompt() -> None:
+    world = World()
+    _, fetches = world.pair(tokens(2 * UNIT, 1))
+    scheduler = world.consumer.scheduler
+    with pytest.raises(TransferError, match="blocks allocated"):
+        scheduler.update_state_after_alloc(fetches.request_id, 0, [1], 2 * UNIT)
+
+
+def test_the_parts_of_another_connector_are_refused() -> None:
+    world = World()
+    with pytest.raises(TransferError, match="P2PMeta"):
+        world.producer.worker.start_load_kv(P2PMeta(), 0.0)
+
+
+def test_it_is_there_by_name() -> None:
+    world = World()
+    made = ConnectorSettings(incarnation="E", keys=KEYS, store=world.store)
+    connector = load_connector("multi")
+    scheduler = connector.create_scheduler(made, LAYOUT)
+    scheduler.on_new_request(TransferRequest("r", tokens(UNIT + 1, 1)), 0.0)
+    assert scheduler.get_num_new_matched_tokens("r", 0) == (None, True)
+    worker = connector.create_worker(made, functools.partial(int))
+    worker.close(1.0)
+
+
+# ---- anything at any time
+
+
+class MultiMachine(RuleBasedStateMachine):
+    """Two engines, and all kinds of bad luck between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(32, 64)
+        base = tokens(3 * UNIT, 0)
+        self.prompts = [
+            [*base[: cut * UNIT], *tokens(size, 100 + cut)]
+            for cut, size in enumerate([UNIT + 1, 70, 200, UNIT])
+        ]
+
+    @rule(prompt=st.integers(0, 3), num_local=st.integers(0, 3), num_decodes=st.integers(0, 2))
+    def submit_pair(self, prompt: int, num_local: int, num_decodes: int) -> None:
+        token_ids = self.prompts[prompt]
+        whole = len(token_ids) // 64 * 64
+        local = min(64 * num_local, whole)
+        self.world.pair(token_ids, local=local, num_decodes=num_decodes)
+
+    @rule(engine=st.integers(0, 1), prompt=st.integers(0, 3))
+    def submit_local(self, engine: int, prompt: int) -> None:
+        self.world.engines[engine].submit(Job(f"r{next(_numbers)}", self.prompts[prompt]))
+
+    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 4))
+    def step(self, engine: int, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.world.engines[engine].step()
+
+    @rule(engine=st.integers(0, 1), num_jobs=st.integers(1, 4))
+    def let_store_work(self, engine: int, num_jobs: int) -> None:
+        self.world.executors[engine].run(num_jobs)
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.0, 0.06, 0.3, 2.5]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.world.network.advance(seconds)
+
+    @rule(engine=st.integers(0, 1), which=st.integers(0, 5), is_held=st.booleans())
+    def abort(self, engine: int, which: int, is_held: bool) -> None:
+        there = self.world.engines[engine]
+        names = list(there.held if is_held else there.jobs)
+        if names:
+            there.abort(names[which % len(names)])
+
+    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
+    def preempt(self, engine: int, which: int) -> None:
+        there = self.world.engines[engine]
+        running = [x for x in there.jobs.values() if x.state in {"running", "loading"}]
+        if running:
+            there.preempt(running[which % len(running)].request_id)
+
+    @precondition(lambda self: self.world.shelf.values)
+    @rule(which=st.integers(0, 20), is_poisoned=st.booleans())
+    def spoil(self, which: int, is_poisoned: bool) -> None:
+        keys = sorted(self.world.shelf.values)
+        key = keys[which % len(keys)]
+        if is_poisoned:
+            self.world.shelf.poison(key)
+        else:
+            del self.world.shelf.values[key]
+
+    @rule(engine=st.integers(0, 1), num_chunks=st.integers(0, 3))
+    def corrupt(self, engine: int, num_chunks: int) -> None:
+        self.world.transports[engine].corrupt = num_chunks
+
+    @rule(is_down=st.booleans(), loses_leases=st.booleans())
+    def break_store(self, is_down: bool, loses_leases: bool) -> None:
+        self.world.shelf.is_down, self.world.shelf.loses_leases = is_down, loses_leases
+
+    @invariant()
+    def every_block_is_somewhere(self) -> None:
+        for engine in self.world.engines:
+            taken = [x for job in engine.jobs.values() for x in job.block_ids]
+            taken += [x for job in engine.held.values() for x in job.block_ids]
+            assert sorted(taken + engine.free) == list(range(engine.num_blocks))
+
+    def teardown(self) -> None:
+        self.break_store(is_down=False, loses_leases=False)
+        self.world.finish()
+
+
+TestMultiMachine = MultiMachine.TestCase
+TestMultiMachine.settings = settings(
+    max_examples=30,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

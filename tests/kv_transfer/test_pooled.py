@@ -1,0 +1,724 @@
+"""The pooled connector against an in-memory store, mostly without threads."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import (
+    ConnectorSettings,
+    KVConnectorScheduler,
+    TransferRequest,
+    load_connector,
+)
+from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
+from kv_transfer.pooled_worker import PooledConnectorWorker
+from kv_transfer.store import StoreConfig
+from kv_transfer.store_thread import CHECKSUM_BYTES, StoreThread, is_value, seal_value
+from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, MemoryStore, Shelf
+from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, kv_rows, layout_of
+
+UNIT = 128
+UNIT_BYTES = UNIT // ROW_TOKENS * LAYOUT.row_bytes
+CONFIG = TransferConfig(
+    max_bytes_per_call=LAYOUT.row_bytes * 6, max_inflight_bytes=4 * UNIT_BYTES, no_progress_s=2.0
+)
+"""A call copies one and a half units; four may wait for the store."""
+
+_addresses = itertools.count()
+
+
+def tokens(num_tokens: int, seed: int) -> list[int]:
+    return [int(x) for x in np.random.default_rng(seed).integers(0, 1000, num_tokens)]
+
+
+class World:
+    """Engines without threads that share one shelf; time is set by hand."""
+
+    def __init__(self, *block_sizes: int, config: TransferConfig = CONFIG, seed: int = 0) -> None:
+        self.now_s = 100.0
+        address = f"shelf-{next(_addresses)}"
+        self.shelf = SHELVES[address] = Shelf()
+        self.store = StoreConfig(
+            backend="tests.kv_transfer.memory_store:MemoryStore",
+            capacity_bytes=1,
+            address=address,
+            unit_tokens=UNIT,
+        )
+        self.executors: list[InlineExecutor] = []
+        self.num_notified = 0
+        self.engines = [self._engine(x, config, seed + i) for i, x in enumerate(block_sizes)]
+        self.engine = self.engines[0]
+
+    def _engine(self, block_size: int, config: TransferConfig, seed: int) -> PoolEngine:
+        made = ConnectorSettings(incarnation="E", config=config, store=self.store)
+
+        def make_executor(store: StoreConfig, notify: Callable[[], None]) -> InlineExecutor:
+            self.executors.append(InlineExecutor(store, notify))
+            return self.executors[-1]
+
+        layout = layout_of(block_size)
+        worker = PooledConnectorWorker(made, self.notify, make_executor)
+        scheduler = PooledConnectorScheduler(made, layout)
+        return PoolEngine(
+            scheduler, worker, layout, lambda: self.now_s, num_blocks=2048 // block_size, seed=seed
+        )
+
+    def notify(self) -> None:
+        self.num_notified += 1
+
+    def steps(self, num_steps: int = 1, *, is_frozen: bool = False) -> None:
+        """Let every engine make steps; without more, the store keeps up."""
+        for _ in range(num_steps):
+            for engine, executor in zip(self.engines, self.executors, strict=True):
+                engine.step()
+                if not is_frozen:
+                    executor.run()
+
+    def finish(self) -> None:
+        """Let everything come to its end and look at what is left."""
+        for _ in range(200):
+            self.steps()
+            if all(engine.is_idle for engine in self.engines):
+                break
+        self.steps(2)
+        for engine in self.engines:
+            engine.check_drained()
+        assert self.shelf.open_leases == 0
+        for executor in self.executors:
+            assert executor.alarm_s is None
+
+    def serve(
+        self, token_ids: list[int], *, engine: int = 0, salt: str = "", local: int = 0
+    ) -> Job:
+        """Let one request run from its arrival to its end."""
+        job = Job(f"r{next(_addresses)}", token_ids, num_local=local)
+        self.engines[engine].submit(job, salt)
+        self.finish()
+        return job
+
+    def keys(self, token_ids: list[int], salt: str = "") -> tuple[bytes, ...]:
+        return unit_keys(LAYOUT.content_hash(), salt, token_ids, UNIT)
+
+    def check_values(self, prompts: list[list[int]]) -> None:
+        """Compare every value of these prompts on the shelf with what a model would compute."""
+        for token_ids in prompts:
+            for number, key in enumerate(self.keys(token_ids)):
+                if key in self.shelf.values:
+                    value = self.shelf.values[key]
+                    assert is_value(key, value, UNIT_BYTES)
+                    rows = kv_rows(token_ids, number * UNIT // 32, UNIT // 32)
+                    assert (value[CHECKSUM_BYTES:] == rows.reshape(-1)).all()
+
+
+# ---- keys and values
+
+
+def test_keys_depend_on_everything_before_and_on_nothing_behind() -> None:
+    prompt = tokens(3 * UNIT, 1)
+    keys = unit_keys("hash", "", prompt, UNIT)
+    assert len(set(keys)) == 3
+    assert all(len(key) == 32 for key in keys)
+    assert unit_keys("hash", "", [*prompt, 5], UNIT) == keys
+    assert unit_keys("hash", "", prompt[:-1], UNIT) == keys[:2]
+    changed = [*prompt[:UNIT], prompt[UNIT] + 1, *prompt[UNIT + 1 :]]
+    assert unit_keys("hash", "", changed, UNIT)[0] == keys[0]
+    assert not set(unit_keys("hash", "", changed, UNIT)[1:]) & set(keys)
+
+
+def test_keys_differ_between_models_tenants_and_unit_sizes() -> None:
+    prompt = tokens(2 * UNIT, 1)
+    variants = [
+        unit_keys("hash", "", prompt, UNIT),
+        unit_keys("hash2", "", prompt, UNIT),
+        unit_keys("hash", "tenant", prompt, UNIT),
+        unit_keys("hash", "", prompt, UNIT // 2),
+    ]
+    every = [key for keys in variants for key in keys]
+    assert len(set(every)) == len(every)
+    # No field can run into the next one.
+    assert unit_keys("ab", "c", prompt, UNIT) != unit_keys("a", "bc", prompt, UNIT)
+
+
+def test_a_prompt_shorter_than_a_unit_has_no_keys() -> None:
+    assert unit_keys("hash", "", tokens(UNIT - 1, 1), UNIT) == ()
+
+
+@pytest.mark.parametrize("position", [0, CHECKSUM_BYTES - 1, CHECKSUM_BYTES, -1])
+def test_every_flipped_byte_of_a_value_is_noticed(position: int) -> None:
+    payload = np.arange(100, dtype=np.uint8)
+    value = seal_value(b"key", [payload[:64].reshape(2, 32), payload[64:]])
+    assert (value[CHECKSUM_BYTES:] == payload).all()
+    assert is_value(b"key", value, 100)
+    assert not is_value(b"other", value, 100)
+    assert not is_value(b"key", value, 99)
+    assert not is_value(b"key", value.view(np.int8), 100)
+    value[position] ^= 0x80
+    assert not is_value(b"key", value, 100)
+
+
+# ---- what hits
+
+
+def test_a_second_request_loads_what_the_first_one_saved() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 40, 1)
+    assert world.serve(prompt).num_loaded == []
+    assert set(world.shelf.values) == set(world.keys(prompt))
+    world.check_values([prompt])
+    assert world.serve(prompt).num_loaded == [3 * UNIT]
+    stats = world.engine.worker.stats(world.now_s)
+    assert stats.paths["pool"].num_received == 1
+    assert stats.paths["pool"].bytes_received == 3 * UNIT_BYTES
+    assert (stats.store.hits, stats.store.puts, stats.store.errors) == (3, 3, 0)
+    assert sum(stats.stages["total"].counts) == 1
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_engines_of_other_block_sizes_hit_what_blocks_of_32_gave(block_size: int) -> None:
+    world = World(32, block_size)
+    prompt = tokens(3 * UNIT + 40, 1)
+    world.serve(prompt, engine=0)
+    assert world.serve(prompt, engine=1).num_loaded == [3 * UNIT]
+    other = tokens(2 * UNIT + 1, 2)
+    world.serve(other, engine=1)
+    assert world.serve(other, engine=0).num_loaded == [2 * UNIT]
+    world.check_values([prompt, other])
+
+
+@pytest.mark.parametrize(("block_size", "num_loaded"), [(32, UNIT - 32), (64, UNIT - 64), (128, 0)])
+def test_the_last_token_is_computed_and_blocks_are_loaded_whole(
+    block_size: int, num_loaded: int
+) -> None:
+    world = World(block_size)
+    prompt = tokens(UNIT, 1)
+    world.serve(prompt)
+    assert sum(world.serve(prompt).num_loaded) == num_loaded
+    assert world.serve([*prompt, 7]).num_loaded == [UNIT]
+
+
+@pytest.mark.parametrize("num_local", [32, UNIT - 32, UNIT, UNIT + 64, 2 * UNIT, 2 * UNIT + 32])
+def test_only_what_the_local_prefix_lacks_is_loaded(num_local: int) -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 40, 1)
+    world.serve(prompt)
+    job = world.serve(prompt, local=num_local)
+    assert job.num_loaded == ([2 * UNIT - num_local] if num_local < 2 * UNIT else [])
+
+
+def test_a_prefix_in_common_hits_and_the_rest_is_saved() -> None:
+    world = World(32)
+    common = tokens(2 * UNIT, 1)
+    first, second = common + tokens(UNIT, 2), common + tokens(2 * UNIT, 3)
+    world.serve(first)
+    assert world.serve(second).num_loaded == [2 * UNIT]
+    world.check_values([first, second])
+    assert len(world.shelf.values) == 5
+
+
+def test_another_tenant_never_hits() -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(prompt, salt="a")
+    assert world.serve(prompt, salt="b").num_loaded == []
+    assert world.serve(prompt).num_loaded == []
+    assert world.serve(prompt, salt="a").num_loaded == [2 * UNIT]
+
+
+def test_distinct_prompts_at_once_get_each_their_own() -> None:
+    world = World(32, 64)
+    prompts = [tokens(2 * UNIT + 1, seed) for seed in range(6)]
+    for i, prompt in enumerate(prompts):
+        world.engines[i % 2].submit(Job(f"first-{i}", prompt))
+    world.finish()
+    world.check_values(prompts)
+    again = [Job(f"again-{i}", prompt) for i, prompt in enumerate(prompts)]
+    for i, job in enumerate(again):
+        world.engines[(i + 1) % 2].submit(job)
+    # The fake engine compares the bytes of everything that is received.
+    world.finish()
+    assert [job.num_loaded for job in again] == [[2 * UNIT]] * 6
+
+
+# ---- what goes wrong
+
+
+def test_a_poisoned_value_is_a_miss_that_is_recomputed_and_replaced() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    world.shelf.poison(world.keys(prompt)[1])
+    job = world.serve(prompt)
+    assert [(x.reason, x.num_tokens) for x in job.failures] == [(FailureReason.CHECKSUM, UNIT)]
+    world.check_values([prompt])
+    stats = world.engine.worker.stats(world.now_s)
+    assert stats.num_checksum_failures == 1
+    assert stats.receive_failures == {"checksum": 1}
+    assert world.serve(prompt).num_loaded == [3 * UNIT]
+
+
+def test_a_value_that_is_gone_when_it_is_wanted_fails_the_load() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    world.shelf.lied_about.add(world.keys(prompt)[2])
+    job = world.serve(prompt, local=32)
+    assert [(x.reason, x.num_tokens) for x in job.failures] == [(FailureReason.STORE, 2 * UNIT)]
+    world.shelf.lied_about.add(world.keys(prompt)[0])
+    job = world.serve(prompt, local=32)
+    assert [(x.reason, x.num_tokens) for x in job.failures] == [(FailureReason.STORE, 32)]
+
+
+def test_a_lease_that_was_lost_during_the_copy_fails_the_load() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("again", prompt))
+    while job.state != "loading":
+        world.steps()
+    world.shelf.loses_leases = True
+    world.finish()
+    assert job.num_loaded == []
+    # What was written is not known to be what was stored.
+    assert [(x.reason, x.num_tokens) for x in job.failures] == [(FailureReason.STORE, 0)]
+
+
+def test_a_store_that_is_down_costs_hits_only() -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(prompt)
+    world.shelf.is_down = True
+    job = world.serve(prompt)
+    assert (job.num_loaded, job.failures) == ([], [])
+    world.shelf.is_down, world.shelf.raises = False, True
+    job = world.serve(prompt)
+    assert (job.num_loaded, job.failures) == ([], [])
+    assert world.engine.worker.stats(world.now_s).store.errors > 0
+
+
+def test_a_frozen_store_is_waited_for_once() -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("first", prompt))
+    world.steps(5, is_frozen=True)
+    assert job.state == "waiting"
+    assert world.executors[0].alarm_s == world.store.timeout_s
+    world.now_s += world.store.timeout_s
+    world.steps(2, is_frozen=True)
+    assert job.state == "running"
+    # Nobody waits for it again before it has answered something.
+    second = world.engine.submit(Job("second", prompt))
+    world.steps(2, is_frozen=True)
+    assert second.state == "running"
+    world.finish()
+    assert world.serve(prompt).num_loaded == [2 * UNIT]
+
+
+def test_a_load_from_a_store_that_freezes_ends_by_its_deadline() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("again", prompt))
+    while job.state != "loading":
+        world.steps()
+    # One unit comes, and no more.
+    world.steps(1, is_frozen=True)
+    world.executors[0].run(1)
+    world.steps(1, is_frozen=True)
+    world.executors[0].run(1)
+    world.steps(3, is_frozen=True)
+    assert job.state == "loading"
+    assert world.executors[0].alarm_s == CONFIG.no_progress_s
+    world.now_s += CONFIG.no_progress_s
+    world.steps(1, is_frozen=True)
+    assert [x.reason for x in job.failures] == [FailureReason.STALLED]
+    # What the store says later is for nobody: the fake engine fails on a write.
+    world.finish()
+
+
+def test_slow_saves_are_dropped_and_counted() -> None:
+    world = World(32)
+    prompt = tokens(9 * UNIT + 1, 1)
+    job = world.engine.submit(Job("long", prompt))
+    world.steps()
+    world.steps(60, is_frozen=True)
+    assert job.state == "over"
+    assert world.engine.is_idle
+    assert world.executors[0].num_waiting == 4
+    assert world.engine.worker.stats(world.now_s).store.drops == 5
+    world.finish()
+    world.check_values([prompt])
+    assert len(world.shelf.values) == 4
+
+
+def test_blocks_of_a_finished_request_stay_until_their_units_are_read() -> None:
+    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    prompt = tokens(4 * UNIT, 1)
+    world.engine.chunk_tokens = len(prompt)
+    job = world.engine.submit(Job("short", prompt, num_decodes=0))
+    while job.state != "over":
+        world.steps()
+    assert world.engine.held
+    # Nobody else would wake the engine to read the rest.
+    world.num_notified = 0
+    world.steps(is_frozen=True)
+    assert world.num_notified > 0
+    assert len(world.shelf.values) < 4
+    world.finish()
+    assert len(world.shelf.values) == 4
+    world.check_values([prompt])
+
+
+def test_a_preempted_request_saves_from_the_start() -> None:
+    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    prompt = tokens(4 * UNIT, 1)
+    job = world.engine.submit(Job("again", prompt, num_decodes=3))
+    while job.num_computed < 2 * UNIT:
+        world.steps()
+    # The fake engine wipes the blocks; reading them from here on fails.
+    world.engine.preempt("again")
+    world.finish()
+    assert len(world.shelf.values) == 4
+    world.check_values([prompt])
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+@pytest.mark.parametrize("num_steps", range(8))
+def test_an_abort_or_preemption_at_any_time_ends_once(how: str, num_steps: int) -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("again", prompt))
+    for _ in range(num_steps):
+        world.engine.step()
+        world.executors[0].run(1)
+    if how == "abort":
+        world.engine.abort("again")
+    elif job.state in {"running", "loading"}:
+        was_loading = job.state == "loading"
+        world.engine.preempt("again")
+        world.engine.step()
+        reasons = [(x.reason, x.num_tokens) for x in job.failures]
+        assert reasons == ([(FailureReason.CANCELLED, 0)] if was_loading else [])
+    world.finish()
+    world.check_values([prompt])
+
+
+def test_an_id_is_free_again_once_its_load_was_reported() -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("id", prompt))
+    while job.state != "loading":
+        world.steps()
+    world.engine.abort("id")
+    with pytest.raises(TransferError, match="has a transfer already"):
+        world.engine.submit(Job("id", prompt))
+    world.steps()
+    again = world.engine.submit(Job("id", prompt))
+    world.finish()
+    assert again.num_loaded == [2 * UNIT]
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (2, 1)])
+def test_the_answer_to_an_aborted_lookup_is_not_taken_for_the_next_one(
+    seeds: tuple[int, int],
+) -> None:
+    world = World(32)
+    first, second = (tokens(2 * UNIT + 1, seed) for seed in seeds)
+    world.serve(tokens(2 * UNIT + 1, 1))
+    world.engine.submit(Job("id", first))
+    world.engine.step()
+    world.engine.abort("id")
+    job = world.engine.submit(Job("id", second))
+    world.engine.step()
+    world.executors[0].run(1)
+    world.finish()
+    assert (job.num_loaded, job.failures) == ([2 * UNIT] if seeds[1] == 1 else [], [])
+
+
+def test_an_aborted_load_gives_back_what_it_has_not_written() -> None:
+    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    prompt = tokens(4 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("again", prompt))
+    while job.state != "loading":
+        world.steps()
+    world.steps(2)
+    assert world.shelf.open_leases == 2
+    world.engine.abort("again")
+    world.finish()
+
+
+def test_closing_gives_every_lease_back() -> None:
+    world = World(32)
+    prompt = tokens(3 * UNIT + 1, 1)
+    world.serve(prompt)
+    job = world.engine.submit(Job("again", prompt))
+    while job.state != "loading":
+        world.steps()
+    world.steps()
+    assert world.shelf.open_leases > 0
+    world.engine.worker.close(1.0)
+    assert world.shelf.open_leases == 0
+
+
+# ---- misuse
+
+
+def test_units_must_be_whole_blocks() -> None:
+    world = World(32)
+    made = ConnectorSettings(incarnation="E", store=world.store)
+    with pytest.raises(TransferError, match="no multiple of block_size"):
+        load_connector("pooled").create_scheduler(made, layout_of(256))
+
+
+def test_a_pool_must_be_set() -> None:
+    made = ConnectorSettings(incarnation="E")
+    with pytest.raises(TransferError, match="kv_store"):
+        load_connector("pooled").create_scheduler(made, LAYOUT)
+    with pytest.raises(TransferError, match="kv_store"):
+        load_connector("pooled").create_worker(made, lambda: None)
+
+
+def test_a_ticket_needs_another_connector() -> None:
+    world = World(32)
+    request = TransferRequest("r", tokens(UNIT, 1), b"sealed")
+    with pytest.raises(TransferError, match="multi"):
+        world.engine.scheduler.on_new_request(request, 0.0)
+
+
+def test_the_blocks_must_hold_the_load() -> None:
+    world = World(32)
+    prompt = tokens(2 * UNIT + 1, 1)
+    world.serve(prompt)
+    scheduler: KVConnectorScheduler = world.engine.scheduler
+    scheduler.on_new_request(TransferRequest("r", prompt), 0.0)
+    assert scheduler.get_num_new_matched_tokens("r", 0) == (None, True)
+    world.steps(2)
+    assert scheduler.get_num_new_matched_tokens("r", 0) == (2 * UNIT, True)
+    with pytest.raises(TransferError, match="blocks allocated"):
+        scheduler.update_state_after_alloc("r", 0, [1, 2], 2 * UNIT)
+    with pytest.raises(TransferError, match="to load"):
+        scheduler.update_state_after_alloc("r", 0, list(range(9)), 3 * UNIT)
+    scheduler.cancel("nobody")
+    scheduler.request_preempted("nobody")
+    assert scheduler.request_finished("nobody", []) is False
+    assert scheduler.get_num_new_matched_tokens("nobody", 0) == (0, False)
+
+
+# ---- anything at any time
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Two engines of different block sizes, a store of any speed, and all kinds of bad luck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(32, 64)
+        base = tokens(4 * UNIT, 0)
+        self.prompts = [
+            [*base[: (cut % 5) * UNIT], *tokens(size, 100 + cut)]
+            for cut, size in enumerate([UNIT + 1, 70, 200, 1, 5, 2 * UNIT, UNIT])
+        ]
+        self.count = 0
+
+    @rule(
+        engine=st.integers(0, 1),
+        prompt=st.integers(0, 6),
+        num_local=st.integers(0, 4),
+        num_decodes=st.integers(0, 3),
+    )
+    def submit(self, engine: int, prompt: int, num_local: int, num_decodes: int) -> None:
+        self.count += 1
+        token_ids = self.prompts[prompt]
+        whole = (len(token_ids) - 1) // 64 * 64
+        job = Job(f"r{self.count}", token_ids, min(64 * num_local, whole), num_decodes)
+        self.world.engines[engine].submit(job)
+
+    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 4))
+    def step(self, engine: int, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.world.engines[engine].step()
+
+    @rule(engine=st.integers(0, 1), num_jobs=st.integers(1, 4))
+    def let_store_work(self, engine: int, num_jobs: int) -> None:
+        self.world.executors[engine].run(num_jobs)
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 2.5]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.world.now_s += seconds
+
+    def _pick(self, engine: int, which: int) -> Job | None:
+        jobs = list(self.world.engines[engine].jobs.values())
+        return jobs[which % len(jobs)] if jobs else None
+
+    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
+    def abort(self, engine: int, which: int) -> None:
+        job = self._pick(engine, which)
+        if job is not None:
+            self.world.engines[engine].abort(job.request_id)
+
+    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
+    def preempt(self, engine: int, which: int) -> None:
+        job = self._pick(engine, which)
+        if job is not None and job.state in {"running", "loading"}:
+            self.world.engines[engine].preempt(job.request_id)
+
+    @precondition(lambda self: self.world.shelf.values)
+    @rule(which=st.integers(0, 20), is_poisoned=st.booleans())
+    def spoil(self, which: int, is_poisoned: bool) -> None:
+        keys = sorted(self.world.shelf.values)
+        key = keys[which % len(keys)]
+        if is_poisoned:
+            self.world.shelf.poison(key)
+        else:
+            del self.world.shelf.values[key]
+
+    @rule(is_down=st.booleans(), loses_leases=st.booleans(), raises=st.booleans())
+    def break_store(self, is_down: bool, loses_leases: bool, raises: bool) -> None:
+        shelf = self.world.shelf
+        shelf.is_down, shelf.loses_leases, shelf.raises = is_down, loses_leases, raises
+
+    @invariant()
+    def every_job_is_somewhere(self) -> None:
+        for engine in self.world.engines:
+            taken = [x for job in engine.jobs.values() for x in job.block_ids]
+            taken += [x for job in engine.held.values() for x in job.block_ids]
+            assert sorted(taken + engine.free) == list(range(engine.num_blocks))
+
+    def teardown(self) -> None:
+        shelf = self.world.shelf
+        shelf.is_down = shelf.loses_leases = shelf.raises = False
+        self.world.finish()
+        # A value may have been poisoned on purpose; what a checksum covers must be right.
+        for token_ids in self.prompts:
+            for key in self.world.keys(token_ids):
+                if key in shelf.values and not is_value(key, shelf.values[key], UNIT_BYTES):
+                    del shelf.values[key]
+        self.world.check_values(self.prompts)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+# ---- with threads
+
+
+class ThreadedWorld:
+    """One engine whose store has its thread, stepped when it is woken."""
+
+    def __init__(self) -> None:
+        address = f"shelf-{next(_addresses)}"
+        self.shelf = SHELVES[address] = Shelf()
+        store = StoreConfig(
+            backend="tests.kv_transfer.memory_store:MemoryStore",
+            capacity_bytes=1,
+            address=address,
+            unit_tokens=UNIT,
+            timeout_s=0.05,
+        )
+        config = msgspec.structs.replace(CONFIG, no_progress_s=0.05)
+        made = ConnectorSettings(incarnation="E", config=config, store=store)
+        connector = load_connector("pooled")
+        self.notified = threading.Event()
+        self.engine = PoolEngine(
+            connector.create_scheduler(made, LAYOUT),
+            connector.create_worker(made, self.notified.set),
+            LAYOUT,
+            time.monotonic,
+        )
+
+    def serve(self, *prompts: list[int]) -> list[Job]:
+        jobs = [self.engine.submit(Job(f"r{next(_addresses)}", token_ids)) for token_ids in prompts]
+        self.run_until(lambda: self.engine.is_idle)
+        return jobs
+
+    def run_until(self, is_enough: Callable[[], bool]) -> None:
+        """Step as an engine does: as long as there is something to compute, to hand over or new.
+
+        An engine that has nothing of that must be woken for every answer and every deadline.
+        """
+        has_news = False
+        while not is_enough():
+            has_work = self.engine.scheduler.has_pending_work() or any(
+                job.state == "running" for job in self.engine.jobs.values()
+            )
+            assert has_news or has_work or self.notified.wait(20.0), "nobody woke the engine"
+            self.notified.clear()
+            has_news = self.engine.step()
+
+
+def test_everything_works_with_a_thread_for_the_store() -> None:
+    world = ThreadedWorld()
+    num_threads = threading.active_count()
+    prompts = [tokens(3 * UNIT + 1, seed) for seed in range(3)]
+    try:
+        assert [job.num_loaded for job in world.serve(*prompts)] == [[], [], []]
+        while len(world.shelf.values) < 9:
+            time.sleep(0.001)
+        assert [job.num_loaded for job in world.serve(*prompts)] == [[3 * UNIT]] * 3
+
+        # Frozen while it is asked, while a load is under way, and then alive again.
+        world.shelf.thaw.clear()
+        frozen = world.serve(prompts[0])[0]
+        assert (frozen.num_loaded, frozen.failures) == ([], [])
+        world.shelf.thaw.set()
+        while world.serve(prompts[0])[0].num_loaded != [3 * UNIT]:
+            pass
+        job = world.engine.submit(Job("freezes", prompts[1]))
+        world.run_until(lambda: job.state == "loading")
+        world.shelf.thaw.clear()
+        world.run_until(lambda: world.engine.is_idle)
+        assert [x.reason for x in job.failures] == [FailureReason.STALLED]
+        world.shelf.thaw.set()
+    finally:
+        world.shelf.thaw.set()
+        world.engine.worker.close(10.0)
+    assert world.shelf.open_leases == 0
+    assert threading.active_count() == num_threads - 2
+
+
+def test_a_store_that_never_answers_does_not_hold_up_the_end() -> None:
+    world = ThreadedWorld()
+    world.shelf.thaw.clear()
+    world.serve(tokens(UNIT + 1, 1))
+    world.engine.worker.close(0.01)
+    world.engine.worker.close(0.01)
+    world.shelf.thaw.set()
+
+
+def test_an_unknown_backend_ends_the_start() -> None:
+    store = StoreConfig(backend="nowhere", capacity_bytes=1)
+    with pytest.raises(TransferError, match="nowhere"):
+        StoreThread(store, lambda: None)
+
+
+def test_the_memory_store_is_what_the_protocol_says() -> None:
+    store = MemoryStore(StoreConfig(backend="x:y", capacity_bytes=1, address="protocol"))
+    value = np.arange(4, dtype=np.uint8)
+    assert store.put(b"a", value) == "stored"
+    assert store.put(b"a", value) == "present"
+    assert store.num_present([b"a", b"b", b"a"]) == 1
+    lease = store.get([b"a", b"b"])[0]
+    assert not lease.value.flags.writeable
+    assert lease.release()
+    store.discard(b"a")
+    assert store.get([b"a"]) == []
