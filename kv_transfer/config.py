@@ -19,8 +19,15 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         no_data_s: A consumer gives up when the producer answers, has blocks ready and credit to
             send them, and still sends none for this long (its core is stuck in one step).
         closing_s: How long an unacknowledged DONE or CANCEL is repeated.
-        chunk_bytes: Aim for the payload of one DATA message; always whole blocks, at least one.
-        window_bytes: Most payload bytes in flight for one transfer; at least one chunk.
+        chunk_bytes: Aim for the payload of one DATA message; always whole rows, at least one.
+        window_bytes: Most payload bytes in flight for one transfer; at least four chunks, so that
+            reading, sending, receiving and writing have one each.
+        mapped_chunk_bytes: Aim for what one message tells of where the consumer reads the
+            producer's memory, and its window: nothing is in flight there, so that both are larger.
+        use_nixl: Whether payload between hosts goes over NIXL; None: where NIXL is installed and
+            this host has an RDMA device.
+        verify: Whether what is read in another process's memory is compared with digests that the
+            owner computed. Payload that travels is always checked.
         max_inflight_bytes: Above this sum over all loads a load's window shrinks to one chunk.
         max_bytes_per_call: Most bytes copied out of or into KV memory in one connector call.
         heartbeat_s: Interval of the transport's own heartbeats.
@@ -33,8 +40,11 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     no_progress_s: float = 5.0
     no_data_s: float = 60.0
     closing_s: float = 10.0
-    chunk_bytes: int = 1 << 20
-    window_bytes: int = 8 << 20
+    chunk_bytes: int = 4 << 20
+    window_bytes: int = 16 << 20
+    mapped_chunk_bytes: int = 16 << 20
+    verify: bool = True
+    use_nixl: bool | None = None
     max_inflight_bytes: int = 128 << 20
     max_bytes_per_call: int = 64 << 20
     heartbeat_s: float = 1.0
@@ -42,7 +52,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
+            if name not in {"verify", "use_nixl"} and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.renew_s >= self.lease_s:
             raise ValueError(
@@ -54,10 +64,14 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Seconds between two RENEWs: often enough for the lease and for noticing silence."""
         return min(self.renew_s, self.no_progress_s / 3)
 
-    def chunk_blocks(self, bytes_per_block: int) -> int:
-        """Return how many blocks of this size one DATA message carries at most."""
-        return max(1, self.chunk_bytes // bytes_per_block)
+    def chunk_rows(self, row_bytes: int) -> int:
+        """Return how many rows of this size one DATA message carries at most."""
+        return max(1, self.chunk_bytes // row_bytes)
 
-    def window_blocks(self, bytes_per_block: int) -> int:
-        """Return how many blocks of one transfer may be in flight at most."""
-        return max(self.chunk_blocks(bytes_per_block), self.window_bytes // bytes_per_block)
+    def window_rows(self, row_bytes: int) -> int:
+        """Return how many rows of one transfer may be in flight at most."""
+        return max(4 * self.chunk_rows(row_bytes), self.window_bytes // row_bytes)
+
+    def mapped_chunk_rows(self, row_bytes: int) -> int:
+        """Return how many rows one MAPPED message tells of at most."""
+        return max(1, self.mapped_chunk_bytes // row_bytes)

@@ -8,17 +8,19 @@ At start::
 
     connector = load_connector("p2p")
     worker = connector.create_worker(settings, notify)
-    worker.register_kv_caches(io)                 # binds; worker.endpoint goes into `describe`
+    worker.register_kv_caches(io)                 # binds; worker.endpoints go into `describe`
     scheduler = connector.create_scheduler(settings, io.layout)
 
-When a request arrives with a ticket: ``on_new_request``. While it waits to be admitted, on the
-decode side: ``get_num_new_matched_tokens``, then blocks are allocated for the whole prompt, then
-``update_state_after_alloc``. In every step, whether or not there is anything to compute::
+When a request arrives: ``on_new_request``; on the decode side, when its ticket does. While it waits
+to be admitted: ``get_num_new_matched_tokens``, then blocks are allocated for the whole prompt, then
+``update_state_after_alloc``. In every step in which a prompt is computed or the connector has
+something at stake (``num_inflight``, ``has_pending_work``), with or without a forward::
 
     preempted or aborted requests: scheduler.request_preempted / scheduler.cancel
     meta = scheduler.build_connector_meta(progress)   # what this step's forward will have computed
     worker.start_load_kv(meta, now_s)                 # starts, cancels; injects what arrived
     forward                                           # layer i: wait_for_layer_load / save_kv_layer
+    sampled tokens are published to the clients
     worker.mark_ready(meta, now_s)                    # extracts what became ready, under credits
     worker.wait_for_save()
     results = worker.get_transfer_results(now_s)      # one snapshot; ids appear in it once, ever
@@ -34,9 +36,10 @@ engine needs no timer for the connector. It must also step while ``scheduler.has
 Source: vLLM ``distributed/kv_transfer/kv_connector/v1/base.py`` for names and roles.
 """
 
+import bisect
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, field
@@ -44,38 +47,64 @@ from numpy.typing import NDArray
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import KVLayout
-from kv_transfer.ticket import Ticket
+from kv_transfer.store import StoreConfig
+from kv_transfer.ticket import KeyRing, Role, Ticket
+
+if TYPE_CHECKING:
+    from kv_transfer.shared_region import RegionLayout, SharedRegion
 
 
 class KVDeviceIO(Protocol):
-    """Read and write whole KV blocks of one engine as bytes; called on its core thread only."""
+    """Read and write the KV blocks of one engine as rows of bytes; on its core thread only.
+
+    ``block_ids`` is always a request's block table from position 0, so that row r of the request
+    is in block ``block_ids[r // layout.rows_per_block]``.
+    """
 
     @property
     def layout(self) -> KVLayout:
-        """What a block's bytes mean."""
+        """What the bytes mean."""
 
-    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copy blocks out of the cache.
+    def read_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
+    ) -> NDArray[np.uint8]:
+        """Copy rows out of the cache.
 
         Args:
             lane: The DP group's submesh inside this engine.
-            block_ids: Blocks of that lane, in any order.
+            block_ids: The request's block table.
+            first_row: First row, counted from position 0.
+            num_rows: How many.
 
         Returns:
-            ``(len(block_ids), layout.bytes_per_block)`` uint8, contiguous, writable, not aliased
-            by the cache; row i is block ``block_ids[i]`` in (layer, K|V, head, row, dim) order.
+            ``(num_rows, layout.row_bytes)`` uint8, contiguous, writable, not aliased by the cache.
         """
 
-    def write_blocks(self, lane: int, block_ids: Sequence[int], data: NDArray[np.uint8]) -> None:
-        """Copy blocks into the cache.
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: NDArray[np.uint8]
+    ) -> None:
+        """Copy rows into the cache.
 
         Args:
             lane: The DP group's submesh inside this engine.
-            block_ids: Blocks of that lane.
-            data: ``(len(block_ids), layout.bytes_per_block)`` uint8, perhaps read-only; it is not
-                valid after the call.
+            block_ids: The request's block table.
+            first_row: Where the first row goes, counted from position 0.
+            data: ``(n, layout.row_bytes)`` uint8, perhaps read-only; not valid after the call.
         """
+
+    @property
+    def host_blocks(self) -> Sequence[HostBlocks] | None:
+        """The blocks of each lane where this process can address them; None for a device."""
+
+    @property
+    def shared_region(self) -> "SharedRegion | None":
+        """The memory of ``host_blocks``, where other processes of this host may map it."""
+
+    @property
+    def region_layout(self) -> "RegionLayout | None":
+        """Where the blocks are in ``shared_region``."""
 
 
 class LinkFaults(Protocol):
@@ -125,17 +154,43 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
         bind: Where to listen: ``tcp://<address>:*`` for a free port, ``tcp://<address>:<port>``
             or ``ipc://<path>``. The address is one of this host, never a wildcard.
         config: Deadlines and sizes.
+        keys: What tickets are sealed with.
+        unix_epoch_s: Unix time at which this engine's monotonic clock was zero: tickets expire by
+            the wall clock, everything else by the monotonic one.
+        accept_dtypes: KV dtypes of producers that this engine takes although they are not its own;
+            converting them may lose precision.
+        store: The pool of the connectors that have one.
         link_faults: What is made to go wrong with the connections.
     """
 
     incarnation: str
     bind: str = "tcp://127.0.0.1:*"
     config: TransferConfig = field(default_factory=TransferConfig)
+    keys: KeyRing = field(default_factory=KeyRing)
+    unix_epoch_s: float = 0.0
+    accept_dtypes: tuple[str, ...] = ()
+    store: StoreConfig | None = None
     link_faults: LinkFaults = field(default_factory=NoLinkFaults)
 
 
+class TransferRequest(Struct, frozen=True, array_like=True):
+    """What a connector learns of a request.
+
+    Attributes:
+        request_id: The request.
+        prompt_token_ids: Its prompt.
+        ticket: Sealed ticket of its transfer; empty without one.
+        cache_salt: Tenant: KV in a pool is found under the same salt only.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    ticket: bytes = b""
+    cache_salt: str = ""
+
+
 class SaveProgress(Struct, frozen=True, array_like=True):
-    """How much of one producing request is in the cache once this step's forward has run.
+    """How much of one prefilling request is in the cache once this step's forward has run.
 
     Attributes:
         request_id: The request.
@@ -163,110 +218,217 @@ class LoadSpec(Struct, frozen=True, array_like=True):
     Attributes:
         request_id: The request.
         ticket: What to fetch, and where.
+        sealed: The ticket as it came, for the producer.
         lane: Lane of the destination blocks.
-        block_ids: Destination of every block of the transfer, from position 0.
-        start_block: First block to fetch; those before it are local prefix hits.
+        block_ids: The request's block table, from position 0.
+        start_row: First row to fetch; those before it are there already.
     """
 
     request_id: str
     ticket: Ticket
+    sealed: bytes
     lane: int
     block_ids: tuple[int, ...]
-    start_block: int
+    start_row: int
 
 
-class ConnectorMeta(Struct, frozen=True, array_like=True):
-    """Everything the scheduler side tells the worker side in one step.
+class ConnectorMeta(Struct, frozen=True):
+    """What a scheduler side tells its worker side in one step; each connector has its own kind.
 
-    Attributes:
-        cancels: Requests whose transfer ends now, in either role.
-        preempted: Producing requests whose blocks were taken away; saves start again.
-        offers: Transfers that a consumer may attach to from now on.
-        loads: Transfers to fetch.
-        saves: What this step's forward will have computed.
+    Nobody else looks into it. It is plain data, so that the two sides may be in two processes.
     """
 
-    cancels: tuple[str, ...] = ()
-    preempted: tuple[str, ...] = ()
-    offers: tuple[OfferSpec, ...] = ()
-    loads: tuple[LoadSpec, ...] = ()
-    saves: tuple[SaveProgress, ...] = ()
+
+class Failure(Struct, frozen=True, array_like=True):
+    """How a transfer failed.
+
+    Attributes:
+        reason: Why.
+        num_tokens: Consumer: leading tokens of the request whose KV is verified and in its blocks
+            all the same, local hits included.
+    """
+
+    reason: FailureReason
+    num_tokens: int = 0
 
 
 class TransferResults(Struct, frozen=True):
-    """Transfers that ended since the last snapshot; each request appears once, ever.
+    """Transfers that ended since the last snapshot; each request appears once per transfer.
 
     Attributes:
         sent: Producing requests whose consumer holds a verified copy: blocks may be freed.
         received: Consuming requests whose blocks are all written and verified.
         failed: Requests whose transfer ended without delivery. Producer: the blocks may be freed.
-            Consumer: nothing more will be written to the blocks, which may hold some of the data.
+            Consumer: nothing more will be written to the blocks.
+        found: Requests whose prompt was looked up in a pool, each with its leading tokens there.
+            No end of anything: news for the scheduler side.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
-    failed: dict[str, FailureReason] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Tell whether anything ended."""
-        return bool(self.sent or self.received or self.failed)
+        """Tell whether there is anything to tell."""
+        return bool(self.sent or self.received or self.failed or self.found)
+
+
+STAGE_BOUNDS_S = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Upper bounds of a ``StageHistogram``'s buckets but the last, which has none."""
+
+STAGES = ("rendezvous", "handover", "first_chunk", "stream", "commit", "total")
+"""Producer: rendezvous (offered to attached), handover (last row computed to delivered). Consumer:
+first_chunk (load started to first rows here), stream (to last rows written), commit (to reported),
+total (load started to reported)."""
+
+
+class StageHistogram(Struct):
+    """How long one stage took, over all transfers. Owner: the worker side's core thread.
+
+    Attributes:
+        counts: Transfers per bucket of ``STAGE_BOUNDS_S``, not cumulative.
+        total_s: Sum.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STAGE_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one more."""
+        self.counts[bisect.bisect_left(STAGE_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+
+class PathCounters(Struct):
+    """Delivered transfers over one path. Owner: the worker side's core thread.
+
+    Attributes:
+        num_sent: As producer.
+        num_received: As consumer.
+        bytes_sent: Of those sent.
+        bytes_received: Of those received.
+    """
+
+    num_sent: int = 0
+    num_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class StoreStats(Struct, frozen=True, kw_only=True):
+    """Totals of a pool, as one engine sees it.
+
+    Attributes:
+        hits: Units that a load got.
+        misses: Units that were looked for and not there.
+        puts: Units that this engine saved.
+        drops: Units that it did not save, because the store was slow, full or away.
+        errors: Calls that the store did not answer as it should, poisoned values among them.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    drops: int = 0
+    errors: int = 0
 
 
 class TransferStats(Struct, frozen=True, kw_only=True):
     """Totals since start, and gauges, of one worker side. Plain numbers for metrics.
 
     Attributes:
-        num_sent: Transfers delivered by this engine as producer.
-        num_received: Transfers delivered to this engine as consumer.
-        blocks_sent: Blocks of those ``num_sent`` transfers that went over the wire.
-        blocks_received: Blocks of those ``num_received`` transfers that came over the wire.
-        bytes_sent: ``blocks_sent * bytes_per_block``.
-        bytes_received: ``blocks_received * bytes_per_block``.
+        paths: Delivered transfers by path: inline, shared, nixl or pool.
         send_failures: Failed transfers as producer by reason.
         receive_failures: Failed transfers as consumer by reason.
+        stages: Seconds of each of ``STAGES``.
+        leases: Leases by event: granted, renewed, done, expired, cancelled, late_fetch (a consumer
+            that came after the end).
         num_inflight_sends: Transfers as producer that have not ended.
         num_inflight_loads: Transfers as consumer that have not ended.
         num_leased_blocks: Blocks that in-flight sends keep allocated.
+        num_reserved_blocks: Blocks that in-flight loads write into.
+        num_quarantined_blocks: Blocks of loads that are over for their request, but into which a
+            write may still land.
         oldest_lease_s: Age in seconds of the oldest in-flight send, 0 without one.
-        stage_seconds: Sums over received transfers: ``rendezvous`` (load started to first chunk),
-            ``stream`` (first chunk to last injection) and ``total``.
+        credit_stalled_s: Seconds, summed over sends, in which computed rows waited for credit.
         num_retransmits: Chunks that were asked for again.
         num_checksum_failures: Chunks that arrived corrupted.
         num_dropped_chunks: Chunks that were late, duplicated, or of another epoch or incarnation.
         num_unknown_ids: Messages about transfers that this engine does not know.
         num_malformed: Frames that are no message of the protocol.
+        num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
+        store: Totals of the pool.
     """
 
-    num_sent: int = 0
-    num_received: int = 0
-    blocks_sent: int = 0
-    blocks_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    paths: dict[str, PathCounters] = field(default_factory=dict)
     send_failures: dict[str, int] = field(default_factory=dict)
     receive_failures: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, StageHistogram] = field(default_factory=dict)
+    leases: dict[str, int] = field(default_factory=dict)
     num_inflight_sends: int = 0
     num_inflight_loads: int = 0
     num_leased_blocks: int = 0
+    num_reserved_blocks: int = 0
+    num_quarantined_blocks: int = 0
     oldest_lease_s: float = 0.0
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    credit_stalled_s: float = 0.0
     num_retransmits: int = 0
     num_checksum_failures: int = 0
     num_dropped_chunks: int = 0
     num_unknown_ids: int = 0
     num_malformed: int = 0
+    num_bad_tickets: int = 0
+    store: StoreStats = field(default_factory=StoreStats)
+
+
+class TransferInfo(Struct, frozen=True, kw_only=True):
+    """One transfer under way, for people who look.
+
+    Attributes:
+        request_id: The request.
+        role: Which end this engine is.
+        peer: Incarnation of the other end; empty where it is not chosen yet.
+        path: How its payload travels; ``pool`` for a load from a store.
+        state: waiting (for the other end), computing, streaming, confirming.
+        total_rows: Rows of 32 tokens that the transfer moves.
+        ready_rows: Of these, computed by the producer, as far as this end knows.
+        done_rows: Of these, sent or written here.
+        num_blocks: Blocks of this engine that it holds.
+        age_s: Seconds since it began here.
+        lease_left_s: Producer: seconds until its lease ends unless renewed.
+    """
+
+    request_id: str
+    role: Role
+    peer: str
+    path: str
+    state: str
+    total_rows: int
+    ready_rows: int
+    done_rows: int
+    num_blocks: int
+    age_s: float
+    lease_left_s: float | None = None
 
 
 class KVConnectorScheduler(Protocol):
-    """Scheduler side: which requests transfer, and with which blocks. Pure, no I/O, no clock."""
+    """Scheduler side: which requests transfer, and with which blocks. Pure, no I/O."""
 
-    def on_new_request(self, request_id: str, ticket: Ticket) -> None:
-        """Take note of a request that brings a ticket; called before it is queued.
+    def on_new_request(self, request: TransferRequest, now_s: float) -> None:
+        """Take note of a request; called before it is queued, or when its ticket arrives.
 
-        The ticket tells which end this engine is.
+        The ticket tells which end this engine is. Without one there is no transfer with another
+        engine; a pool may still be asked.
+
+        Args:
+            request: The request.
+            now_s: Monotonic clock.
 
         Raises:
-            TicketError: When the ticket is not for this engine process.
+            TicketError: When the ticket is forged, too old or not for this engine process.
             LayoutMismatchError: When it is for another KV layout.
             TransferError: When the request already has a transfer here.
         """
@@ -282,7 +444,8 @@ class KVConnectorScheduler(Protocol):
 
         Returns:
             ``(n, is_async)``: n tokens come from the other engine, while this one goes on; None
-            means "ask again next step". ``(0, False)`` for a request that loads nothing.
+            means "not known yet, ask again next step": the worker side notifies the engine when it
+            is. ``(0, False)`` for a request that loads nothing.
         """
 
     def update_state_after_alloc(
@@ -304,8 +467,8 @@ class KVConnectorScheduler(Protocol):
         """Hand over everything that is new, once per step, after scheduling; drains.
 
         Args:
-            progress: One entry per scheduled request that prefills; entries of requests without a
-                transfer are ignored.
+            progress: One entry per scheduled request that prefills; entries of requests that are
+                not saved are ignored.
         """
 
     def update_connector_output(self, results: TransferResults) -> None:
@@ -345,12 +508,12 @@ class KVConnectorScheduler(Protocol):
 class KVConnectorWorker(Protocol):
     """Worker side: moves bytes between KV memory and other engines.
 
-    Every method is called on the engine's core thread, and only ``start_load_kv``, ``mark_ready``,
-    ``save_kv_layer`` and ``get_transfer_results`` touch KV memory. None blocks on a peer.
+    Every method is called on the engine's core thread, and only ``start_load_kv``, the two layer
+    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer.
     """
 
     @property
-    def endpoint(self) -> str:
+    def endpoints(self) -> tuple[str, ...]:
         """Where other engines reach this one; valid after ``register_kv_caches``."""
 
     def register_kv_caches(self, io: KVDeviceIO) -> None:
@@ -381,6 +544,9 @@ class KVConnectorWorker(Protocol):
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
 
+    def transfers(self, now_s: float) -> list[TransferInfo]:
+        """Return what is under way."""
+
     def close(self, deadline_s: float) -> None:
         """Stop listening and leave no thread, socket or file; ends within ``deadline_s`` seconds.
 
@@ -407,14 +573,18 @@ class KVConnector(Protocol):
         """
 
 
-_BUILT_IN = {"p2p": "kv_transfer.p2p:P2PConnector"}
+_BUILT_IN = {
+    "p2p": "kv_transfer.p2p:P2PConnector",
+    "pooled": "kv_transfer.pooled:PooledConnector",
+    "multi": "kv_transfer.multi:MultiConnector",
+}
 
 
 def load_connector(name: str) -> KVConnector:
     """Find a connector and make it.
 
     Args:
-        name: ``"p2p"``, or ``"module:Class"`` of a class without constructor arguments.
+        name: A built-in one, or ``"module:Class"`` of a class without constructor arguments.
 
     Raises:
         TransferError: When there is no such connector.

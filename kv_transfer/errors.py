@@ -31,6 +31,12 @@ class FailureReason(str, Enum):
     """The process at the ticket's endpoint is not the one the ticket was minted for."""
     AUDIENCE = "audience"
     """The ticket was minted for another consumer."""
+    AUTH = "auth"
+    """A ticket was not sealed by this cluster's router."""
+    CAPACITY = "capacity"
+    """There was no room for the data on the way."""
+    STORE = "store"
+    """The pool lost, or could not give, what it said it had."""
     EPOCH = "epoch"
     """The message belongs to another attempt of the same transfer."""
 

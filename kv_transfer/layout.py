@@ -1,7 +1,13 @@
-"""Describe the bytes of one KV block, so that two engines can tell whether theirs agree.
+"""Say what the bytes of one KV block mean, so that two engines agree before any of them move.
 
-The wire form of a block is its bytes in the order (layer, K|V, KV head, token row, head_dim). Pure;
-owns no state and never sees a tensor.
+The unit of everything that moves is a *row*: 32 consecutive tokens of all layers, planes and KV
+heads, in the order (layer, plane, KV head, unit). A *unit* is 32 tokens of one head in one plane of
+one layer: for plain dtypes an array (32, head_dim), for ``bfloat8_b`` a row of hardware tiles. A
+request's rows are numbered from its position 0. Block sizes and device shards never meet on the
+wire: each end slices its own blocks into rows. A block's bytes in one (layer, plane), a *piece*,
+run over (KV head, row of the block, unit).
+
+Pure; owns no state.
 """
 
 import hashlib
@@ -14,23 +20,30 @@ ROW_TOKENS = 32
 """Token rows of a hardware tile: block sizes are multiples of it so that any two can be mapped."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Element sizes of the dtypes whose blocks are plain arrays."""
+"""Element sizes of the dtypes whose units are plain arrays."""
 
-_FORMAT = 1
-"""Raised when the byte order of a block on the wire changes."""
+BFLOAT8_B = "bfloat8_b"
+"""Block floating point: 32x32 tiles in which 16 elements of a row share an exponent."""
+
+BFLOAT8_B_TILE_BYTES = 1088
+"""64 shared exponents and 1,024 signs with mantissas."""
+
+_FORMAT = 2
+"""Raised when the byte order of a row on the wire changes."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape and meaning of one KV block, all layers and planes included.
+    """Shape and meaning of one engine's KV blocks.
 
     Attributes:
-        num_layers: Layers whose K and V a block holds.
-        num_kv_heads: KV heads of one layer.
-        head_dim: Elements of one head's row.
-        block_size: Token rows of a block; a multiple of 32.
-        dtype: Element type, a key of ``DTYPE_BYTES``.
+        num_layers: Layers whose KV a block holds.
+        num_kv_heads: KV heads of one layer, of all device shards together.
+        head_dim: Elements of one token in one head; of a latent cache, of its vector.
+        block_size: Tokens of a block; a multiple of 32.
+        dtype: Element type, a key of ``DTYPE_BYTES`` or ``"bfloat8_b"``.
         rope: Element order in which K was rotated: ``"hf"`` (halves) or ``"meta"`` (pairs).
         model_fingerprint: Names the weights and their rope scaling; equal means equal KV.
+        num_planes: 2 for K and V, 1 for a latent cache (MLA).
     """
 
     num_layers: int
@@ -40,13 +53,14 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     rope: str
     model_fingerprint: str
+    num_planes: int = 2
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
             InvalidLayoutError: When a count is not positive, the block size is no multiple of 32,
-                or dtype or rope order is unknown.
+                or dtype, rope order or number of planes is unknown.
         """
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) <= 0:
@@ -56,32 +70,66 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"block_size {self.block_size} is no multiple of {ROW_TOKENS}: KV transfer moves "
                 f"whole {ROW_TOKENS}-token rows; set block_size to a multiple of {ROW_TOKENS}"
             )
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidLayoutError(f"dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
+        if self.dtype not in DTYPE_BYTES and self.dtype != BFLOAT8_B:
+            known = sorted([*DTYPE_BYTES, BFLOAT8_B])
+            raise InvalidLayoutError(f"dtype {self.dtype!r} is none of {known}")
+        if self.dtype == BFLOAT8_B and self.head_dim % ROW_TOKENS:
+            raise InvalidLayoutError(
+                f"head_dim {self.head_dim} is no multiple of {ROW_TOKENS}: {BFLOAT8_B} has "
+                f"{ROW_TOKENS}x{ROW_TOKENS} tiles"
+            )
         if self.rope not in {"hf", "meta"}:
             raise InvalidLayoutError(f"rope {self.rope!r} is neither 'hf' nor 'meta'")
+        if self.num_planes not in {1, 2}:
+            raise InvalidLayoutError(f"num_planes must be 1 or 2, got {self.num_planes}")
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of 32 tokens of one head in one plane of one layer."""
+        if self.dtype == BFLOAT8_B:
+            return self.head_dim // ROW_TOKENS * BFLOAT8_B_TILE_BYTES
+        return ROW_TOKENS * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a block: one per layer and plane."""
+        return self.num_layers * self.num_planes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's row of one head in one plane of one layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of 32 tokens over all layers, planes and heads."""
+        return self.num_pieces * self.num_kv_heads * self.unit_bytes
 
     @property
-    def rows_shape(self) -> tuple[int, int, int]:
-        """Shape ``(layer * plane * head, block_size, row_bytes)`` of one block's bytes."""
-        return self.num_layers * 2 * self.num_kv_heads, self.block_size, self.row_bytes
+    def rows_per_block(self) -> int:
+        """Rows of one block."""
+        return self.block_size // ROW_TOKENS
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one block in one plane of one layer."""
+        return self.num_kv_heads * self.rows_per_block * self.unit_bytes
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block on the wire: every layer, K and V."""
-        num_planes, num_rows, row_bytes = self.rows_shape
-        return num_planes * num_rows * row_bytes
+        """Bytes of one block: every layer and plane."""
+        return self.num_pieces * self.piece_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks hold ``num_tokens`` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
-    def layout_hash(self) -> str:
-        """Return 32 hexadecimal digits (16 bytes) that are equal for equal layouts only."""
-        body = msgspec.msgpack.encode((_FORMAT, msgspec.to_builtins(self)))
-        return hashlib.blake2b(body, digest_size=16).hexdigest()
+    def num_rows(self, num_tokens: int) -> int:
+        """Return how many rows hold ``num_tokens`` tokens, the last one perhaps in part."""
+        return -(-num_tokens // ROW_TOKENS)
+
+    def covering(self, first_row: int, num_rows: int) -> tuple[int, int]:
+        """Return which blocks hold these rows, as a half-open range of positions in the table."""
+        end_row = first_row + num_rows
+        return first_row // self.rows_per_block, -(-end_row // self.rows_per_block)
+
+    def content_hash(self) -> str:
+        """Return 32 hexadecimal digits that are equal where rows are: for any block size."""
+        body = msgspec.to_builtins(self)
+        del body["block_size"]
+        return hashlib.blake2b(msgspec.msgpack.encode((_FORMAT, body)), digest_size=16).hexdigest()

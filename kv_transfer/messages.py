@@ -1,12 +1,13 @@
 """The wire messages of the point-to-point connector, their codec and the chunk checksum.
 
 Consumer to producer: ``Fetch``, ``Credit``, ``Renew``, ``Done``, ``Cancel``. Producer to consumer:
-``Data`` (followed by one payload frame), ``LeaseInfo``, ``Fail``, ``Cancel``. Every message is
-idempotent: counts in it are absolute, so that loss, repetition and reordering cannot corrupt a
-transfer. Pure; owns no state.
+``Data``, ``Mapped`` and ``Agent`` (each followed by one payload frame), ``Staged``, ``LeaseInfo``,
+``Fail``, ``Cancel``. Every message is idempotent: counts in it are absolute, so that loss,
+repetition and reordering cannot corrupt a transfer. All of them count rows (see ``layout``). Pure;
+owns no state.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,13 +17,20 @@ from numpy.typing import NDArray
 
 from kv_transfer.errors import FailureReason, WireError
 from kv_transfer.lease import LeaseState
-from kv_transfer.ticket import Count, Name, TransferId
+from kv_transfer.ticket import MAX_SEALED_BYTES, Count, Name, TransferId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 2048
 """Most bytes of a message without its payload; longer frames are refused undecoded."""
 
+PayloadPath = Literal["inline", "shared", "nixl"]
+"""How payload travels. inline: behind its header, on the same connection. shared: not at all, the
+consumer reads it in the producer's memory, which it has mapped. nixl: the consumer reads it over
+NIXL where the producer has staged it."""
+
+SealedTicket = Annotated[bytes, Meta(min_length=1, max_length=MAX_SEALED_BYTES)]
 _Hash64 = Annotated[int, Meta(ge=0)]
+_NumRows = Annotated[int, Meta(gt=0, lt=1 << 31)]
 
 
 class Fetch(
@@ -36,29 +44,29 @@ class Fetch(
         version: ``PROTOCOL_VERSION`` of the sender.
         transfer_id: From the ticket.
         epoch: From the ticket.
-        incarnation: Producer process that the consumer believes it talks to.
+        ticket: The sealed ticket: the only proof that the sender may have the data.
         consumer: Incarnation of the sender.
-        layout_hash: Layout of the sender.
-        start_block: First block wanted, in blocks of the request from position 0.
-        end_block: One past the last block wanted.
-        window: Blocks that the sender has room for beyond those it consumed.
+        start_row: First row wanted.
+        end_row: One past the last row wanted.
+        window: Rows that the sender has room for beyond those it consumed.
+        path: How the payload is to travel.
         attempt: 0 to attach, 1 to repeat.
     """
 
     version: Count
     transfer_id: TransferId
     epoch: Count
-    incarnation: Name
+    ticket: SealedTicket
     consumer: Name
-    layout_hash: Name
-    start_block: Count
-    end_block: Count
+    start_row: Count
+    end_row: Count
     window: Count
+    path: PayloadPath = "inline"
     attempt: Annotated[int, Meta(ge=0, le=1)] = 0
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True, gc=False):
-    """Say how many blocks have been consumed since ``start_block`` and how many more may come."""
+    """Say how many rows have been consumed since ``start_row`` and how many more may come."""
 
     transfer_id: TransferId
     epoch: Count
@@ -76,39 +84,103 @@ class Renew(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
 
 class Done(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True, gc=False):
-    """Every block is verified and written; repeated until ``LeaseInfo`` says so."""
+    """Every row is verified and written; repeated until ``LeaseInfo`` says so.
+
+    Over the path ``shared`` the data counts only once that answer says ``done``: until then the
+    producer may have let go of the memory that was read.
+
+    Attributes:
+        transfer_id: From the ticket.
+        epoch: From the ticket.
+        ticket: The sealed ticket, as it may come before, or without, a FETCH.
+    """
 
     transfer_id: TransferId
     epoch: Count
-    consumer: Name
+    ticket: SealedTicket
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True, gc=False):
-    """The sender's end is over. A consumer repeats it until ``LeaseInfo`` acknowledges."""
+    """The sender's end is over. A consumer repeats it until ``LeaseInfo`` acknowledges.
+
+    Attributes:
+        transfer_id: From the ticket.
+        epoch: From the ticket.
+        reason: Why.
+        ticket: A consumer's sealed ticket, as it may come before a FETCH; a producer shows none.
+    """
 
     transfer_id: TransferId
     epoch: Count
     reason: FailureReason
+    ticket: Annotated[bytes, Meta(max_length=MAX_SEALED_BYTES)] = b""
 
 
 class Data(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True, gc=False):
-    """Header of ``num_blocks`` whole blocks, which follow in one payload frame.
+    """Header of ``num_rows`` rows, which follow in one payload frame.
 
     Attributes:
         transfer_id: From the ticket.
         epoch: From the ticket.
         incarnation: The producer process.
-        first_block: Position of the first block in the request.
-        num_blocks: Blocks in the payload.
+        first_row: Position of the first row in the request.
+        num_rows: Rows in the payload.
         checksum: ``chunk_checksum`` of coordinates and payload.
     """
 
     transfer_id: TransferId
     epoch: Count
     incarnation: Name
-    first_block: Count
-    num_blocks: Annotated[int, Meta(gt=0, lt=1 << 31)]
+    first_row: Count
+    num_rows: _NumRows
     checksum: _Hash64
+
+
+class Mapped(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True, gc=False):
+    """Tell where ``num_rows`` rows are in the producer's shared memory; path ``shared`` only.
+
+    The payload frame holds the producer's blocks that cover the rows, as little-endian int64 block
+    ids, and behind them, if the producer computes them, as many uint64 digests of these blocks.
+
+    Attributes:
+        transfer_id: From the ticket.
+        epoch: From the ticket.
+        incarnation: The producer process.
+        first_row: Position of the first row in the request.
+        num_rows: Rows that are told of.
+        lane: Lane of the producer that holds the blocks.
+        checksum: ``chunk_checksum`` of coordinates and payload.
+    """
+
+    transfer_id: TransferId
+    epoch: Count
+    incarnation: Name
+    first_row: Count
+    num_rows: _NumRows
+    lane: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    checksum: _Hash64
+
+
+class Staged(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True, gc=False):
+    """Tell where ``num_rows`` rows are in the producer's staging memory; path ``nixl`` only.
+
+    Once read there, they are what follows a ``Data`` with the same coordinates and checksum.
+
+    Attributes:
+        data: That header.
+        address: Of the rows, in the producer.
+        num_bytes: Of the rows.
+    """
+
+    data: Data
+    address: Annotated[int, Meta(ge=0)]
+    num_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)]
+
+
+class Agent(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True, gc=False):
+    """Introduce the producer's NIXL agent, whose metadata follows; before the first ``Staged``."""
+
+    incarnation: Name
 
 
 class LeaseInfo(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True, gc=False):
@@ -119,16 +191,16 @@ class LeaseInfo(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fiel
         epoch: From the ticket.
         state: State of the lease; ``waiting`` too when the producer does not know it yet.
         left_ms: Milliseconds until the lease ends unless renewed.
-        ready_blocks: Blocks computed so far, counted from position 0.
-        sent_blocks: One past the last block sent.
+        ready_rows: Rows computed so far, counted from position 0.
+        sent_rows: One past the last row sent.
     """
 
     transfer_id: TransferId
     epoch: Count
     state: LeaseState
     left_ms: Count
-    ready_blocks: Count
-    sent_blocks: Count
+    ready_rows: Count
+    sent_rows: Count
 
 
 class Fail(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True, gc=False):
@@ -140,16 +212,18 @@ class Fail(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=Tr
 
 
 ToProducer = Fetch | Credit | Renew | Done | Cancel
-ToConsumer = Data | LeaseInfo | Fail | Cancel
+ToConsumer = Data | Mapped | LeaseInfo | Fail | Cancel
+FromProducer = ToConsumer | Staged | Agent
+"""What arrives at a consumer: the last two are for its transport."""
 
 _MessageT = TypeVar("_MessageT")
 
 _encoder = msgspec.msgpack.Encoder()
 _to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
-_to_consumer: msgspec.msgpack.Decoder[ToConsumer] = msgspec.msgpack.Decoder(ToConsumer)
+_to_consumer: msgspec.msgpack.Decoder[FromProducer] = msgspec.msgpack.Decoder(FromProducer)
 
 
-def encode(message: ToProducer | ToConsumer) -> bytes:
+def encode(message: ToProducer | FromProducer) -> bytes:
     """Return the frame of a message (a ``Data`` payload is a frame of its own)."""
     return _encoder.encode(message)
 
@@ -163,7 +237,7 @@ def decode_to_producer(frame: bytes) -> ToProducer:
     return _decode(_to_producer, frame)
 
 
-def decode_to_consumer(frame: bytes) -> ToConsumer:
+def decode_to_consumer(frame: bytes) -> FromProducer:
     """Decode what a producer sent.
 
     Raises:
@@ -182,12 +256,32 @@ def _decode(decoder: msgspec.msgpack.Decoder[_MessageT], frame: bytes) -> _Messa
 
 
 def chunk_checksum(
-    transfer_id: bytes, epoch: int, first_block: int, payload: NDArray[np.uint8]
+    transfer_id: bytes, epoch: int, first_row: int, num_rows: int, payload: NDArray[np.uint8]
 ) -> int:
     """Return xxh3 over a chunk's coordinates and bytes.
 
     Why: a chunk that arrives intact under another chunk's name must not pass.
     """
-    digest = xxhash.xxh3_64(_encoder.encode((transfer_id, epoch, first_block, len(payload))))
+    digest = xxhash.xxh3_64(_encoder.encode((transfer_id, epoch, first_row, num_rows)))
     digest.update(payload.data)
     return digest.intdigest()
+
+
+def encode_mapped(block_ids: NDArray[np.int64], digests: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Return the payload of a ``Mapped``; ``digests`` may be empty."""
+    ids = block_ids.astype("<i8", copy=False).view(np.uint8)
+    return np.concatenate([ids, digests.astype("<u8", copy=False).view(np.uint8)])
+
+
+def decode_mapped(
+    payload: NDArray[np.uint8], num_blocks: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return block ids and digests of a ``Mapped`` about ``num_blocks`` blocks.
+
+    Raises:
+        WireError: When the payload has another size.
+    """
+    if payload.nbytes not in {8 * num_blocks, 16 * num_blocks}:
+        raise WireError(f"{payload.nbytes} bytes about {num_blocks} blocks")
+    words = np.frombuffer(payload.tobytes(), "<i8")
+    return words[:num_blocks], words[num_blocks:].view("<u8")

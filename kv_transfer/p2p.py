@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from typing import cast
 
 from kv_transfer.connector import (
-    ConnectorMeta,
     ConnectorSettings,
     LoadSpec,
     OfferSpec,
     SaveProgress,
+    TransferRequest,
     TransferResults,
 )
-from kv_transfer.errors import TransferError
-from kv_transfer.layout import KVLayout
-from kv_transfer.p2p_worker import P2PConnectorWorker, TransportFactory
+from kv_transfer.dtypes import acceptable_layouts
+from kv_transfer.errors import LayoutMismatchError, TransferError
+from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta, TransportFactory
 from kv_transfer.ticket import Role, Ticket, check_ticket
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
     ticket: Ticket
+    sealed: bytes
     role: Role
     num_saved_tokens: int = 0
     is_loading: bool = False
@@ -39,7 +41,10 @@ class P2PConnectorScheduler:
 
     def __init__(self, settings: ConnectorSettings, layout: KVLayout) -> None:
         self._incarnation = settings.incarnation
+        self._keys = settings.keys
+        self._unix_epoch_s = settings.unix_epoch_s
         self._layout = layout
+        self._layout_hashes = frozenset(acceptable_layouts(layout, settings.accept_dtypes))
         self._transfers: dict[str, _Transfer] = {}
         self._offers: list[OfferSpec] = []
         self._loads: dict[str, LoadSpec] = {}
@@ -56,9 +61,23 @@ class P2PConnectorScheduler:
         """Transfers that have not ended."""
         return len(self._transfers)
 
-    def on_new_request(self, request_id: str, ticket: Ticket) -> None:
+    def on_new_request(self, request: TransferRequest, now_s: float) -> None:
         """Take note of a request that brings a ticket (see the protocol)."""
-        role = check_ticket(ticket, self._incarnation, self._layout)
+        if not request.ticket:
+            return
+        request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
+        ticket = self._keys.unseal(request.ticket, now_s + self._unix_epoch_s)
+        role = check_ticket(ticket, self._incarnation, self._layout_hashes)
+        if role == "producer" and ticket.layout_hash != self._layout.content_hash():
+            raise LayoutMismatchError(
+                f"ticket of request {request_id} is for KV layout {ticket.layout_hash}; this "
+                f"producer has {self._layout.content_hash()}: mint a ticket from fresh snapshots"
+            )
+        if ticket.request_id != request_id or ticket.num_tokens != num_tokens:
+            raise TransferError(
+                f"request {request_id} has {num_tokens} prompt tokens; its ticket is for "
+                f"{ticket.num_tokens} tokens of request {ticket.request_id}"
+            )
         known = request_id in self._transfers or any(
             x.ticket.transfer_id == ticket.transfer_id for x in self._transfers.values()
         )
@@ -67,7 +86,7 @@ class P2PConnectorScheduler:
                 f"request {request_id} has a transfer already: every attempt needs a new "
                 f"transfer_id, after the end of the previous one was reported"
             )
-        self._transfers[request_id] = _Transfer(ticket, role)
+        self._transfers[request_id] = _Transfer(ticket, request.ticket, role)
         if role == "producer":
             self._offers.append(OfferSpec(request_id, ticket))
 
@@ -95,15 +114,16 @@ class P2PConnectorScheduler:
                 f"request {request_id}: {len(block_ids)} blocks allocated, {num_blocks} needed "
                 f"for the {num_tokens} tokens of its ticket"
             )
-        start_block = (num_tokens - num_external_tokens) // self._layout.block_size
+        start_row = (num_tokens - num_external_tokens) // ROW_TOKENS
         if num_external_tokens == 0:
-            start_block = num_blocks
+            start_row = self._layout.num_rows(num_tokens)
         transfer.is_loading = True
+        table = tuple(block_ids[:num_blocks])
         self._loads[request_id] = LoadSpec(
-            request_id, transfer.ticket, lane, tuple(block_ids[:num_blocks]), start_block
+            request_id, transfer.ticket, transfer.sealed, lane, table, start_row
         )
 
-    def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> ConnectorMeta:
+    def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
         """Hand over everything that is new; drains."""
         saves = []
         for save in progress:
@@ -111,7 +131,7 @@ class P2PConnectorScheduler:
             if transfer is not None and transfer.role == "producer":
                 transfer.num_saved_tokens = save.num_computed_tokens
                 saves.append(save)
-        meta = ConnectorMeta(
+        meta = P2PMeta(
             cancels=tuple(self._cancels),
             preempted=tuple(self._preempted),
             offers=tuple(self._offers),

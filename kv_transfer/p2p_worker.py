@@ -10,68 +10,116 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import (
+    STAGES,
     ConnectorMeta,
     ConnectorSettings,
+    Failure,
     KVDeviceIO,
     LoadSpec,
     OfferSpec,
+    PathCounters,
     SaveProgress,
+    StageHistogram,
+    TransferInfo,
     TransferResults,
     TransferStats,
 )
+from kv_transfer.dtypes import acceptable_layouts, convert_rows
 from kv_transfer.errors import FailureReason, TransferError
-from kv_transfer.layout import KVLayout
+from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.messages import PayloadPath, encode_mapped
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import (
     Arrived,
+    ArrivedMapped,
     CancelLoad,
     CancelSend,
     Chunk,
     Command,
+    Confirmed,
     Consumed,
     Delivered,
     Event,
     Granted,
     Load,
     LoadFailed,
+    MappedChunk,
     Offer,
     Ready,
     Repeat,
     SendFailed,
+    Spoiled,
     Transport,
 )
 
-TransportFactory = Callable[[ConnectorSettings, KVLayout, Callable[[], None]], Transport]
+TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]], Transport]
+
+
+class P2PMeta(ConnectorMeta, frozen=True):
+    """Everything the scheduler side tells the worker side in one step.
+
+    Attributes:
+        cancels: Requests whose transfer ends now, in either role.
+        preempted: Producing requests whose blocks were taken away; saves start again.
+        offers: Transfers that a consumer may attach to from now on.
+        loads: Transfers to fetch.
+        saves: What this step's forward will have computed.
+    """
+
+    cancels: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    offers: tuple[OfferSpec, ...] = ()
+    loads: tuple[LoadSpec, ...] = ()
+    saves: tuple[SaveProgress, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Sending:
     request_id: str
     ticket: Ticket
-    num_blocks: int
+    num_rows: int
     offered_s: float
     lane: int = 0
     block_ids: tuple[int, ...] = ()
     ready: int = 0
-    """Blocks from position 0 that may be read."""
+    """Rows from position 0 that may be read."""
+    computed_s: float | None = None
+    """When the last of them became ready."""
+    path: PayloadPath = "inline"
     cursor: int = -1
-    """Next block to extract; -1 until a consumer has attached."""
+    """Next row to extract; -1 until a consumer has attached."""
     limit: int = 0
     repeats: deque[range] = field(default_factory=deque)
 
-    def next_range(self, chunk_blocks: int) -> range:
-        """Return the blocks to extract next, empty when none may be."""
+    def next_range(self, chunk_rows: int, rows_per_block: int) -> range:
+        """Return the rows to extract next, empty when none may be.
+
+        A block is told of only as a whole, since its digest covers all of it.
+        """
+        is_shared, ready = self.path == "shared", self.ready
+        if is_shared and ready < self.num_rows:
+            ready -= ready % rows_per_block
         if self.repeats:
-            wanted = self.repeats[0]
-            return wanted[:chunk_blocks] if wanted.stop <= self.ready else range(0)
-        if self.cursor < 0:
+            start, stop = self.repeats[0].start, self.repeats[0].stop
+            stop = stop if stop <= ready else start
+        elif self.cursor < 0:
             return range(0)
-        return range(self.cursor, min(self.ready, self.limit, self.cursor + chunk_blocks))
+        else:
+            start, stop = self.cursor, min(ready, self.limit)
+        end = start + chunk_rows
+        if is_shared:
+            end += -end % rows_per_block
+        return range(start, min(end, stop))
 
     def advance(self, taken: range) -> None:
-        """Note that these blocks, from ``next_range``, were extracted."""
+        """Note that these rows, from ``next_range``, were extracted."""
         if self.repeats:
             left = self.repeats.popleft()[len(taken) :]
             if left:
@@ -79,30 +127,77 @@ class _Sending:
         else:
             self.cursor = taken.stop
 
+    @property
+    def state(self) -> str:
+        if self.cursor < 0:
+            return "waiting"
+        return "computing" if self.ready < self.num_rows else "streaming"
+
 
 @dataclass(slots=True, eq=False)
 class _Loading:
     request_id: str
     ticket: Ticket
+    layout: KVLayout
+    """The producer's, with this engine's block size."""
     lane: int
     block_ids: tuple[int, ...]
-    num_wired: int
-    num_missing: int
+    start_row: int
+    num_rows: int
     started_s: float
+    path: PayloadPath = "inline"
+    is_verified: bool = True
+    written: bytearray = field(default_factory=bytearray)
+    num_missing: int = 0
     first_s: float | None = None
+    last_s: float = 0.0
+
+    def take(self, start: int, end: int) -> int:
+        """Note that rows were written; returns how many were not before."""
+        num_new = self.written.count(0, start, end)
+        self.written[start:end] = b"\x01" * (end - start)
+        self.num_missing -= num_new
+        return num_new
+
+    def lose(self, start: int, end: int) -> int:
+        """Note that rows were overwritten with something else; returns how many were written."""
+        num_lost = self.written.count(1, start, end)
+        self.written[start:end] = bytes(end - start)
+        self.num_missing += num_lost
+        return num_lost
+
+    def is_whole(self, first_row: int, num_rows: int) -> bool:
+        """Tell whether these rows end where blocks of this engine, or the request, do."""
+        rows_per_block, end_row = self.layout.rows_per_block, first_row + num_rows
+        return first_row % rows_per_block == 0 and (
+            end_row % rows_per_block == 0 or end_row == self.num_rows
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens whose KV is here and verified."""
+        first_gap = self.written.find(0) if self.is_verified else self.start_row
+        num_rows = self.num_rows if first_gap < 0 else first_gap
+        return min(ROW_TOKENS * num_rows, self.ticket.num_tokens)
+
+    @property
+    def state(self) -> str:
+        if self.first_s is None:
+            return "waiting"
+        return "streaming" if self.num_missing else "confirming"
 
 
 @dataclass(slots=True)
 class _Totals:
-    num_sent: int = 0
-    num_received: int = 0
-    blocks_sent: int = 0
-    blocks_received: int = 0
+    paths: dict[str, PathCounters] = field(default_factory=dict)
     send_failures: dict[str, int] = field(default_factory=dict)
     receive_failures: dict[str, int] = field(default_factory=dict)
-    stage_seconds: dict[str, float] = field(
-        default_factory=lambda: {"rendezvous": 0.0, "stream": 0.0, "total": 0.0}
+    stages: dict[str, StageHistogram] = field(
+        default_factory=lambda: {stage: StageHistogram() for stage in STAGES}
     )
+
+    def path(self, path: PayloadPath) -> PathCounters:
+        return self.paths.setdefault(path, PathCounters())
 
 
 class P2PConnectorWorker:
@@ -123,6 +218,7 @@ class P2PConnectorWorker:
         self._make_transport = make_transport
         self._transport: Transport | None = None
         self._io: KVDeviceIO | None = None
+        self._layouts: dict[str, KVLayout] = {}
         self._sending: dict[bytes, _Sending] = {}
         self._loading: dict[bytes, _Loading] = {}
         self._transfer_ids: dict[str, bytes] = {}
@@ -130,24 +226,24 @@ class P2PConnectorWorker:
         self._commands: list[Command] = []
         self._sent: set[str] = set()
         self._received: set[str] = set()
-        self._failed: dict[str, FailureReason] = {}
+        self._failed: dict[str, Failure] = {}
         self._totals = _Totals()
-        self._chunk_blocks = 1
+        self._now_s = 0.0
 
     # ---- life cycle
 
     @property
-    def endpoint(self) -> str:
+    def endpoints(self) -> tuple[str, ...]:
         """Where other engines reach this one."""
-        return self._require_transport().endpoint
+        return self._require_transport().endpoints
 
     def register_kv_caches(self, io: KVDeviceIO) -> None:
         """Take the cache and start listening."""
         if self._io is not None:
             raise TransferError("register_kv_caches was called before")
-        self._transport = self._make_transport(self._settings, io.layout, self._notify)
+        self._layouts = acceptable_layouts(io.layout, self._settings.accept_dtypes)
+        self._transport = self._make_transport(self._settings, io, self._notify)
         self._io = io
-        self._chunk_blocks = self._config.chunk_blocks(io.layout.bytes_per_block)
 
     def close(self, deadline_s: float) -> None:
         """Stop listening and leave no thread, socket or file. Idempotent."""
@@ -158,6 +254,8 @@ class P2PConnectorWorker:
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
         """Before the forward: start and stop transfers, then inject what arrived."""
+        assert isinstance(meta, P2PMeta)
+        self._now_s = now_s
         for request_id in meta.preempted:
             self._pause(request_id)
         for offer in meta.offers:
@@ -167,16 +265,24 @@ class P2PConnectorWorker:
         for request_id in meta.cancels:
             self._cancel(request_id)
         self._flush()
-        self._take_events(now_s)
+        self._take_events()
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Return at once: a load becomes visible only when it is whole."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Do nothing: readiness is announced per prefill chunk, by ``mark_ready``."""
+        """Keep transfers going during a long forward: what an earlier chunk made ready moves now.
+
+        The layer itself becomes ready with its prefill chunk, by ``mark_ready``.
+        """
+        if self._sending or self._loading:
+            self._take_events()
+            self._extract()
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
         """After the forward: what ``meta.saves`` announced is in the cache; extract and send."""
+        assert isinstance(meta, P2PMeta)
+        self._now_s = now_s
         for save in meta.saves:
             sending = self._sending.get(self._transfer_ids.get(save.request_id, b""))
             if sending is not None:
@@ -188,7 +294,8 @@ class P2PConnectorWorker:
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
         """At the end of the step: move what is due and report what ended."""
-        self._take_events(now_s)
+        self._now_s = now_s
+        self._take_events()
         self._extract()
         if not (self._sent or self._received or self._failed):
             return TransferResults()
@@ -202,56 +309,93 @@ class P2PConnectorWorker:
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
-        totals, bytes_per_block = self._totals, self._require_io().layout.bytes_per_block
-        counters = self._require_transport().counters
+        totals, counters = self._totals, self._require_transport().counters
         ages = [now_s - sending.offered_s for sending in self._sending.values()]
         return TransferStats(
-            num_sent=totals.num_sent,
-            num_received=totals.num_received,
-            blocks_sent=totals.blocks_sent,
-            blocks_received=totals.blocks_received,
-            bytes_sent=totals.blocks_sent * bytes_per_block,
-            bytes_received=totals.blocks_received * bytes_per_block,
-            send_failures=dict(totals.send_failures),
-            receive_failures=dict(totals.receive_failures),
+            paths=totals.paths,
+            send_failures=totals.send_failures,
+            receive_failures=totals.receive_failures,
+            stages=totals.stages,
+            leases=dict(counters.leases),
             num_inflight_sends=len(self._sending),
             num_inflight_loads=len(self._loading),
             num_leased_blocks=sum(len(x.block_ids) for x in self._sending.values()),
+            num_reserved_blocks=sum(len(x.block_ids) for x in self._loading.values()),
             oldest_lease_s=max(ages, default=0.0),
-            stage_seconds=dict(totals.stage_seconds),
+            credit_stalled_s=counters.credit_stalled_s,
             num_retransmits=counters.num_retransmits,
             num_checksum_failures=counters.num_checksum_failures,
             num_dropped_chunks=counters.num_dropped_chunks,
             num_unknown_ids=counters.num_unknown_ids,
             num_malformed=counters.num_malformed,
+            num_bad_tickets=counters.num_bad_tickets,
         )
 
-    # ---- starting and stopping
+    def transfers(self, now_s: float) -> list[TransferInfo]:
+        """Return what is under way."""
+        transport = self._require_transport()
+        sends = [
+            TransferInfo(
+                request_id=x.request_id,
+                role="producer",
+                peer=x.ticket.consumer,
+                path=x.path if x.cursor >= 0 else "",
+                state=x.state,
+                total_rows=x.num_rows,
+                ready_rows=x.ready,
+                done_rows=max(0, x.cursor),
+                num_blocks=len(x.block_ids),
+                age_s=now_s - x.offered_s,
+                lease_left_s=transport.lease_left_s(transfer_id, now_s),
+            )
+            for transfer_id, x in self._sending.items()
+        ]
+        loads = [
+            TransferInfo(
+                request_id=x.request_id,
+                role="consumer",
+                peer=x.ticket.producer_incarnation,
+                path=x.path if x.first_s is not None else "",
+                state=x.state,
+                total_rows=x.num_rows - x.start_row,
+                ready_rows=x.num_rows - x.start_row - x.num_missing,
+                done_rows=x.num_rows - x.start_row - x.num_missing,
+                num_blocks=len(x.block_ids),
+                age_s=now_s - x.started_s,
+            )
+            for x in self._loading.values()
+        ]
+        return sends + loads
+
+    # ---- starts and stops
 
     def _offer(self, spec: OfferSpec, now_s: float) -> None:
-        num_blocks = self._require_io().layout.num_blocks(spec.ticket.num_tokens)
+        num_rows = self._require_io().layout.num_rows(spec.ticket.num_tokens)
         transfer_id = spec.ticket.transfer_id
-        self._sending[transfer_id] = _Sending(spec.request_id, spec.ticket, num_blocks, now_s)
+        self._sending[transfer_id] = _Sending(spec.request_id, spec.ticket, num_rows, now_s)
         self._transfer_ids[spec.request_id] = transfer_id
         self._commands.append(Offer(spec.ticket))
 
     def _load(self, spec: LoadSpec, now_s: float) -> None:
-        self._commands.append(Load(spec.ticket, spec.start_block))
-        num_wired = len(spec.block_ids) - spec.start_block
-        if not num_wired:
+        layout = self._layouts[spec.ticket.layout_hash]
+        num_rows = layout.num_rows(spec.ticket.num_tokens)
+        self._commands.append(Load(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes))
+        if spec.start_row >= num_rows:
             self._received.add(spec.request_id)
-            self._totals.num_received += 1
             return
         transfer_id = spec.ticket.transfer_id
         self._transfer_ids[spec.request_id] = transfer_id
         self._loading[transfer_id] = _Loading(
             spec.request_id,
             spec.ticket,
+            layout,
             spec.lane,
             spec.block_ids,
-            num_wired=num_wired,
-            num_missing=num_wired,
-            started_s=now_s,
+            spec.start_row,
+            num_rows,
+            now_s,
+            written=bytearray(b"\x01" * spec.start_row + bytes(num_rows - spec.start_row)),
+            num_missing=num_rows - spec.start_row,
         )
 
     def _cancel(self, request_id: str) -> None:
@@ -264,13 +408,24 @@ class P2PConnectorWorker:
             self._commands.append(CancelLoad(transfer_id))
             self._end_load(transfer_id, FailureReason.CANCELLED)
         elif request_id not in self._sent | self._received | self._failed.keys():
-            self._failed[request_id] = FailureReason.CANCELLED
+            self._failed[request_id] = Failure(FailureReason.CANCELLED)
 
     def _pause(self, request_id: str) -> None:
+        """Let go of the blocks of a preempted request; they are overwritten from now on.
+
+        A consumer that may be reading them where they are cannot be stopped: what it reads must
+        never be confirmed, so its transfer ends.
+        """
         sending = self._sending.get(self._transfer_ids.get(request_id, b""))
-        if sending is not None:
-            sending.ready = 0
-            sending.block_ids = ()
+        if sending is None:
+            return
+        if sending.path == "shared" and sending.cursor >= 0:
+            self._cancel(request_id)
+            return
+        sending.ready = 0
+        sending.block_ids = ()
+        # A consumer that believes that rows are ready would not wait for them for ever.
+        self._commands.append(Ready(sending.ticket.transfer_id, 0))
 
     # ---- moving bytes
 
@@ -278,89 +433,204 @@ class P2PConnectorWorker:
         layout = self._require_io().layout
         num_tokens = min(save.num_computed_tokens, sending.ticket.num_tokens)
         is_whole = num_tokens == sending.ticket.num_tokens
+        if is_whole and sending.ready < sending.num_rows:
+            sending.computed_s = self._now_s
         sending.lane = save.lane
-        sending.block_ids = save.block_ids[: sending.num_blocks]
-        sending.ready = sending.num_blocks if is_whole else num_tokens // layout.block_size
+        sending.block_ids = save.block_ids[: layout.num_blocks(sending.ticket.num_tokens)]
+        sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
         self._commands.append(Ready(sending.ticket.transfer_id, sending.ready))
 
     def _extract(self) -> None:
-        """Copy ready blocks out under their credits, one chunk per transfer in turn."""
-        budget = self._budget_blocks
+        """Hand out ready rows under their credits, one chunk per transfer in turn."""
+        io, config = self._require_io(), self._config
+        row_bytes, rows_per_block = io.layout.row_bytes, io.layout.rows_per_block
+        budget = self._budget_rows
         busy = list(self._sending.values())
         while busy and budget > 0:
             still_busy = []
             for sending in busy:
-                taken = sending.next_range(self._chunk_blocks)
+                chunk_rows = (
+                    config.mapped_chunk_rows(row_bytes)
+                    if sending.path == "shared"
+                    else config.chunk_rows(row_bytes)
+                )
+                taken = sending.next_range(chunk_rows, rows_per_block)
                 if taken and budget > 0:
-                    self._extract_chunk(sending, taken)
+                    self._commands.append(
+                        self._mapped_chunk(sending, taken)
+                        if sending.path == "shared"
+                        else self._chunk(sending, taken)
+                    )
+                    sending.advance(taken)
                     budget -= len(taken)
+                    # Behind the others, so that all have their turn over several calls.
+                    transfer_id = sending.ticket.transfer_id
+                    self._sending[transfer_id] = self._sending.pop(transfer_id)
                     still_busy.append(sending)
+                    self._flush()
             busy = still_busy
         self._flush()
         if busy and budget <= 0:
             self._notify()
 
-    def _extract_chunk(self, sending: _Sending, taken: range) -> None:
+    def _chunk(self, sending: _Sending, taken: range) -> Chunk:
+        """Copy rows out, without what the last block holds behind the last token."""
         io = self._require_io()
-        payload = io.read_blocks(sending.lane, sending.block_ids[taken.start : taken.stop])
-        num_tail = sending.ticket.num_tokens - (sending.num_blocks - 1) * io.layout.block_size
-        if taken.stop == sending.num_blocks:
-            payload[-1].reshape(io.layout.rows_shape)[:, num_tail:] = 0
-        sending.advance(taken)
-        self._commands.append(Chunk(sending.ticket.transfer_id, taken.start, payload))
+        payload = io.read_rows(sending.lane, sending.block_ids, taken.start, len(taken))
+        if taken.stop == sending.num_rows:
+            _zero_tail(io.layout, payload[-1], sending.ticket.num_tokens)
+        return Chunk(sending.ticket.transfer_id, taken.start, payload)
 
-    def _take_events(self, now_s: float) -> None:
-        """Apply what the transport reported, injecting blocks up to the budget of one call."""
+    def _mapped_chunk(self, sending: _Sending, taken: range) -> MappedChunk:
+        """Tell where rows are, and with which digests whoever reads them can check them."""
+        io = self._require_io()
+        assert io.host_blocks is not None
+        first_block, end_block = io.layout.covering(taken.start, len(taken))
+        block_ids = sending.block_ids[first_block:end_block]
+        digests = np.empty(0, np.uint64)
+        if self._config.verify:
+            digests = io.host_blocks[sending.lane].digests(block_ids)
+        return MappedChunk(
+            sending.ticket.transfer_id,
+            taken.start,
+            len(taken),
+            sending.lane,
+            encode_mapped(np.asarray(block_ids, np.int64), digests),
+        )
+
+    def _take_events(self) -> None:
+        """Apply what the transport reported, injecting rows up to the budget of one call."""
         self._events.extend(self._require_transport().poll())
-        budget = self._budget_blocks
+        budget = self._budget_rows
         while self._events and budget > 0:
             event = self._events.popleft()
-            if isinstance(event, Arrived):
-                budget -= self._inject(event, now_s)
+            if isinstance(event, Arrived | ArrivedMapped):
+                budget -= self._inject(event)
+                self._flush()
             else:
                 self._apply(event)
         self._flush()
         if self._events:
             self._notify()
 
-    def _inject(self, event: Arrived, now_s: float) -> int:
+    def _inject(self, event: Arrived | ArrivedMapped) -> int:
+        """Write rows into their blocks; returns how many were handled."""
         loading = self._loading.get(event.transfer_id)
         if loading is None:
             return 0
-        num_blocks = len(event.payload)
         if loading.first_s is None:
-            loading.first_s = now_s
-        block_ids = loading.block_ids[event.first_block : event.first_block + num_blocks]
-        self._require_io().write_blocks(loading.lane, block_ids, event.payload)
-        self._commands.append(Consumed(event.transfer_id, event.num_new))
-        loading.num_missing -= event.num_new
-        if loading.num_missing == 0:
+            loading.first_s = self._now_s
+        num_lost = 0
+        if isinstance(event, Arrived):
+            loading.path = event.path
+            self._write(loading, event.first_row, event.payload)
+            good = [range(event.first_row, event.first_row + len(event.payload))]
+        else:
+            good, bad = self._read_mapped(loading, event)
+            num_lost = sum(loading.lose(rows.start, rows.stop) for rows in bad)
+            self._commands += [Spoiled(event.transfer_id, x.start, len(x)) for x in bad]
+        num_new = sum(loading.take(rows.start, rows.stop) for rows in good)
+        if num_new and loading.num_missing == 0:
+            self._finish_writing(loading)
+        self._commands.append(Consumed(event.transfer_id, num_new - num_lost))
+        if loading.num_missing == 0 and loading.path != "shared":
             self._end_load(event.transfer_id, None)
-            self._count_stages(loading, loading.first_s, now_s)
-        return num_blocks
+        return sum(map(len, good)) or 1
+
+    def _write(self, loading: _Loading, first_row: int, rows: NDArray[np.uint8]) -> None:
+        io = self._require_io()
+        if loading.layout.dtype != io.layout.dtype:
+            rows = convert_rows(rows, loading.layout, io.layout)
+        io.write_rows(loading.lane, loading.block_ids, first_row, rows)
+
+    def _read_mapped(
+        self, loading: _Loading, event: ArrivedMapped
+    ) -> tuple[list[range], list[range]]:
+        """Copy rows out of the producer's memory.
+
+        Returns:
+            The rows that are now here as the producer told of them, and those that are something
+            else.
+        """
+        source = event.source
+        loading.path = "shared"
+        loading.is_verified = loading.is_verified and len(event.digests) > 0
+        wrong = self._copy_mapped(loading, event)
+        first_block, _ = source.layout.covering(event.first_row, event.num_rows)
+        rows_per_block = source.layout.rows_per_block
+        good, bad = [range(event.first_row, event.first_row + event.num_rows)], []
+        for position in wrong:
+            start, last = (first_block + position) * rows_per_block, good.pop()
+            bad.append(range(max(start, last.start), min(start + rows_per_block, last.stop)))
+            good += [range(last.start, bad[-1].start), range(bad[-1].stop, last.stop)]
+        return good, bad
+
+    def _copy_mapped(self, loading: _Loading, event: ArrivedMapped) -> list[int]:
+        """Copy rows, whole blocks at once where both ends' are alike; returns which were wrong."""
+        io, source = self._require_io(), event.source
+        first_block, end_block = source.layout.covering(event.first_row, event.num_rows)
+        digests = event.digests if len(event.digests) else None
+        source_ids = event.block_ids.tolist()
+        is_alike = io.host_blocks is not None and source.layout == io.layout
+        if is_alike and loading.is_whole(event.first_row, event.num_rows):
+            assert io.host_blocks is not None
+            block_ids = loading.block_ids[first_block:end_block]
+            return io.host_blocks[loading.lane].copy_from(source, source_ids, block_ids, digests)
+        offset = event.first_row - first_block * source.layout.rows_per_block
+        # Into memory of this process first, and checked there: the source may change at any time.
+        copy = HostBlocks.empty(source.layout, len(source_ids))
+        wrong = copy.copy_from(source, source_ids, range(len(source_ids)), digests)
+        rows = copy.read_rows(range(len(source_ids)), offset, event.num_rows)
+        if event.first_row + event.num_rows == loading.num_rows:
+            _zero_tail(source.layout, rows[-1], loading.ticket.num_tokens)
+        self._write(loading, event.first_row, rows)
+        return wrong
+
+    def _finish_writing(self, loading: _Loading) -> None:
+        """Zero what follows the last token in its block; stale values there could be NaN."""
+        io, num_tokens = self._require_io(), loading.ticket.num_tokens
+        loading.last_s = self._now_s
+        if io.host_blocks is not None:
+            io.host_blocks[loading.lane].zero_tail(loading.block_ids, num_tokens)
+            return
+        num_free = -loading.num_rows % io.layout.rows_per_block
+        if num_free:
+            zeros = np.zeros((num_free, io.layout.row_bytes), np.uint8)
+            io.write_rows(loading.lane, loading.block_ids, loading.num_rows, zeros)
 
     def _apply(self, event: Event) -> None:
-        if isinstance(event, Granted):
+        """Apply what is not data."""
+        if isinstance(event, Granted | Repeat):
             sending = self._sending.get(event.transfer_id)
             if sending is not None:
-                sending.cursor = max(sending.cursor, event.start_block)
-                sending.limit = event.limit
-        elif isinstance(event, Repeat):
-            sending = self._sending.get(event.transfer_id)
-            if sending is not None:
-                stop = event.first_block + event.num_blocks
-                sending.repeats.append(range(event.first_block, stop))
+                self._serve(sending, event)
         elif isinstance(event, Delivered):
-            self._end_send(event.transfer_id, None, event.num_blocks)
+            self._end_send(event.transfer_id, None, event.num_rows)
         elif isinstance(event, SendFailed):
             self._end_send(event.transfer_id, event.reason)
+        elif isinstance(event, Confirmed):
+            self._end_load(event.transfer_id, None)
         elif isinstance(event, LoadFailed):
             self._end_load(event.transfer_id, event.reason)
+
+    def _serve(self, sending: _Sending, event: Granted | Repeat) -> None:
+        """Note what the consumer wants."""
+        if isinstance(event, Granted):
+            if sending.cursor < 0:
+                self._observe("rendezvous", self._now_s - sending.offered_s)
+            sending.cursor = max(sending.cursor, event.start_row)
+            sending.limit = event.limit
+            sending.path = event.path
+            return
+        wanted = range(event.first_row, event.first_row + event.num_rows)
+        # Asked for again while it waits already, as for the blocks of a preempted request.
+        if not any(x.start <= wanted.start and wanted.stop <= x.stop for x in sending.repeats):
+            sending.repeats.append(wanted)
 
     # ---- ends
 
     def _end_send(
-        self, transfer_id: bytes, reason: FailureReason | None, num_blocks: int = 0
+        self, transfer_id: bytes, reason: FailureReason | None, num_rows: int = 0
     ) -> None:
         sending = self._sending.pop(transfer_id, None)
         if sending is None:
@@ -368,10 +638,13 @@ class P2PConnectorWorker:
         del self._transfer_ids[sending.request_id]
         if reason is None:
             self._sent.add(sending.request_id)
-            self._totals.num_sent += 1
-            self._totals.blocks_sent += num_blocks
+            counters = self._totals.path(sending.path)
+            counters.num_sent += 1
+            counters.bytes_sent += num_rows * self._require_io().layout.row_bytes
+            if sending.computed_s is not None:
+                self._observe("handover", self._now_s - sending.computed_s)
         else:
-            self._failed[sending.request_id] = reason
+            self._failed[sending.request_id] = Failure(reason)
             _count(self._totals.send_failures, reason)
 
     def _end_load(self, transfer_id: bytes, reason: FailureReason | None) -> None:
@@ -379,19 +652,22 @@ class P2PConnectorWorker:
         if loading is None:
             return
         del self._transfer_ids[loading.request_id]
-        if reason is None:
-            self._received.add(loading.request_id)
-            self._totals.num_received += 1
-            self._totals.blocks_received += loading.num_wired
-        else:
-            self._failed[loading.request_id] = reason
+        if reason is not None:
+            self._failed[loading.request_id] = Failure(reason, loading.num_tokens)
             _count(self._totals.receive_failures, reason)
+            return
+        self._received.add(loading.request_id)
+        counters = self._totals.path(loading.path)
+        counters.num_received += 1
+        counters.bytes_received += (loading.num_rows - loading.start_row) * loading.layout.row_bytes
+        assert loading.first_s is not None
+        self._observe("first_chunk", loading.first_s - loading.started_s)
+        self._observe("stream", loading.last_s - loading.first_s)
+        self._observe("commit", self._now_s - loading.last_s)
+        self._observe("total", self._now_s - loading.started_s)
 
-    def _count_stages(self, loading: _Loading, first_s: float, now_s: float) -> None:
-        seconds = self._totals.stage_seconds
-        seconds["rendezvous"] += first_s - loading.started_s
-        seconds["stream"] += now_s - first_s
-        seconds["total"] += now_s - loading.started_s
+    def _observe(self, stage: str, seconds: float) -> None:
+        self._totals.stages[stage].observe(seconds)
 
     # ---- inside
 
@@ -400,9 +676,8 @@ class P2PConnectorWorker:
         return self._settings.config
 
     @property
-    def _budget_blocks(self) -> int:
-        bytes_per_block = self._require_io().layout.bytes_per_block
-        return max(1, self._config.max_bytes_per_call // bytes_per_block)
+    def _budget_rows(self) -> int:
+        return max(1, self._config.max_bytes_per_call // self._require_io().layout.row_bytes)
 
     def _flush(self) -> None:
         if self._commands:
@@ -418,6 +693,13 @@ class P2PConnectorWorker:
         if self._transport is None:
             raise TransferError("call register_kv_caches first")
         return self._transport
+
+
+def _zero_tail(layout: KVLayout, row: NDArray[np.uint8], num_tokens: int) -> None:
+    """Zero what follows the last token of a request in its last row."""
+    one_row = msgspec.structs.replace(layout, block_size=ROW_TOKENS)
+    pieces = list(row.reshape(layout.num_pieces, 1, -1))
+    HostBlocks(one_row, pieces).zero_tail([0], num_tokens % ROW_TOKENS)
 
 
 def _count(by_reason: dict[str, int], reason: FailureReason) -> None:

@@ -4,9 +4,10 @@ A transport submits commands, hands in messages and lets time pass; it takes out
 what to tell the core. Pure, like the two state machines that it joins.
 """
 
-from kv_transfer.config import TransferConfig
-from kv_transfer.consumer import ConsumerSessions
+from kv_transfer.connector import ConnectorSettings
+from kv_transfer.consumer import ConsumerSessions, Route
 from kv_transfer.layout import KVLayout
+from kv_transfer.messages import PayloadPath
 from kv_transfer.producer import ProducerSessions
 from kv_transfer.transport import (
     CancelLoad,
@@ -16,8 +17,10 @@ from kv_transfer.transport import (
     Consumed,
     Event,
     Load,
+    MappedChunk,
     Offer,
     Ready,
+    Spoiled,
     WireCounters,
 )
 
@@ -33,29 +36,46 @@ class TransferSessions:
     """
 
     def __init__(
-        self, incarnation: str, layout: KVLayout, config: TransferConfig, counters: WireCounters
+        self,
+        settings: ConnectorSettings,
+        layout: KVLayout,
+        counters: WireCounters,
+        paths: frozenset[PayloadPath] = frozenset({"inline"}),
     ) -> None:
-        self.producer = ProducerSessions(incarnation, layout, config, counters)
-        self.consumer = ConsumerSessions(incarnation, layout, config, counters)
+        """Start without transfers.
+
+        Args:
+            settings: The engine's.
+            layout: Of its blocks.
+            counters: Where to count.
+            paths: How this engine can give its payload away.
+        """
+        self._layout = layout
+        self.producer = ProducerSessions(settings, layout, counters, paths)
+        self.consumer = ConsumerSessions(settings, counters)
 
     def apply(self, command: Command, now_s: float) -> None:
-        """Carry out a command of the core."""
-        if isinstance(command, Chunk):
-            self.producer.send_chunk(
-                command.transfer_id, command.first_block, command.payload, now_s
-            )
+        """Carry out a command of the core; a ``Load`` by the ticket's first endpoint."""
+        if isinstance(command, Chunk | MappedChunk):
+            self.producer.send_chunk(command, now_s)
         elif isinstance(command, Consumed):
-            self.consumer.consumed(command.transfer_id, command.num_blocks, now_s)
+            self.consumer.consumed(command.transfer_id, command.num_rows, now_s)
+        elif isinstance(command, Spoiled):
+            self.consumer.spoiled(command.transfer_id, command.first_row, command.num_rows, now_s)
         elif isinstance(command, Ready):
-            self.producer.ready(command.transfer_id, command.num_blocks)
+            self.producer.ready(command.transfer_id, command.num_rows, now_s)
         elif isinstance(command, Offer):
             self.producer.offer(command.ticket, now_s)
         elif isinstance(command, Load):
-            self.consumer.load(command.ticket, command.start_block, now_s)
+            self.load(command, Route(command.ticket.producer_endpoints[0]), now_s)
         elif isinstance(command, CancelSend):
             self.producer.cancel(command.transfer_id)
         elif isinstance(command, CancelLoad):
             self.consumer.cancel(command.transfer_id, now_s)
+
+    def load(self, command: Load, route: Route, now_s: float) -> None:
+        """Start a load by a route that the transport has found."""
+        self.consumer.load(command, route, self._layout.num_rows(command.ticket.num_tokens), now_s)
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass."""

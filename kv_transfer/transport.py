@@ -6,13 +6,15 @@ whatever carries bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.errors import FailureReason
+from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.messages import PayloadPath
 from kv_transfer.ticket import Ticket
 
 # ---- commands: core thread -> transport
@@ -27,18 +29,37 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Producer: this many blocks from position 0 are computed."""
+    """Producer: this many rows from position 0 are computed."""
 
     transfer_id: bytes
-    num_blocks: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Producer: extracted blocks to send, ``payload`` (n, bytes_per_block) uint8."""
+    """Producer: extracted rows to send, ``payload`` (n, row_bytes) uint8."""
 
     transfer_id: bytes
-    first_block: int
+    first_row: int
+    payload: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedChunk:
+    """Producer: rows to tell of, which stay where they are.
+
+    Attributes:
+        transfer_id: Which transfer.
+        first_row: First of them.
+        num_rows: How many.
+        lane: Lane of the blocks.
+        payload: ``encode_mapped`` of the blocks that cover them.
+    """
+
+    transfer_id: bytes
+    first_row: int
+    num_rows: int
+    lane: int
     payload: NDArray[np.uint8]
 
 
@@ -51,18 +72,39 @@ class CancelSend:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Consumer: fetch the blocks from ``start_block`` on."""
+    """Consumer: fetch the rows from ``start_row`` on.
+
+    Attributes:
+        ticket: What to fetch.
+        sealed: The same as it came, to be shown to the producer.
+        start_row: First row; with none left, the producer is only told.
+        row_bytes: Bytes of the producer's rows.
+    """
 
     ticket: Ticket
-    start_block: int
+    sealed: bytes
+    start_row: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """Consumer: this many more blocks have been written; their buffers are free again."""
+    """Consumer: this many more rows have been written; their buffers are free again.
+
+    Fewer than none when rows were overwritten that had been told as written (see ``Spoiled``).
+    """
 
     transfer_id: bytes
-    num_blocks: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled:
+    """Consumer: these rows, read in shared memory, were not what the producer had told."""
+
+    transfer_id: bytes
+    first_row: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +114,36 @@ class CancelLoad:
     transfer_id: bytes
 
 
-Command = Offer | Ready | Chunk | CancelSend | Load | Consumed | CancelLoad
+Command = Offer | Ready | Chunk | MappedChunk | CancelSend | Load | Consumed | Spoiled | CancelLoad
 
 # ---- events: transport -> core thread
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Producer: blocks from ``start_block`` up to but excluding ``limit`` may be extracted."""
+    """Producer: rows from ``start_row`` up to but excluding ``limit`` may be extracted."""
 
     transfer_id: bytes
-    start_block: int
+    start_row: int
     limit: int
+    path: PayloadPath
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Producer: these blocks are wanted once more."""
+    """Producer: these rows are wanted once more."""
 
     transfer_id: bytes
-    first_block: int
-    num_blocks: int
+    first_row: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Producer: the consumer has all, ``num_blocks`` of it over the wire."""
+    """Producer: the consumer has all, ``num_rows`` of it from here."""
 
     transfer_id: bytes
-    num_blocks: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +156,40 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """Consumer: verified blocks, ``payload`` (n, bytes_per_block) uint8, ``num_new`` unseen."""
+    """Consumer: verified rows, ``payload`` (n, bytes of a producer's row) uint8."""
 
     transfer_id: bytes
-    first_block: int
-    num_new: int
+    first_row: int
     payload: NDArray[np.uint8]
+    path: PayloadPath
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrivedMapped:
+    """Consumer: rows that may be read in the producer's memory now; nothing is verified yet.
+
+    Attributes:
+        transfer_id: Which transfer.
+        first_row: First of them.
+        num_rows: How many.
+        source: The producer's blocks, mapped here.
+        block_ids: Those that cover the rows.
+        digests: One for each of these blocks; none where the producer computes none.
+    """
+
+    transfer_id: bytes
+    first_row: int
+    num_rows: int
+    source: HostBlocks
+    block_ids: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """Consumer: the producer held the rows until all of them had been read; path shared only."""
+
+    transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +200,7 @@ class LoadFailed:
     reason: FailureReason
 
 
-Event = Granted | Repeat | Delivered | SendFailed | Arrived | LoadFailed
+Event = Granted | Repeat | Delivered | SendFailed | Arrived | ArrivedMapped | Confirmed | LoadFailed
 
 
 @dataclass(slots=True)
@@ -141,14 +212,21 @@ class WireCounters:
     num_dropped_chunks: int = 0
     num_unknown_ids: int = 0
     num_malformed: int = 0
+    num_bad_tickets: int = 0
+    credit_stalled_s: float = 0.0
+    leases: dict[str, int] = field(default_factory=dict)
+
+    def count_lease(self, event: str) -> None:
+        """Count something that happened to a lease."""
+        self.leases[event] = self.leases.get(event, 0) + 1
 
 
 class Transport(Protocol):
     """A byte mover with its own thread, or a test double without one."""
 
     @property
-    def endpoint(self) -> str:
-        """Where consumers find this producer."""
+    def endpoints(self) -> tuple[str, ...]:
+        """Where consumers find this producer; they take what they can reach."""
 
     @property
     def counters(self) -> WireCounters:
@@ -167,6 +245,9 @@ class Transport(Protocol):
         Raises:
             TransferError: When the transport has stopped working.
         """
+
+    def lease_left_s(self, transfer_id: bytes, now_s: float) -> float:
+        """Return the seconds until a producer's lease ends unless renewed; 0 without one."""
 
     def close(self, deadline_s: float) -> None:
         """Stop; idempotent. Leaves no thread, socket or file."""

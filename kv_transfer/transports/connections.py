@@ -10,18 +10,18 @@ from contextlib import suppress
 
 
 def break_accepted(endpoint: str) -> int:
-    """Break every TCP connection that this process has accepted at an endpoint.
+    """Break every connection that this process has accepted at an endpoint.
 
     The listening socket stays as it is: peers may connect again at once.
 
     Args:
-        endpoint: ``tcp://<address>:<port>`` where a socket of this process is bound.
+        endpoint: ``tcp://<address>:<port>``, ``ipc://<path>`` or ``ipc://@<name>``, where a socket
+            of this process is bound.
 
     Returns:
         How many connections were broken.
     """
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    at = (address.strip("[]"), int(port))
+    at = _name(endpoint)
     num_broken = 0
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
@@ -29,7 +29,19 @@ def break_accepted(endpoint: str) -> int:
     return num_broken
 
 
-def _break(descriptor: int, at: tuple[str, int]) -> bool:
+_Name = tuple[str, int] | str | bytes
+"""What the operating system calls a bound address."""
+
+
+def _name(endpoint: str) -> _Name:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        return b"\0" + address[1:].encode() if address.startswith("@") else address
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _break(descriptor: int, at: _Name) -> bool:
     """Shut a connection down if it was accepted at an address.
 
     Why a copy: between the look and the deed the number may be closed and used for something else.
@@ -44,9 +56,8 @@ def _break(descriptor: int, at: tuple[str, int]) -> bool:
         os.close(copy)
         raise
     with connection:
-        if connection.family not in {socket.AF_INET, socket.AF_INET6}:
-            return False
-        if connection.getsockname()[:2] != at:
+        name = connection.getsockname()
+        if (name[:2] if isinstance(name, tuple) else name) != at:
             return False
         connection.getpeername()  # A listening socket has none: OSError.
         connection.shutdown(socket.SHUT_RDWR)

@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.connector import ConnectorSettings
-from kv_transfer.layout import KVLayout
+from kv_transfer.connector import ConnectorSettings, KVDeviceIO
 from kv_transfer.messages import ToConsumer, ToProducer
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.transport import Command, Event, WireCounters
@@ -52,17 +51,15 @@ class VirtualTransport:
     def __init__(
         self,
         settings: ConnectorSettings,
-        layout: KVLayout,
+        io: KVDeviceIO,
         notify: Callable[[], None],
         wire: VirtualWire,
     ) -> None:
         self._counters = WireCounters()
-        self._sessions = TransferSessions(
-            settings.incarnation, layout, settings.config, self._counters
-        )
+        self._sessions = TransferSessions(settings, io.layout, self._counters)
         self._notify = notify
         self._wire = wire
-        self._endpoint = f"ipc://virtual/{settings.incarnation}"
+        self._endpoints = (f"ipc://virtual/{settings.incarnation}",)
         self._events: list[Event] = []
         self._timer: Cancellable | None = None
         self._timer_s: float | None = None
@@ -70,9 +67,9 @@ class VirtualTransport:
     # ---- core
 
     @property
-    def endpoint(self) -> str:
+    def endpoints(self) -> tuple[str, ...]:
         """Where consumers find this producer."""
-        return self._endpoint
+        return self._endpoints
 
     @property
     def counters(self) -> WireCounters:
@@ -88,6 +85,10 @@ class VirtualTransport:
         """Take the events since the last call."""
         events, self._events = self._events, []
         return events
+
+    def lease_left_s(self, transfer_id: bytes, now_s: float) -> float:
+        """Return the seconds until a producer's lease ends unless renewed."""
+        return self._sessions.producer.left_s(transfer_id, now_s)
 
     def close(self, deadline_s: float) -> None:
         """Stop the clock of this transport; idempotent."""

@@ -3,11 +3,16 @@
 The thread owns every socket: one bound ROUTER on which consumers reach this engine, and one DEALER
 with its monitor per producer that this engine fetches from. It runs the two session state machines
 and exchanges plain values with the core thread over two queues, whose bytes the credits bound. It
-never sees KV memory and decides nothing about blocks. What ``LinkFaults`` script happens here, at
-the wire: behind the sessions, so that they see what they would see of a network's own faults.
+never touches KV memory and decides nothing about blocks. A producer of this host is reached over
+an abstract Unix socket, and its KV memory mapped for reading, where it hands that out. What
+``LinkFaults`` script happens here, at the wire: behind the sessions, so that they see what they
+would see of a network's own faults.
 """
 
+import contextlib
 import logging
+import os
+import secrets
 import socket
 import threading
 import time
@@ -20,20 +25,36 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.connector import ConnectorSettings
+from kv_transfer.connector import ConnectorSettings, KVDeviceIO
 from kv_transfer.consumer import SendToProducer
-from kv_transfer.errors import TransferError, WireError
+from kv_transfer.dtypes import acceptable_layouts
+from kv_transfer.errors import TicketError, TransferError, WireError
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
+    Agent,
+    Data,
+    PayloadPath,
+    Staged,
     decode_to_consumer,
     decode_to_producer,
     encode,
 )
 from kv_transfer.producer import SendToConsumer
 from kv_transfer.sessions import TransferSessions
-from kv_transfer.transport import Command, Event, WireCounters
+from kv_transfer.shared_region import RegionServer
+from kv_transfer.transport import CancelLoad, Command, Event, Load, WireCounters
 from kv_transfer.transports.connections import break_accepted
+from kv_transfer.transports.core_watch import CoreWatch
+from kv_transfer.transports.nixl import (
+    NixlEnd,
+    RemoteRows,
+    Staging,
+    has_rdma_device,
+    is_installed,
+)
+from kv_transfer.transports.process import prepare_process
+from kv_transfer.transports.routes import Routes
 
 logger = logging.getLogger(__name__)
 
@@ -83,22 +104,37 @@ class ZmqTransport:
     """
 
     def __init__(
-        self, settings: ConnectorSettings, layout: KVLayout, notify: Callable[[], None]
+        self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
     ) -> None:
         """Bind and start.
 
         Raises:
             TransferError: When the address is a wildcard or cannot be bound.
         """
-        config = settings.config
-        chunk_bytes = config.chunk_blocks(layout.bytes_per_block) * layout.bytes_per_block
+        prepare_process()
         self._settings = settings
         self._notify = notify
-        self._max_bytes = max(chunk_bytes, MAX_MESSAGE_BYTES)
+        self._layouts = acceptable_layouts(io.layout, settings.accept_dtypes)
+        self._max_bytes = max(
+            MAX_MESSAGE_BYTES,
+            *(_largest_payload(layout, settings) for layout in self._layouts.values()),
+        )
         self._counters = WireCounters()
-        incarnation = settings.incarnation
-        self._sessions = TransferSessions(incarnation, layout, config, self._counters)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._endpoints = self._bind()
+        self._region_server = self._share(io)
+        self._nixl = self._start_nixl()
+        self._staging = None if self._nixl is None else Staging(self._nixl)
+        self._met: set[bytes] = set()
+        paths: set[PayloadPath] = {"inline"}
+        if io.shared_region is not None:
+            paths.add("shared")
+        if self._nixl is not None:
+            paths.add("nixl")
+        self._sessions = TransferSessions(settings, io.layout, self._counters, frozenset(paths))
         self._commands: deque[Command] = deque()
+        self._is_waking = False
         self._events: deque[Event] = deque()
         self._peers: dict[str, _Peer] = {}
         self._faults = settings.link_faults
@@ -107,24 +143,22 @@ class ZmqTransport:
         self._corrupts = False
         self._stopping = threading.Event()
         self._crash: BaseException | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._endpoint = self._bind()
+        config = settings.config
+        self._core = CoreWatch(config.probe_s, config.no_data_s)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._poller = self._make_poller()
+        self._routes = Routes(self._layouts, self._poller, has_nixl=self._nixl is not None)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
     # ---- core thread
 
     @property
-    def endpoint(self) -> str:
+    def endpoints(self) -> tuple[str, ...]:
         """Where consumers find this producer."""
-        return self._endpoint
+        return self._endpoints
 
     @property
     def counters(self) -> WireCounters:
@@ -134,16 +168,22 @@ class ZmqTransport:
     def submit(self, commands: Sequence[Command]) -> None:
         """Pass commands on to the I/O thread."""
         self._check_alive()
+        self._core.answer(time.monotonic())
         self._commands.extend(commands)
         self._wake()
 
     def poll(self) -> Sequence[Event]:
         """Take the events since the last call."""
         self._check_alive()
+        self._core.answer(time.monotonic())
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
+
+    def lease_left_s(self, transfer_id: bytes, now_s: float) -> float:
+        """Return the seconds until a producer's lease ends unless renewed."""
+        return self._sessions.producer.left_s(transfer_id, now_s)
 
     def close(self, deadline_s: float) -> None:
         """Stop the I/O thread, which closes the sockets; idempotent."""
@@ -161,6 +201,13 @@ class ZmqTransport:
             raise TransferError("the KV transfer connector is closed")
 
     def _wake(self) -> None:
+        """Let the I/O thread look at the commands, if it will not do so anyway.
+
+        Why the flag: each system call gives the interpreter up to the other thread.
+        """
+        if self._is_waking:
+            return
+        self._is_waking = True
         try:
             self._wake_sender.send(b"\0")
         except (BlockingIOError, OSError):
@@ -169,7 +216,8 @@ class ZmqTransport:
 
     # ---- start and stop
 
-    def _bind(self) -> str:
+    def _bind(self) -> tuple[str, ...]:
+        """Bind where the settings say, and for neighbours where no file is left behind."""
         bind = self._settings.bind
         if bind.startswith(("tcp://*", "tcp://0.0.0.0", "tcp://[::]")) or not bind.startswith(
             ("tcp://", "ipc://")
@@ -181,12 +229,47 @@ class ZmqTransport:
             )
         _set_options(self._router, self._settings, MAX_MESSAGE_BYTES)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
+        # Neighbours of other users have no business here.
+        self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
+        neighbours = f"ipc://@ttserve-kv-{secrets.token_hex(16)}"
         try:
             self._router.bind(bind)
+            told = self._router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self._router.bind(neighbours)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise TransferError(f"cannot bind KV transfer to {bind!r}: {error}") from error
-        return self._router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return told, neighbours
+
+    def _share(self, io: KVDeviceIO) -> RegionServer | None:
+        """Hand the KV memory out to neighbours, where it can be."""
+        if io.shared_region is None or io.region_layout is None:
+            logger.info("KV transfer: payload travels, as this engine's KV memory is not shared")
+            return None
+        try:
+            server = RegionServer(io.shared_region, io.region_layout, self._admits)
+        except TransferError:
+            self._context.destroy(linger=0)
+            raise
+        self._endpoints = (*self._endpoints, server.address)
+        return server
+
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        if self._region_server is not None:
+            poller.register(self._region_server, zmq.POLLIN)
+        return poller
+
+    def _admits(self, sealed: bytes) -> bool:
+        """Tell whether this is a ticket of a transfer from here."""
+        settings = self._settings
+        try:
+            ticket = settings.keys.unseal(sealed, time.monotonic() + settings.unix_epoch_s)
+        except TicketError:
+            return False
+        return bool(ticket.consumer) and ticket.producer_incarnation == settings.incarnation
 
     def _run(self) -> None:
         try:
@@ -199,35 +282,73 @@ class ZmqTransport:
         finally:
             self._release()
 
+    def _start_nixl(self) -> NixlEnd | None:
+        """Start NIXL where it is wanted; where it fails, payload goes another way."""
+        config = self._settings.config
+        is_wanted = config.use_nixl
+        if is_wanted is None:
+            is_wanted = is_installed() and has_rdma_device()
+        if not is_wanted:
+            return None
+        try:
+            return NixlEnd(
+                self._settings.incarnation,
+                slot_bytes=self._max_bytes,
+                num_slots=max(2, config.max_inflight_bytes // self._max_bytes),
+                deadline_s=config.no_progress_s,
+                wake=self._wake,
+            )
+        except TransferError as error:
+            logger.warning("%s", error)
+            return None
+
     def _release(self) -> None:
+        if self._nixl is not None:
+            self._nixl.close(1.0)
+        self._routes.close()
+        if self._region_server is not None:
+            self._region_server.close()
         for peer in self._peers.values():
             peer.close()
         self._router.close(linger=0)
         self._context.term()
         self._wake_receiver.close()
-        if self._endpoint.startswith("ipc:///"):
-            Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        if self._endpoints[0].startswith("ipc:///"):
+            Path(self._endpoints[0].removeprefix("ipc://")).unlink(missing_ok=True)
 
     # ---- I/O thread
 
     def _turn(self) -> None:
         """Wait for something, handle all of it, send what follows from it."""
-        self._poller.poll(self._timeout_ms())
+        ready = dict(self._poller.poll(self._timeout_ms()))
         self._drain_wake()
         now_s = time.monotonic()
         self._apply_faults(now_s)
-        while self._commands:
-            self._sessions.apply(self._commands.popleft(), now_s)
-        self._receive_from_consumers(now_s)
+        if self._region_server is not None and self._region_server.fileno() in ready:
+            self._region_server.serve()
+        self._watch_core(now_s)
+        self._apply_commands(now_s)
+        for load, route in self._routes.take_ready(now_s):
+            self._sessions.load(load, route, now_s)
+        if self._router in ready:
+            self._receive_from_consumers(now_s)
+        if self._staging is not None:
+            self._staging.free_consumed(self._sessions.producer.consumed_row)
+        self._take_reads(now_s)
         for peer in list(self._peers.values()):
-            self._receive_from_producer(peer, now_s)
+            if peer.dealer in ready or peer.monitor in ready:
+                self._receive_from_producer(peer, now_s)
         self._sessions.tick(now_s)
         self._send()
         self._publish()
 
     def _timeout_ms(self) -> int | None:
         now_s = time.monotonic()
-        deadlines = (self._sessions.next_deadline_s(), self._faults.next_change_s(now_s))
+        deadlines = (
+            self._sessions.next_deadline_s(),
+            self._faults.next_change_s(now_s),
+            self._routes.next_deadline_s(),
+        )
         due_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due_s is None:
             return None
@@ -242,14 +363,42 @@ class ZmqTransport:
             self._num_breaks = num_breaks
             for peer in list(self._peers.values()):
                 self._drop_peer(peer)
-            break_accepted(self._endpoint)
+            for endpoint in self._endpoints:
+                if not endpoint.startswith("shm://"):
+                    break_accepted(endpoint)
+
+    def _watch_core(self, now_s: float) -> None:
+        """Fall silent while the core hangs: nothing that this engine would say could be kept."""
+        if not self._sessions.num_open:
+            return
+        if self._core.must_ask(now_s):
+            self._notify()
+        if self._core.is_silent(now_s):
+            self._is_cut = True
+
+    def _apply_commands(self, now_s: float) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            started = None
+            if isinstance(command, Load):
+                route = self._routes.find(command, now_s)
+                started = None if route is None else (command, route)
+            elif isinstance(command, CancelLoad):
+                started = self._routes.take_waiting(command.transfer_id)
+            if started is not None:
+                self._sessions.load(*started, now_s)
+            if not isinstance(command, Load):
+                self._sessions.apply(command, now_s)
+
+    # ---- messages
 
     def _drain_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_receiver.recv(4096):
                 pass
-        except BlockingIOError:
-            return
+        # Between the two: whoever adds a command after they are read has to wake this thread again,
+        # and while the flag is up a wake-up must still be on its way, or the commands unread.
+        self._is_waking = False
 
     def _receive_from_consumers(self, now_s: float) -> None:
         for _ in range(_MAX_BATCH):
@@ -258,6 +407,8 @@ class ZmqTransport:
                 return
             if self._is_cut:
                 continue
+            # Whatever the core has taken back is taken back before anybody is told that it holds.
+            self._apply_commands(now_s)
             try:
                 peer, message = frames
                 self._sessions.producer.on_message(
@@ -281,9 +432,42 @@ class ZmqTransport:
             except WireError:
                 self._counters.num_malformed += 1
                 continue
-            self._sessions.consumer.on_message(peer.endpoint, message, payload, now_s)
+            if isinstance(message, Staged | Agent):
+                self._on_nixl(peer.endpoint, message, payload, now_s)
+            else:
+                self._sessions.consumer.on_message(peer.endpoint, message, payload, now_s)
         if is_lost:
             self._drop_peer(peer)
+
+    # ---- payload over NIXL
+
+    def _on_nixl(
+        self,
+        endpoint: str,
+        message: Staged | Agent,
+        payload: NDArray[np.uint8] | None,
+        now_s: float,
+    ) -> None:
+        if self._nixl is None or isinstance(message, Agent) != (payload is not None):
+            self._counters.num_malformed += 1
+        elif isinstance(message, Staged):
+            if not self._sessions.consumer.expects(message.data, message.num_bytes):
+                self._counters.num_malformed += 1
+                return
+            rows = RemoteRows(endpoint, message.address, message.num_bytes)
+            self._nixl.read((endpoint, message.data), rows, now_s)
+        elif payload is not None:
+            self._nixl.introduce(endpoint, payload.tobytes())
+
+    def _take_reads(self, now_s: float) -> None:
+        """Hand in what was read; what could not be is asked for again, to come another way."""
+        for read in self._nixl.take_reads() if self._nixl is not None else ():
+            endpoint, data = read.tag
+            if read.payload is not None:
+                self._sessions.consumer.on_message(endpoint, data, read.payload, now_s, "nixl")
+            else:
+                self._routes.avoid_nixl(endpoint)
+                self._sessions.consumer.lost(data, now_s)
 
     def _drop_peer(self, peer: _Peer) -> None:
         """Fail what was expected from a producer; a later load connects anew."""
@@ -291,7 +475,14 @@ class ZmqTransport:
         self._poller.unregister(peer.dealer)
         self._poller.unregister(peer.monitor)
         peer.close()
-        self._sessions.consumer.on_peer_lost(peer.endpoint)
+        self._forget(peer.endpoint)
+
+    def _forget(self, endpoint: str) -> None:
+        """Let go of a producer that cannot be reached: its memory, its agent, what it owes."""
+        self._routes.forget(endpoint)
+        if self._nixl is not None:
+            self._nixl.forget(endpoint)
+        self._sessions.consumer.on_peer_lost(endpoint)
 
     def _send(self) -> None:
         for to_consumer in self._sessions.producer.take_sends():
@@ -303,14 +494,28 @@ class ZmqTransport:
         """Send through the ROUTER, whose queue the credits bound."""
         if self._is_cut:
             return
-        head = [send.peer, encode(send.message)]
+        staged = None
+        if (
+            self._staging is not None
+            and send.payload is not None
+            and isinstance(send.message, Data)
+            and self._sessions.producer.path(send.message.transfer_id) == "nixl"
+        ):
+            staged = self._staging.stage(send.message, send.payload)
+        head = [send.peer, encode(staged or send.message)]
         try:
-            if send.payload is None:
+            if staged is not None and self._nixl is not None and send.peer not in self._met:
+                hello = [send.peer, encode(Agent(self._settings.incarnation)), self._nixl.metadata]
+                self._router.send_multipart(hello, zmq.NOBLOCK)
+                # Those that no transfer belongs to any more are gone, or will be greeted anew.
+                self._met = (self._met & self._sessions.producer.peers) | {send.peer}
+            if send.payload is None or staged is not None:
                 self._router.send_multipart(head, zmq.NOBLOCK)
             else:
                 self._router.send_multipart(head, zmq.NOBLOCK | zmq.SNDMORE)
                 if self._corrupts:
-                    send.payload[:, 0] ^= 0xFF  # A byte of every block, after the checksum.
+                    # A byte of every row, after the checksum.
+                    send.payload.reshape(len(send.payload), -1)[:, 0] ^= 0xFF
                 self._router.send(send.payload.data, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -330,13 +535,15 @@ class ZmqTransport:
             logger.debug("KV transfer message to %s dropped: queue full", send.endpoint)
 
     def _connect(self, endpoint: str) -> _Peer | None:
-        peer = _Peer(self._context, endpoint)
+        peer = None
         try:
+            peer = _Peer(self._context, endpoint)
             peer.connect(self._settings, self._max_bytes)
         except zmq.ZMQError as error:
             logger.warning("cannot connect KV transfer to %s: %s", endpoint, error)
-            peer.close()
-            self._sessions.consumer.on_peer_lost(endpoint)
+            if peer is not None:
+                peer.close()
+            self._forget(endpoint)
             return None
         self._peers[endpoint] = peer
         self._poller.register(peer.dealer, zmq.POLLIN)
@@ -348,6 +555,13 @@ class ZmqTransport:
         if events:
             self._events.extend(events)
             self._notify()
+
+
+def _largest_payload(layout: KVLayout, settings: ConnectorSettings) -> int:
+    """Return the most bytes of one payload frame from a producer of this layout."""
+    row_bytes = layout.row_bytes
+    mapped = 16 * (settings.config.mapped_chunk_rows(row_bytes) + 1)
+    return max(settings.config.chunk_rows(row_bytes) * row_bytes, mapped)
 
 
 def _set_options(endpoint: zmq.Socket[bytes], settings: ConnectorSettings, max_bytes: int) -> None:

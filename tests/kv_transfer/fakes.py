@@ -1,11 +1,13 @@
 """Two engines without models: numpy KV memory, a step loop, and a network inside one process."""
 
+import functools
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,19 +15,37 @@ from numpy.typing import NDArray
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import (
     ConnectorSettings,
+    Failure,
+    KVDeviceIO,
     LinkFaults,
     NoLinkFaults,
     SaveProgress,
+    TransferRequest,
     TransferStats,
 )
-from kv_transfer.errors import FailureReason
-from kv_transfer.layout import KVLayout
-from kv_transfer.messages import decode_to_consumer, decode_to_producer, encode
+from kv_transfer.consumer import Route
+from kv_transfer.errors import FailureReason, WireError
+from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.layout import ROW_TOKENS, KVLayout
+from kv_transfer.messages import (
+    Agent,
+    Staged,
+    ToConsumer,
+    ToProducer,
+    decode_to_consumer,
+    decode_to_producer,
+    encode,
+)
 from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.sessions import TransferSessions
-from kv_transfer.ticket import Ticket
-from kv_transfer.transport import Command, Event, WireCounters
+from kv_transfer.shared_region import RegionLayout, SharedRegion
+from kv_transfer.ticket import KeyRing, Ticket
+from kv_transfer.transport import Command, Event, Load, WireCounters
+
+KEYS = KeyRing((b"a secret of this cluster's router",))
+FOREVER_MS = 1 << 52
+"""An expiry that no clock of a test reaches."""
 
 LAYOUT = KVLayout(
     num_layers=2,
@@ -42,40 +62,94 @@ QUICK = TransferConfig(
     rendezvous_s=5.0,
     no_progress_s=1.5,
     closing_s=2.0,
-    chunk_bytes=2 * LAYOUT.bytes_per_block,
-    window_bytes=4 * LAYOUT.bytes_per_block,
+    chunk_bytes=LAYOUT.row_bytes,
+    window_bytes=4 * LAYOUT.row_bytes,
+    mapped_chunk_bytes=2 * LAYOUT.row_bytes,
 )
-"""Chunks of two blocks, windows of four."""
+"""Chunks of one row, windows of four; two rows of shared memory are told of at once."""
 
 
 class FakeIO:
-    """KV memory of ``num_lanes`` lanes in numpy; remembers which blocks were touched."""
+    """KV memory of ``num_lanes`` lanes in numpy; remembers which blocks were touched.
 
-    def __init__(self, num_blocks: int, *, num_lanes: int = 1, seed: int = 0) -> None:
-        self.layout = LAYOUT
-        shape = (num_lanes, num_blocks, LAYOUT.bytes_per_block)
-        self.cache = np.random.default_rng(seed).integers(1, 256, shape, np.uint8)
+    With ``shares`` it is memory of this process that others may map; otherwise a device's.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        num_lanes: int = 1,
+        seed: int = 0,
+        layout: KVLayout = LAYOUT,
+        shares: bool = False,
+    ) -> None:
+        self.layout = layout
+        shape = (num_lanes, layout.num_pieces, num_blocks, layout.piece_bytes)
+        size = int(np.prod(shape))
+        self.shared_region = SharedRegion.create(size) if shares else None
+        memory = self.shared_region.memory[:size] if self.shared_region else np.empty(size, "u1")
+        self.cache = memory.reshape(shape)
+        self.cache[:] = np.random.default_rng(seed).integers(1, 256, shape, np.uint8)
+        self.original = self.cache.copy()
+        self.blocks = [HostBlocks(layout, list(lane)) for lane in self.cache]
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
 
-    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        self.reads.extend((lane, block_id) for block_id in block_ids)
-        return self.cache[lane, list(block_ids)]
+    @property
+    def host_blocks(self) -> list[HostBlocks] | None:
+        return self.blocks if self.shared_region is not None else None
 
-    def write_blocks(self, lane: int, block_ids: Sequence[int], data: NDArray[np.uint8]) -> None:
-        assert data.shape == (len(block_ids), LAYOUT.bytes_per_block)
-        self.cache[lane, list(block_ids)] = data
-        self.writes.extend((lane, block_id) for block_id in block_ids)
+    @property
+    def region_layout(self) -> RegionLayout | None:
+        if self.shared_region is None:
+            return None
+        num_lanes, num_pieces, num_blocks, piece_bytes = self.cache.shape
+        size = num_blocks * piece_bytes
+        offsets = tuple(
+            tuple((lane * num_pieces + piece) * size for piece in range(num_pieces))
+            for lane in range(num_lanes)
+        )
+        layout = self.layout
+        return RegionLayout(layout.block_size, num_blocks, layout.content_hash(), offsets)
 
-    def rows(self, lane: int, block_ids: Sequence[int], num_tokens: int) -> NDArray[np.uint8]:
-        """Bytes of a request's valid rows: (plane * head * layer, num_tokens, row_bytes)."""
-        blocks = self.cache[lane, list(block_ids)].reshape(-1, *LAYOUT.rows_shape)
-        return np.concatenate(list(blocks), axis=1)[:, :num_tokens]
+    def read_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
+    ) -> NDArray[np.uint8]:
+        first, end = self.layout.covering(first_row, num_rows)
+        self.reads.extend((lane, block_id) for block_id in block_ids[first:end])
+        return self.blocks[lane].read_rows(block_ids, first_row, num_rows)
 
-    def tail(self, block_id: int, num_tokens: int, *, lane: int = 0) -> NDArray[np.uint8]:
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: NDArray[np.uint8]
+    ) -> None:
+        first, end = self.layout.covering(first_row, len(data))
+        self.writes.extend((lane, block_id) for block_id in block_ids[first:end])
+        self.blocks[lane].write_rows(block_ids, first_row, data)
+
+    def changed(self, lane: int = 0) -> set[int]:
+        """Blocks that are not what they were at the start, however they were written."""
+        differs = (self.cache[lane] != self.original[lane]).any(axis=(0, 2))
+        return set(np.flatnonzero(differs).tolist())
+
+    def tokens(
+        self, lane: int, block_ids: Sequence[int], start: int, stop: int
+    ) -> NDArray[np.uint8]:
+        """Bytes of tokens of a request: (tokens, pieces * heads * bytes of a token in a head)."""
+        first_row, end_row = start // ROW_TOKENS, -(-stop // ROW_TOKENS)
+        rows = self.blocks[lane].read_rows(block_ids, first_row, end_row - first_row)
+        token_bytes = self.layout.unit_bytes // ROW_TOKENS
+        num_units = self.layout.row_bytes // self.layout.unit_bytes
+        units = rows.reshape(len(rows), num_units, ROW_TOKENS, token_bytes)
+        tokens = units.transpose(0, 2, 1, 3).reshape(-1, num_units * token_bytes)
+        return tokens[start - first_row * ROW_TOKENS : stop - first_row * ROW_TOKENS]
+
+    def tail(
+        self, block_ids: Sequence[int], num_tokens: int, *, lane: int = 0
+    ) -> NDArray[np.uint8]:
         """Bytes of a request's last block behind its last token."""
-        used = (num_tokens - 1) % LAYOUT.block_size + 1
-        return self.cache[lane, block_id].reshape(LAYOUT.rows_shape)[:, used:]
+        stop = self.layout.num_blocks(num_tokens) * self.layout.block_size
+        return self.tokens(lane, block_ids, num_tokens, stop)
 
 
 @dataclass(eq=False)
@@ -88,14 +162,23 @@ class FakeEngine:
     worker: P2PConnectorWorker
     notified: threading.Event
     clock: Callable[[], float]
+    keys: KeyRing = KEYS
+    """Of the router, whose tickets the engine gets."""
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: dict[str, FailureReason] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
     progress: list[SaveProgress] = field(default_factory=list)
+    forward: list[Callable[[], None]] = field(default_factory=list)
+    """What the next step's forward does to KV memory."""
 
     @property
     def ended(self) -> set[str]:
         return self.sent | self.received | self.failed.keys()
+
+    @property
+    def reasons(self) -> dict[str, FailureReason]:
+        """Why what failed did."""
+        return {request_id: failure.reason for request_id, failure in self.failed.items()}
 
     @property
     def stats(self) -> TransferStats:
@@ -105,6 +188,9 @@ class FakeEngine:
         meta = self.scheduler.build_connector_meta(self.progress)
         self.progress = []
         self.worker.start_load_kv(meta, self.clock())
+        for write in self.forward:
+            write()
+        self.forward = []
         self.worker.mark_ready(meta, self.clock())
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(self.clock())
@@ -120,9 +206,15 @@ class FakeEngine:
         """Announce what the next step computes."""
         self.progress.append(SaveProgress(request_id, 0, tuple(block_ids), num_tokens))
 
+    def add(self, ticket: Ticket) -> None:
+        """Take a request that brings a ticket."""
+        sealed = self.keys.seal(ticket)
+        request = TransferRequest(ticket.request_id, (0,) * ticket.num_tokens, sealed)
+        self.scheduler.on_new_request(request, self.clock())
+
     def load(self, ticket: Ticket, block_ids: Sequence[int], num_cached: int = 0) -> None:
         """Admit a request whose KV comes from elsewhere."""
-        self.scheduler.on_new_request(ticket.request_id, ticket)
+        self.add(ticket)
         num_external, _ = self.scheduler.get_num_new_matched_tokens(ticket.request_id, num_cached)
         assert num_external is not None
         self.scheduler.update_state_after_alloc(ticket.request_id, 0, block_ids, num_external)
@@ -135,32 +227,45 @@ def make_engine(
     bind: str = "tcp://127.0.0.1:*",
     config: TransferConfig = QUICK,
     link_faults: LinkFaults | None = None,
+    accept_dtypes: tuple[str, ...] = (),
 ) -> FakeEngine:
     """Make an engine on the real transport; the caller closes ``worker``."""
     settings = ConnectorSettings(
-        incarnation=name, bind=bind, config=config, link_faults=link_faults or NoLinkFaults()
+        incarnation=name,
+        bind=bind,
+        config=config,
+        keys=KEYS,
+        accept_dtypes=accept_dtypes,
+        link_faults=link_faults or NoLinkFaults(),
     )
     notified = threading.Event()
     connector = P2PConnector()
     worker = connector.create_worker(settings, notified.set)
     worker.register_kv_caches(io)
-    scheduler = connector.create_scheduler(settings, LAYOUT)
+    scheduler = connector.create_scheduler(settings, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, time.monotonic)
 
 
 def make_ticket(
-    request_id: str, endpoint: str, num_tokens: int, *, producer: str = "P", consumer: str = "D"
+    request_id: str,
+    endpoints: str | tuple[str, ...],
+    num_tokens: int,
+    *,
+    producer: str = "P",
+    consumer: str = "D",
+    layout: KVLayout = LAYOUT,
 ) -> Ticket:
     """Mint a ticket with an id made from the request's."""
     return Ticket(
         transfer_id=request_id.encode().ljust(16, b".")[:16],
         request_id=request_id,
         epoch=1,
-        producer_endpoint=endpoint,
+        producer_endpoints=(endpoints,) if isinstance(endpoints, str) else endpoints,
         producer_incarnation=producer,
         consumer=consumer,
         num_tokens=num_tokens,
-        layout_hash=LAYOUT.layout_hash(),
+        layout_hash=layout.content_hash(),
+        expires_ms=FOREVER_MS,
     )
 
 
@@ -181,6 +286,10 @@ def run_until(
 
 # ---- a network without sockets
 
+Message = ToProducer | ToConsumer
+Fate = Callable[[Message], list[float]]
+"""Delays in seconds of the copies of a message that arrive; none of them loses it."""
+
 
 class Faults:
     """What happens to each message: nothing, or what a seeded dice says."""
@@ -194,7 +303,7 @@ class Faults:
     def heal(self) -> None:
         self._drop = self._repeat = self._delay = 0.0
 
-    def delays_s(self) -> list[float]:
+    def __call__(self, _message: Message) -> list[float]:
         """One delivery time per copy of a message."""
         copies = 1 - (self._dice.random() < self._drop) + (self._dice.random() < self._repeat)
         return [
@@ -203,31 +312,39 @@ class Faults:
 
 
 class Network:
-    """Loopback wires between transports, with a virtual clock."""
+    """Loopback wires between transports, with a virtual clock.
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    Attributes:
+        fate: Asked about every message.
+        sent: Every message, in the order of sending.
+    """
+
+    def __init__(self, fate: Fate | None = None) -> None:
         self.now_s = 1000.0
-        self.faults = faults or Faults()
+        self.fate = fate or Faults()
         self.nodes: dict[str, LoopbackTransport] = {}
-        self._wires: list[tuple[float, int, Callable[[], None]]] = []
+        self.sent: list[Message] = []
+        self._wires: list[tuple[float, int, LoopbackTransport | None, Callable[[], None]]] = []
         self._count = 0
 
     def clock(self) -> float:
         return self.now_s
 
-    def post(self, deliver: Callable[[], None]) -> None:
-        for delay_s in self.faults.delays_s():
+    def post(self, message: Message, to: str, deliver: Callable[[], None]) -> None:
+        self.sent.append(message)
+        for delay_s in self.fate(message):
             self._count += 1
-            self._wires.append((self.now_s + delay_s, self._count, deliver))
+            wire = (self.now_s + delay_s, self._count, self.nodes.get(to), deliver)
+            self._wires.append(wire)
 
     def advance(self, seconds: float = 0.0) -> None:
         """Let time pass, then deliver what is due until the wires are quiet."""
         self.now_s += seconds
         for node in self.nodes.values():
             node.tick()
-        while due := sorted(wire for wire in self._wires if wire[0] <= self.now_s):
-            self._wires = [wire for wire in self._wires if wire[0] > self.now_s]
-            for _, _, deliver in due:
+        while due := sorted((x for x in self._wires if self._is_due(x)), key=lambda x: x[:2]):
+            self._wires = [wire for wire in self._wires if wire not in due]
+            for _, _, _, deliver in due:
                 deliver()
 
     def cut(self, endpoint: str) -> None:
@@ -238,25 +355,63 @@ class Network:
             node.producer.on_peer_lost(endpoint.encode())
             node.send()
 
+    def _is_due(
+        self, wire: "tuple[float, int, LoopbackTransport | None, Callable[[], None]]"
+    ) -> bool:
+        due_s, _, node, _ = wire
+        return due_s <= self.now_s and (node is None or not node.is_frozen)
+
 
 class LoopbackTransport:
-    """Test double of a transport: the same sessions, no thread, no sockets."""
+    """Test double of a transport: the same sessions, no thread, no sockets.
 
-    def __init__(self, network: Network, settings: ConnectorSettings) -> None:
+    Memory that an engine shares is read where it is, as a mapping of it would be.
+
+    Attributes:
+        is_frozen: Nothing happens here; what arrives waits until it thaws.
+        corrupt: How many more payloads leave with a flipped bit, behind their checksum.
+        mangle: Applied to every frame and payload that leaves for a consumer.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        settings: ConnectorSettings,
+        io: KVDeviceIO,
+        notify: Callable[[], None],
+    ) -> None:
         self.network = network
+        self.io = io
         self.endpoint = f"tcp://{settings.incarnation}:1"
+        self.endpoints = (self.endpoint,)
         self.counters = WireCounters()
-        args = (settings.incarnation, LAYOUT, settings.config, self.counters)
-        self.sessions = TransferSessions(*args)
+        paths = {"inline", "shared"} if io.shared_region is not None else {"inline"}
+        self.sessions = TransferSessions(settings, io.layout, self.counters, frozenset(paths))
         self.producer, self.consumer = self.sessions.producer, self.sessions.consumer
         self.events: deque[Event] = deque()
+        self.notify = notify
+        self.is_frozen = False
         self.corrupt = 0
+        self.mangle: Callable[[bytes, NDArray[np.uint8] | None], Mangled] = lambda *sent: sent
         network.nodes[self.endpoint] = self
 
     def submit(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            self.sessions.apply(command, self.network.now_s)
+            if isinstance(command, Load):
+                self.sessions.load(command, self._route(command), self.network.now_s)
+            else:
+                self.sessions.apply(command, self.network.now_s)
         self.send()
+
+    def _route(self, load: Load) -> Route:
+        endpoint = load.ticket.producer_endpoints[0]
+        node = self.network.nodes.get(endpoint)
+        if node is None or node.io.shared_region is None or node.io.host_blocks is None:
+            return Route(endpoint)
+        return Route(endpoint, "shared", node.io.host_blocks)
+
+    def lease_left_s(self, transfer_id: bytes, now_s: float) -> float:
+        return self.producer.left_s(transfer_id, now_s)
 
     def poll(self) -> Sequence[Event]:
         events = list(self.events)
@@ -267,8 +422,9 @@ class LoopbackTransport:
         self.network.nodes.pop(self.endpoint, None)
 
     def tick(self) -> None:
-        self.sessions.tick(self.network.now_s)
-        self.send()
+        if not self.is_frozen:
+            self.sessions.tick(self.network.now_s)
+            self.send()
 
     def send(self) -> None:
         self.sessions.check_invariants()
@@ -276,46 +432,66 @@ class LoopbackTransport:
             is_bad = payload is not None and self.corrupt > 0
             self.corrupt -= is_bad
             sent = payload ^ np.uint8(1) if payload is not None and is_bad else payload
-            self._post(peer.decode(), encode(message), sent)
+            frame, sent = self.mangle(encode(message), sent)
+            self._post_answer(peer.decode(), message, frame, sent)
         for endpoint, message in self.consumer.take_sends():
-            self._post(endpoint, encode(message), None, is_request=True)
-        self.events.extend(self.sessions.take_events())
+            self._post_request(endpoint, message)
+        events = self.sessions.take_events()
+        if events:
+            self.events.extend(events)
+            self.notify()
 
-    def _post(
-        self,
-        to: str,
-        frame: bytes,
-        payload: NDArray[np.uint8] | None,
-        *,
-        is_request: bool = False,
+    def _post_request(self, to: str, message: ToProducer) -> None:
+        frame, at = encode(message), self.endpoint.encode()
+
+        def deliver() -> None:
+            node = self.network.nodes.get(to)
+            if node is not None:
+                node.producer.on_message(at, decode_to_producer(frame), self.network.now_s)
+                node.send()
+
+        self.network.post(message, to, deliver)
+
+    def _post_answer(
+        self, to: str, message: ToConsumer, frame: bytes, payload: NDArray[np.uint8] | None
     ) -> None:
+        data = payload if payload is None else payload.reshape(-1)
+
         def deliver() -> None:
             node = self.network.nodes.get(to)
             if node is None:
                 return
-            now_s = self.network.now_s
-            if is_request:
-                node.producer.on_message(self.endpoint.encode(), decode_to_producer(frame), now_s)
-            else:
-                data = payload if payload is None else payload.reshape(-1)
-                node.consumer.on_message(self.endpoint, decode_to_consumer(frame), data, now_s)
+            try:
+                arrived = decode_to_consumer(frame)
+            except WireError:
+                node.counters.num_malformed += 1
+                return
+            if isinstance(arrived, Staged | Agent):
+                node.counters.num_malformed += 1
+                return
+            node.consumer.on_message(self.endpoint, arrived, data, self.network.now_s)
             node.send()
 
-        self.network.post(deliver)
+        self.network.post(message, to, deliver)
+
+
+Mangled = tuple[bytes, NDArray[np.uint8] | None]
 
 
 def make_loopback_engine(
-    name: str, io: FakeIO, network: Network, config: TransferConfig | None = None
+    name: str, io: FakeIO, network: Network, config: TransferConfig | None = None, **settings: Any
 ) -> FakeEngine:
     """Make an engine on the loopback network, with the constants of production by default."""
-    chunks = TransferConfig(chunk_bytes=QUICK.chunk_bytes, window_bytes=QUICK.window_bytes)
-    settings = ConnectorSettings(incarnation=name, config=config or chunks)
-    notified = threading.Event()
-    worker = P2PConnectorWorker(
-        settings,
-        notified.set,
-        lambda settings, _layout, _notify: LoopbackTransport(network, settings),
+    chunks = TransferConfig(
+        chunk_bytes=io.layout.row_bytes,
+        window_bytes=4 * io.layout.row_bytes,
+        mapped_chunk_bytes=2 * io.layout.row_bytes,
     )
+    told = ConnectorSettings(
+        incarnation=name, config=config or chunks, **{"keys": KEYS, **settings}
+    )
+    notified = threading.Event()
+    worker = P2PConnectorWorker(told, notified.set, functools.partial(LoopbackTransport, network))
     worker.register_kv_caches(io)
-    scheduler = P2PConnectorScheduler(settings, LAYOUT)
+    scheduler = P2PConnectorScheduler(told, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, network.clock)

@@ -1,58 +1,103 @@
-"""One end of a transfer in a process of its own, to be killed or frozen by a test.
+"""One engine in a process of its own, to be killed or frozen by a test that tells it what to do.
 
-``producer NUM_TOKENS NUM_READY`` prints its endpoint and offers request "r", of which no more than
-NUM_READY tokens are ever ready, so that a consumer is mid-stream for as long as the test likes.
-``consumer NUM_TOKENS ENDPOINT`` loads request "r" and prints its name at once. Either ends when its
-standard input closes.
+``peer_process NAME CONFIG BIND SHARES`` prints its endpoints, and then answers every line of its
+standard input, a JSON list of a command and its arguments, with a line. Between commands it steps
+when its connector wakes it. It ends when its standard input closes.
+
+    ["offer", request_id, consumer, num_tokens]
+    ["save", request_id, block_ids, num_tokens]
+    ["load", request_id, producer, endpoints, num_tokens, block_ids]
+    ["report"]          answers with what ended, and how
+    ["verified"]        answers with the tokens that failed loads say are good
+    ["digest", block_ids, num_tokens]  answers with the digest of tokens of these blocks
+    ["written", request_id]  answers with the rows of a load that are there
+    ["paths"]           answers with the paths of what was received
+    ["pause"]           the core makes no step from now on; the I/O thread goes on
+    ["resume"]          the core steps again
 """
 
+import hashlib
+import json
+import queue
 import sys
 import threading
+from typing import Any
 
-from tests.kv_transfer.fakes import QUICK, FakeEngine, FakeIO, make_engine, make_ticket
+import msgspec
 
+from kv_transfer.config import TransferConfig
+from tests.kv_transfer.fakes import FakeEngine, FakeIO, make_engine, make_ticket
 
-def produce(num_tokens: int, num_ready: int) -> FakeEngine:
-    """Offer the request."""
-    engine = make_engine("P", FakeIO(64, seed=1), config=QUICK)
-    endpoint = engine.worker.endpoint
-    engine.scheduler.on_new_request("r", make_ticket("r", endpoint, num_tokens))
-    engine.save("r", range(1, 33), num_ready)
-    engine.step()
-    return engine
+NUM_BLOCKS = 64
+SEEDS = {"P": 1, "D": 2}
 
 
-def consume(num_tokens: int, endpoint: str) -> FakeEngine:
-    """Load the request."""
-    engine = make_engine("D", FakeIO(64, seed=2), config=QUICK)
-    engine.load(make_ticket("r", endpoint, num_tokens), range(1, 33))
-    engine.step()
-    return engine
+def obey(engine: FakeEngine, command: str, *args: Any) -> object:
+    """Carry out a command."""
+    if command == "offer":
+        request_id, consumer, num_tokens = args
+        endpoints, names = engine.worker.endpoints, {"producer": engine.name, "consumer": consumer}
+        engine.add(make_ticket(request_id, endpoints, num_tokens, **names))
+    elif command == "save":
+        engine.save(*args)
+    elif command == "load":
+        request_id, producer, endpoints, num_tokens, block_ids = args
+        names = {"producer": producer, "consumer": engine.name}
+        engine.load(make_ticket(request_id, tuple(endpoints), num_tokens, **names), block_ids)
+    elif command == "report":
+        failed = {request_id: reason.value for request_id, reason in engine.reasons.items()}
+        return {"sent": [*engine.sent], "received": [*engine.received], "failed": failed}
+    elif command == "verified":
+        return {request_id: failure.num_tokens for request_id, failure in engine.failed.items()}
+    elif command == "written":
+        infos = engine.worker.transfers(engine.clock())
+        return sum(info.done_rows for info in infos if info.request_id == args[0])
+    elif command == "paths":
+        return [*engine.stats.paths]
+    elif command == "digest":
+        block_ids, num_tokens = args
+        return hashlib.blake2b(engine.io.tokens(0, block_ids, 0, num_tokens).tobytes()).hexdigest()
+    return "done"
 
 
-def main(role: str, num_tokens: int, argument: str) -> None:
+def main(name: str, config: str, bind: str, shares: str) -> None:
     """Run one end until standard input closes."""
-    if role == "producer":
-        engine = produce(num_tokens, int(argument))
-        sys.stdout.write(engine.worker.endpoint + "\n")
-    else:
-        engine = consume(num_tokens, argument)
-        sys.stdout.write(engine.name + "\n")
-    sys.stdout.flush()
-    stopping = threading.Event()
+    engine = make_engine(
+        name,
+        FakeIO(NUM_BLOCKS, seed=SEEDS[name[0]], shares=shares == "shared"),
+        bind=bind,
+        config=msgspec.json.decode(config, type=TransferConfig),
+    )
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def wait_for_end() -> None:
-        sys.stdin.read()
-        stopping.set()
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+            engine.notified.set()
+        lines.put("")
         engine.notified.set()
 
-    threading.Thread(target=wait_for_end, daemon=True).start()
-    while not stopping.is_set():
+    threading.Thread(target=read, daemon=True).start()
+    print(json.dumps(engine.worker.endpoints), flush=True)
+    is_paused = False
+    while True:
         engine.notified.wait(1.0)
         engine.notified.clear()
-        engine.step()
-    engine.worker.close(5.0)
+        while not lines.empty():
+            line = lines.get()
+            if not line:
+                engine.worker.close(5.0)
+                return
+            command = json.loads(line)
+            if command[0] in {"pause", "resume"}:
+                is_paused = command[0] == "pause"
+            answer = obey(engine, *command)
+            if not is_paused:
+                engine.step()
+            print(json.dumps(answer), flush=True)
+        if not is_paused:
+            engine.step()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(*sys.argv[1:])

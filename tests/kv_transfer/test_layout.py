@@ -1,6 +1,6 @@
 """Layouts: sizes, refusals, and hashes that differ when anything does."""
 
-import numpy as np
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ layouts = st.builds(
     block_size=st.integers(1, 4).map(lambda n: 32 * n),
     dtype=st.sampled_from(sorted(DTYPE_BYTES)),
     rope=st.sampled_from(["hf", "meta"]),
+    num_planes=st.sampled_from([1, 2]),
     model_fingerprint=st.text(max_size=4),
 )
 
@@ -38,20 +39,65 @@ def test_block_bytes_cover_layers_planes_heads_rows_and_dims() -> None:
 
 
 @given(layouts)
-def test_rows_shape_is_the_block(layout: KVLayout) -> None:
-    assert np.prod(layout.rows_shape) == layout.bytes_per_block
+def test_a_block_is_its_rows_and_its_pieces(layout: KVLayout) -> None:
+    assert layout.rows_per_block * layout.row_bytes == layout.bytes_per_block
+    assert layout.num_pieces * layout.piece_bytes == layout.bytes_per_block
+    assert layout.num_pieces * layout.num_kv_heads * layout.unit_bytes == layout.row_bytes
+
+
+def test_a_latent_cache_has_one_plane() -> None:
+    assert 2 * make(num_planes=1).row_bytes == make().row_bytes
+
+
+def test_a_row_of_tiles_has_an_exponent_for_every_sixteen_elements() -> None:
+    tiles = make(dtype="bfloat8_b", head_dim=64)
+    assert tiles.unit_bytes == 32 * 64 + 32 * 64 // 16
 
 
 @given(layouts, layouts)
-def test_hashes_are_equal_only_for_equal_layouts(one: KVLayout, other: KVLayout) -> None:
-    assert (one.layout_hash() == other.layout_hash()) == (one == other)
-    assert len(bytes.fromhex(one.layout_hash())) == 16
+def test_hashes_are_equal_only_where_rows_are(one: KVLayout, other: KVLayout) -> None:
+    same_rows = one == msgspec.structs.replace(other, block_size=one.block_size)
+    assert (one.content_hash() == other.content_hash()) == same_rows
+    assert len(bytes.fromhex(one.content_hash())) == 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 3},
+        {"num_kv_heads": 2},
+        {"head_dim": 64},
+        {"dtype": "float16"},
+        {"rope": "meta"},
+        {"model_fingerprint": "other"},
+        {"num_planes": 1},
+    ],
+)
+def test_whatever_changes_a_row_changes_the_hash(changes: dict[str, object]) -> None:
+    assert make(**changes).content_hash() != make().content_hash()
+
+
+@pytest.mark.parametrize("block_size", [32, 96, 2048])
+def test_a_block_size_changes_no_row(block_size: int) -> None:
+    assert make(block_size=block_size).content_hash() == make().content_hash()
+
+
+@given(layouts, st.integers(0, 500), st.integers(1, 500))
+def test_the_blocks_that_cover_rows_hold_them_and_none_is_idle(
+    layout: KVLayout, first_row: int, num_rows: int
+) -> None:
+    first, end = layout.covering(first_row, num_rows)
+    per_block = layout.rows_per_block
+    assert first * per_block <= first_row < (first + 1) * per_block
+    assert (end - 1) * per_block < first_row + num_rows <= end * per_block
 
 
 @given(layouts, st.integers(0, 10_000))
 def test_blocks_are_as_few_as_hold_the_tokens(layout: KVLayout, num_tokens: int) -> None:
     num_blocks = layout.num_blocks(num_tokens)
     assert (num_blocks - 1) * layout.block_size < num_tokens <= num_blocks * layout.block_size
+    num_rows = layout.num_rows(num_tokens)
+    assert 32 * (num_rows - 1) < num_tokens <= 32 * num_rows
 
 
 def test_a_block_size_off_the_tile_is_refused_with_both_numbers() -> None:
@@ -66,6 +112,8 @@ def test_a_block_size_off_the_tile_is_refused_with_both_numbers() -> None:
         ({"head_dim": -1}, "head_dim"),
         ({"dtype": "int4"}, "int4"),
         ({"rope": "llama"}, "llama"),
+        ({"num_planes": 3}, "num_planes"),
+        ({"dtype": "bfloat8_b", "head_dim": 48}, "head_dim 48"),
     ],
 )
 def test_nonsense_is_refused_by_name(changes: dict[str, object], words: str) -> None:

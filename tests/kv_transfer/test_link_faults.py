@@ -14,6 +14,7 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.messages import encode
 from kv_transfer.transports.connections import break_accepted
 from tests.kv_transfer.fakes import (
+    KEYS,
     QUICK,
     FakeEngine,
     FakeIO,
@@ -55,12 +56,23 @@ class Script:
         return self._break_at_s if is_due else None
 
 
+@pytest.fixture(params=[False, True], ids=["inline", "shared"])
+def shares(request: pytest.FixtureRequest) -> bool:
+    """Whether the consumer reads the producer's memory, so that only messages can go wrong."""
+    return request.param
+
+
 @contextmanager
 def pair(
-    config=PATIENT, of_producer: Script | None = None, of_consumer: Script | None = None
+    config=PATIENT,
+    of_producer: Script | None = None,
+    of_consumer: Script | None = None,
+    *,
+    shares: bool = False,
 ) -> Iterator[tuple[FakeEngine, FakeEngine]]:
-    producer = make_engine("P", FakeIO(10, seed=1), config=config, link_faults=of_producer)
-    consumer = make_engine("D", FakeIO(10, seed=2), config=config, link_faults=of_consumer)
+    io = FakeIO(10, seed=1, shares=shares), FakeIO(10, seed=2, shares=shares)
+    producer = make_engine("P", io[0], config=config, link_faults=of_producer)
+    consumer = make_engine("D", io[1], config=config, link_faults=of_consumer)
     try:
         yield producer, consumer
     finally:
@@ -70,8 +82,8 @@ def pair(
 
 def start(engines: tuple[FakeEngine, FakeEngine], request_id: str, num_ready: int) -> None:
     producer, consumer = engines
-    ticket = make_ticket(request_id, producer.worker.endpoint, NUM_TOKENS)
-    producer.scheduler.on_new_request(request_id, ticket)
+    ticket = make_ticket(request_id, producer.worker.endpoints, NUM_TOKENS)
+    producer.add(ticket)
     consumer.load(ticket, TARGET)
     producer.save(request_id, SOURCE, num_ready)
 
@@ -79,18 +91,20 @@ def start(engines: tuple[FakeEngine, FakeEngine], request_id: str, num_ready: in
 def stream(engines: tuple[FakeEngine, FakeEngine]) -> None:
     """Start a transfer; return when the three blocks that are ready have arrived."""
     start(engines, "r", num_ready=100)
-    run_until(lambda: len(engines[1].io.writes) == 3, engines)
+    run_until(lambda: len(engines[1].io.changed()) == 3, engines)
 
 
 def assert_transfers(engines: tuple[FakeEngine, FakeEngine], request_id: str) -> None:
     start(engines, request_id, num_ready=NUM_TOKENS)
-    run_until(lambda: request_id in engines[0].sent, engines)
+    run_until(lambda: all(request_id in engine.ended for engine in engines), engines)
+    assert request_id in engines[0].sent & engines[1].received
     assert_same_rows(engines)
 
 
 def assert_same_rows(engines: tuple[FakeEngine, FakeEngine]) -> None:
     producer, consumer = engines
-    want, got = producer.io.rows(0, SOURCE, NUM_TOKENS), consumer.io.rows(0, TARGET, NUM_TOKENS)
+    want = producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
+    got = consumer.io.tokens(0, TARGET, 0, NUM_TOKENS)
     assert np.array_equal(got, want)
 
 
@@ -103,15 +117,17 @@ def num_checksum_failures(consumer: FakeEngine) -> int:
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_anew(end: str) -> None:
+def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_anew(
+    end: str, shares: bool
+) -> None:
     script = Script()
-    with pair(**{end: script}) as engines:
+    with pair(**{end: script}, shares=shares) as engines:
         producer, consumer = engines
         stream(engines)
         script.breaks += 1
         run_until(lambda: producer.failed and consumer.failed, engines)
-        assert consumer.failed == {"r": FailureReason.PEER_DEAD}
-        assert producer.failed["r"] in {FailureReason.PEER_DEAD, FailureReason.CANCELLED}
+        assert consumer.reasons == {"r": FailureReason.PEER_DEAD}
+        assert producer.reasons["r"] in {FailureReason.PEER_DEAD, FailureReason.CANCELLED}
         assert producer.stats.num_leased_blocks == 0
         assert_transfers(engines, "again")
 
@@ -123,7 +139,7 @@ def test_a_connection_breaks_on_time_while_nothing_moves() -> None:
         stream(engines)
         assert not engines[1].failed
         run_until(lambda: bool(engines[1].failed), engines)
-        assert engines[1].failed == {"r": FailureReason.PEER_DEAD}
+        assert engines[1].reasons == {"r": FailureReason.PEER_DEAD}
 
 
 def test_a_break_of_before_the_start_is_not_repeated() -> None:
@@ -131,8 +147,9 @@ def test_a_break_of_before_the_start_is_not_repeated() -> None:
         # The first thing that ever happens at this producer, so that nothing woke it before.
         with c.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
-            dealer.connect(engines[0].worker.endpoint)
-            dealer.send(encode(FETCH))
+            dealer.connect(engines[0].worker.endpoints[0])
+            ticket = make_ticket("other", engines[0].worker.endpoints, NUM_TOKENS)
+            dealer.send(encode(msgspec.structs.replace(FETCH, ticket=KEYS.seal(ticket))))
             assert dealer.poll(10_000), "the connection broke"
         assert_transfers(engines, "r")
 
@@ -140,25 +157,25 @@ def test_a_break_of_before_the_start_is_not_repeated() -> None:
 # ---- corrupted payloads
 
 
-def test_a_chunk_that_is_corrupted_once_is_sent_again() -> None:
+def test_a_chunk_that_is_corrupted_once_is_sent_again(shares: bool) -> None:
     script = Script()
-    with pair(of_producer=script) as engines:
+    with pair(of_producer=script, shares=shares) as engines:
         script.corrupt = lambda: num_checksum_failures(engines[1]) == 0
         assert_transfers(engines, "r")
         assert engines[1].stats.num_checksum_failures > 0
         assert engines[1].stats.num_retransmits > 0
 
 
-def test_lasting_corruption_fails_the_transfer_and_writes_nothing() -> None:
+def test_lasting_corruption_fails_the_transfer_and_writes_nothing(shares: bool) -> None:
     script = Script()
     script.corrupt = lambda: True
-    with pair(of_producer=script) as engines:
+    with pair(of_producer=script, shares=shares) as engines:
         producer, consumer = engines
         source = producer.io.cache.copy()
         start(engines, "r", num_ready=NUM_TOKENS)
         run_until(lambda: producer.failed and consumer.failed, engines)
-        assert consumer.failed == producer.failed == {"r": FailureReason.CHECKSUM}
-        assert consumer.io.writes == []
+        assert consumer.reasons == producer.reasons == {"r": FailureReason.CHECKSUM}
+        assert not consumer.io.changed()
         assert np.array_equal(producer.io.cache, source), "only what is on the wire is corrupted"
         script.corrupt = lambda: False
         assert_transfers(engines, "again")
@@ -168,32 +185,31 @@ def test_lasting_corruption_fails_the_transfer_and_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_transfer_goes_on_after_a_short_partition(end: str) -> None:
+def test_a_transfer_goes_on_after_a_short_partition(end: str, shares: bool) -> None:
     script = Script()
-    with pair(**{end: script}) as engines:
+    with pair(**{end: script}, shares=shares) as engines:
         producer, consumer = engines
         stream(engines)
         script.cut = True
         producer.save("r", SOURCE, NUM_TOKENS)
-        run_until(lambda: len(producer.io.reads) > 3, engines)
-        assert len(consumer.io.writes) == 3
+        run_until(lambda: producer.worker.transfers(0.0)[0].done_rows > 3, engines)
+        assert len(consumer.io.changed()) == 3
         script.cut = False
-        run_until(lambda: "r" in producer.sent, engines)
-        assert consumer.received == {"r"}
+        run_until(lambda: {"r"} == producer.sent == consumer.received, engines)
         assert_same_rows(engines)
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_long_partition_is_silence_and_heals(end: str) -> None:
+def test_a_long_partition_is_silence_and_heals(end: str, shares: bool) -> None:
     script = Script()
     quick = msgspec.structs.replace(PATIENT, no_progress_s=0.5, lease_s=1.5)
-    with pair(quick, **{end: script}) as engines:
+    with pair(quick, **{end: script}, shares=shares) as engines:
         producer, consumer = engines
         stream(engines)
         script.cut = True
         run_until(lambda: producer.failed and consumer.failed, engines)
-        assert consumer.failed == {"r": FailureReason.STALLED}
-        assert producer.failed == {"r": FailureReason.EXPIRED}
+        assert consumer.reasons == {"r": FailureReason.STALLED}
+        assert producer.reasons == {"r": FailureReason.EXPIRED}
         script.cut = False
         assert_transfers(engines, "again")
 

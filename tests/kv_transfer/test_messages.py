@@ -3,6 +3,7 @@
 import random
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from kv_transfer.errors import FailureReason, WireError
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Cancel,
     Credit,
     Data,
@@ -19,34 +21,39 @@ from kv_transfer.messages import (
     Fail,
     Fetch,
     LeaseInfo,
+    Mapped,
     Renew,
     chunk_checksum,
+    decode_mapped,
     decode_to_consumer,
     decode_to_producer,
     encode,
+    encode_mapped,
 )
+from kv_transfer.ticket import MAX_SEALED_BYTES
 
 TID = bytes(range(16))
 FETCH = Fetch(
-    version=1,
+    version=PROTOCOL_VERSION,
     transfer_id=TID,
     epoch=1,
-    incarnation="P",
+    ticket=b"sealed",
     consumer="D",
-    layout_hash="h",
-    start_block=0,
-    end_block=3,
+    start_row=0,
+    end_row=3,
     window=2,
+    path="shared",
 )
 TO_PRODUCER = [
     FETCH,
     Credit(TID, 1, 2, 3),
     Renew(TID, 1, 2, 3),
-    Done(TID, 1, "D"),
+    Done(TID, 1, b"sealed"),
     Cancel(TID, 1, FailureReason.CANCELLED),
 ]
 TO_CONSUMER = [
     Data(TID, 1, "P", 0, 2, (1 << 64) - 1),
+    Mapped(TID, 1, "P", 0, 2, 1, (1 << 64) - 1),
     LeaseInfo(TID, 1, LeaseState.SERVING, 30_000, 4, 2),
     Fail(TID, 1, FailureReason.EXPIRED),
     Cancel(TID, 1, FailureReason.STALLED),
@@ -77,8 +84,13 @@ def test_a_producer_takes_no_answers_and_a_consumer_no_requests() -> None:
         Renew(TID, -1, 2, 3),
         Renew(TID, 1, 1 << 31, 3),
         Renew(TID, "1", 2, 3),
-        Done(TID, 1, ""),
-        Done(TID, 1, "x" * 129),
+        Done(TID, 1, b""),
+        Done(TID, 1, bytes(MAX_SEALED_BYTES + 1)),
+        Cancel(TID, 1, FailureReason.CANCELLED, bytes(MAX_SEALED_BYTES + 1)),
+        msgspec.structs.replace(FETCH, ticket=b""),
+        msgspec.structs.replace(FETCH, ticket=bytes(MAX_SEALED_BYTES + 1)),
+        msgspec.structs.replace(FETCH, path="pigeon"),
+        msgspec.structs.replace(FETCH, attempt=2),
     ],
 )
 def test_values_out_of_range_are_refused(message) -> None:
@@ -118,15 +130,39 @@ def test_mutated_messages_raise_nothing_but_wire_errors() -> None:
 
 def test_the_checksum_covers_coordinates_and_payload() -> None:
     payload = np.arange(32, dtype=np.uint8).reshape(2, 16)
-    base = chunk_checksum(TID, 1, 0, payload)
+    base = chunk_checksum(TID, 1, 0, 2, payload)
     changed = payload.copy()
     changed[1, 3] ^= 1
     others = {
-        chunk_checksum(TID[::-1], 1, 0, payload),
-        chunk_checksum(TID, 2, 0, payload),
-        chunk_checksum(TID, 1, 1, payload),
-        chunk_checksum(TID, 1, 0, payload.reshape(1, 32)),
-        chunk_checksum(TID, 1, 0, changed),
+        chunk_checksum(TID[::-1], 1, 0, 2, payload),
+        chunk_checksum(TID, 2, 0, 2, payload),
+        chunk_checksum(TID, 1, 1, 2, payload),
+        chunk_checksum(TID, 1, 0, 1, payload),
+        chunk_checksum(TID, 1, 0, 2, changed),
     }
     assert base not in others
     assert len(others) == 5
+
+
+@pytest.mark.parametrize("with_digests", [True, False])
+def test_block_ids_and_digests_survive_the_wire(with_digests: bool) -> None:
+    ids = np.array([7, 0, (1 << 40)], np.int64)
+    digests = np.array([1, 2, (1 << 64) - 1] if with_digests else [], np.uint64)
+    payload = encode_mapped(ids, digests)
+    assert payload.dtype == np.uint8
+    got_ids, got_digests = decode_mapped(payload, 3)
+    assert np.array_equal(got_ids, ids)
+    assert np.array_equal(got_digests, digests)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 23, 25, 32, 47, 49, 72])
+def test_a_payload_about_another_number_of_blocks_is_refused(num_bytes: int) -> None:
+    with pytest.raises(WireError, match=f"{num_bytes} bytes about 3 blocks"):
+        decode_mapped(np.zeros(num_bytes, np.uint8), 3)
+
+
+def test_the_largest_fetch_fits_a_message() -> None:
+    longest = msgspec.structs.replace(
+        FETCH, ticket=bytes(MAX_SEALED_BYTES), consumer="x" * 128, end_row=(1 << 31) - 1
+    )
+    assert decode_to_producer(encode(longest)) == longest

@@ -5,27 +5,47 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kv_transfer.connector import ConnectorSettings
+from kv_transfer.consumer import Route
 from kv_transfer.errors import FailureReason
-from kv_transfer.messages import Cancel, Credit, Data, Done, Fetch, LeaseInfo, Renew
+from kv_transfer.messages import (
+    Cancel,
+    Credit,
+    Data,
+    Done,
+    Fetch,
+    LeaseInfo,
+    Renew,
+    encode_mapped,
+)
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.transport import (
     Arrived,
+    ArrivedMapped,
     CancelLoad,
     CancelSend,
     Chunk,
+    Confirmed,
     Consumed,
     Delivered,
     Granted,
     Load,
     LoadFailed,
+    MappedChunk,
     Offer,
     Ready,
+    Repeat,
     SendFailed,
+    Spoiled,
     WireCounters,
 )
-from tests.kv_transfer.fakes import LAYOUT, QUICK, make_ticket
+from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeIO, make_ticket
 
 HERE = "tcp://here:1"
+
+
+def load(ticket, start_row=0):
+    return Load(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
 
 
 class Both:
@@ -33,7 +53,9 @@ class Both:
 
     def __init__(self):
         self.counters = WireCounters()
-        self.sessions = TransferSessions("E", LAYOUT, QUICK, self.counters)
+        told = ConnectorSettings(incarnation="E", config=QUICK, keys=KEYS)
+        paths = frozenset({"inline", "shared"})
+        self.sessions = TransferSessions(told, LAYOUT, self.counters, paths)
         self.ticket = make_ticket("r", HERE, 64, producer="E", consumer="E")
         self.passed = []
 
@@ -61,42 +83,77 @@ def both():
 
 def test_every_command_reaches_its_half(both):
     ticket = both.ticket
-    payload = np.arange(2 * LAYOUT.bytes_per_block, dtype=np.uint8).reshape(2, -1)
-    both.apply(Offer(ticket), Load(ticket, 0))
-    assert both.deliver() == [Granted(ticket.transfer_id, 0, 2)]
+    payload = np.arange(2 * LAYOUT.row_bytes, dtype=np.uint8).reshape(2, -1)
+    both.apply(Offer(ticket), load(ticket))
+    assert both.deliver() == [Granted(ticket.transfer_id, 0, 2, "inline")]
     both.apply(Ready(ticket.transfer_id, 2), Chunk(ticket.transfer_id, 0, payload))
     [arrived] = both.deliver()
     assert isinstance(arrived, Arrived)
     assert np.array_equal(arrived.payload, payload)
+    assert both.passed[-1] is Data
     both.apply(Consumed(ticket.transfer_id, 1))
     assert both.deliver() == []
-    assert both.passed[-2:] == [Data, Credit]
+    assert both.passed[-1] is Data, "there is credit for all of it already"
     both.apply(Consumed(ticket.transfer_id, 1))
     assert both.deliver() == [Delivered(ticket.transfer_id, 2)]
     assert both.passed[-2:] == [Done, LeaseInfo]
     assert both.passed[0] is Fetch
-    assert both.counters == WireCounters()
+    assert both.counters == WireCounters(leases={"granted": 1, "done": 1})
 
 
-def test_ready_blocks_are_told_with_the_next_answer(both):
-    both.apply(Offer(both.ticket), Load(both.ticket, 0))
+def test_credit_is_returned_by_the_quarter_window(both):
+    ticket = make_ticket("r", HERE, 8 * 32, producer="E", consumer="E")
+    both.apply(Offer(ticket), load(ticket))
+    assert both.deliver() == [Granted(ticket.transfer_id, 0, 4, "inline")]
+    both.apply(Ready(ticket.transfer_id, 8))
+    payload = np.ones((1, LAYOUT.row_bytes), np.uint8)
+    for row in range(4):
+        both.apply(Chunk(ticket.transfer_id, row, payload))
+    both.deliver()
+    both.apply(Consumed(ticket.transfer_id, 1))
+    assert both.deliver() == [Granted(ticket.transfer_id, 0, 5, "inline")]
+    assert both.passed[-1] is Credit
+
+
+def test_rows_in_shared_memory_count_when_the_producer_has_confirmed(both):
+    ticket, io = both.ticket, FakeIO(4, shares=True)
+    both.apply(Offer(ticket))
+    both.sessions.load(load(ticket), Route(HERE, "shared", io.blocks), 0.0)
+    assert both.deliver() == [Granted(ticket.transfer_id, 0, 2, "shared")]
+    ids = np.array([3, 1], np.int64)
+    told = encode_mapped(ids, io.blocks[0].digests(ids))
+    both.apply(MappedChunk(ticket.transfer_id, 0, 2, 0, told))
+    [arrived] = both.deliver()
+    assert isinstance(arrived, ArrivedMapped)
+    assert arrived.block_ids.tolist() == [3, 1]
+    both.apply(Spoiled(ticket.transfer_id, 1, 1), Consumed(ticket.transfer_id, 1))
+    assert both.deliver() == [Repeat(ticket.transfer_id, 1, 1)]
+    again = encode_mapped(ids[1:], io.blocks[0].digests(ids[1:]))
+    both.apply(MappedChunk(ticket.transfer_id, 1, 1, 0, again))
+    assert isinstance(both.deliver()[0], ArrivedMapped)
+    both.apply(Consumed(ticket.transfer_id, 1))
+    assert both.deliver() == [Delivered(ticket.transfer_id, 2), Confirmed(ticket.transfer_id)]
+
+
+def test_ready_rows_are_told_with_the_next_answer(both):
+    both.apply(Offer(both.ticket), load(both.ticket))
     both.deliver()
     both.apply(Ready(both.ticket.transfer_id, 1))
     renew = Renew(both.ticket.transfer_id, both.ticket.epoch, 0, 2)
     both.sessions.producer.on_message(b"E", renew, 0.0)
     [(_, info, _)] = both.sessions.producer.take_sends()
-    assert info.ready_blocks == 1
+    assert info.ready_rows == 1
 
 
 def test_the_producer_cancels(both):
-    both.apply(Offer(both.ticket), Load(both.ticket, 0))
+    both.apply(Offer(both.ticket), load(both.ticket))
     both.deliver()
     both.apply(CancelSend(both.ticket.transfer_id))
     assert both.deliver() == [LoadFailed(both.ticket.transfer_id, FailureReason.CANCELLED)]
 
 
 def test_the_consumer_cancels(both):
-    both.apply(Offer(both.ticket), Load(both.ticket, 0))
+    both.apply(Offer(both.ticket), load(both.ticket))
     both.deliver()
     both.apply(CancelLoad(both.ticket.transfer_id))
     assert both.deliver() == [SendFailed(both.ticket.transfer_id, FailureReason.CANCELLED)]
@@ -110,7 +167,7 @@ def test_the_next_deadline_is_the_earlier_one_of_both_halves(both):
     lease_s = sessions.producer.next_deadline_s()
     assert sessions.next_deadline_s() == lease_s == 1.0 + QUICK.rendezvous_s
     other = make_ticket("other", "tcp://there:1", 64, producer="P", consumer="E")
-    both.apply(Load(other, 0), now_s=1.0)
+    both.apply(load(other), now_s=1.0)
     assert sessions.consumer.next_deadline_s() == sessions.next_deadline_s() == 1.0 + QUICK.probe_s
     both.apply(CancelSend(both.ticket.transfer_id))
     assert sessions.next_deadline_s() == 1.0 + QUICK.probe_s
@@ -118,7 +175,7 @@ def test_the_next_deadline_is_the_earlier_one_of_both_halves(both):
 
 def test_time_passes_for_both_halves(both):
     other = make_ticket("other", "tcp://there:1", 64, producer="P", consumer="E")
-    both.apply(Offer(both.ticket), Load(other, 0))
+    both.apply(Offer(both.ticket), load(other))
     both.sessions.tick(QUICK.rendezvous_s)
     assert both.sessions.take_events() == [
         SendFailed(both.ticket.transfer_id, FailureReason.EXPIRED),
@@ -130,6 +187,6 @@ def test_time_passes_for_both_halves(both):
 def test_a_broken_invariant_of_either_half_shows(both):
     both.apply(Offer(both.ticket))
     both.sessions.check_invariants()
-    next(iter(both.sessions.producer._sending.values())).sent_blocks = 99
+    next(iter(both.sessions.producer._sending.values())).sent_rows = 99
     with pytest.raises(AssertionError):
         both.sessions.check_invariants()

@@ -16,13 +16,17 @@ from kv_transfer.messages import Cancel, Data, Done, Fetch, LeaseInfo, Renew
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.transport import CancelLoad, Delivered, Load, LoadFailed, Offer, SendFailed
-from tests.kv_transfer.fakes import LAYOUT, QUICK, FakeEngine, FakeIO, make_ticket
+from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeEngine, FakeIO, make_ticket
 from tests.kv_transfer.virtual_wire import Net, Wire
 
 SOURCE, TARGET = tuple(range(9, 1, -1)), tuple(range(1, 9))
 NUM_TOKENS = 8 * 32 - 5
 IMPATIENT = msgspec.structs.replace(QUICK, no_data_s=4.0)
 """Lost blocks are asked for once; when that is lost too, only this ends the wait."""
+
+
+def load(ticket, start_row=0):
+    return Load(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
 
 
 class Pair:
@@ -32,10 +36,10 @@ class Pair:
         self.net = Net(latency_s)
         self.producer = self.engine("P", 1)
         self.consumer = self.engine("D", 2)
-        self.ticket = make_ticket("r", self.producer.worker.endpoint, NUM_TOKENS)
+        self.ticket = make_ticket("r", self.producer.worker.endpoints[0], NUM_TOKENS)
 
     def engine(self, name, seed):
-        settings = ConnectorSettings(incarnation=name, config=IMPATIENT)
+        settings = ConnectorSettings(incarnation=name, config=IMPATIENT, keys=KEYS)
         notified, io = threading.Event(), FakeIO(10, seed=seed)
         worker = P2PConnectorWorker(settings, notified.set, Wire(self.net, name).make)
         worker.register_kv_caches(io)
@@ -47,7 +51,7 @@ class Pair:
         return self.producer, self.consumer
 
     def start(self):
-        self.producer.scheduler.on_new_request("r", self.ticket)
+        self.producer.add(self.ticket)
         self.consumer.load(self.ticket, TARGET)
 
     def steps(self, seconds, step_s=0.1):
@@ -64,8 +68,8 @@ class Pair:
 
     def assert_delivered(self):
         assert (self.producer.sent, self.consumer.received) == ({"r"}, {"r"})
-        want = self.producer.io.rows(0, SOURCE, NUM_TOKENS)
-        assert np.array_equal(self.consumer.io.rows(0, TARGET, NUM_TOKENS), want)
+        want = self.producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
+        assert np.array_equal(self.consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.25])
@@ -75,7 +79,9 @@ def test_blocks_arrive(latency_s):
     pair.producer.save("r", SOURCE, NUM_TOKENS)
     pair.steps(8.0)
     pair.assert_delivered()
-    assert pair.producer.stats.blocks_sent == pair.consumer.stats.blocks_received == 8
+    num_bytes = 8 * LAYOUT.row_bytes
+    assert pair.producer.stats.paths["inline"].bytes_sent == num_bytes
+    assert pair.consumer.stats.paths["inline"].bytes_received == num_bytes
     assert pair.consumer.stats.num_retransmits == 0
 
 
@@ -104,21 +110,21 @@ def test_messages_may_be_lost_repeated_and_late(fates):
     pair.steps(20.0)
     assert pair.producer.ended == pair.consumer.ended == {"r"}
     if pair.consumer.received:
-        want = pair.producer.io.rows(0, SOURCE, NUM_TOKENS)
-        assert np.array_equal(pair.consumer.io.rows(0, TARGET, NUM_TOKENS), want)
+        want = pair.producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
+        assert np.array_equal(pair.consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
     assert pair.net.num_due == 0, "no clock is left wound"
 
 
 def transport(net, name="T", **changes):
     woken = []
-    settings = ConnectorSettings(incarnation=name, config=QUICK)
+    settings = ConnectorSettings(incarnation=name, config=QUICK, keys=KEYS)
     wire = Wire(net, name)
-    made = wire.make(settings, LAYOUT, lambda: woken.append(net.now_s))
+    made = wire.make(settings, FakeIO(2), lambda: woken.append(net.now_s))
     return made, wire, woken
 
 
 def test_its_endpoint_names_the_start_of_the_engine():
-    assert transport(Net(), "a")[0].endpoint != transport(Net(), "b")[0].endpoint
+    assert transport(Net(), "a")[0].endpoints[0] != transport(Net(), "b")[0].endpoints[0]
 
 
 def test_commands_wait_until_the_step_has_come_to_them():
@@ -126,7 +132,7 @@ def test_commands_wait_until_the_step_has_come_to_them():
     net = Net()
     consumer, wire, _ = transport(net)
     wire.ahead_s = 0.5
-    consumer.submit([Load(make_ticket("r", "nowhere", 64), 0)])
+    consumer.submit([load(make_ticket("r", "tcp://nowhere:1", 64))])
     wire.ahead_s = 0.0
     net.run(0.499)
     assert net.sent == []
@@ -137,7 +143,7 @@ def test_commands_wait_until_the_step_has_come_to_them():
 def test_commands_of_one_submission_may_be_changed_afterwards():
     net = Net()
     consumer, _, _ = transport(net)
-    commands = [Load(make_ticket("r", "nowhere", 64), 0)]
+    commands = [load(make_ticket("r", "tcp://nowhere:1", 64))]
     consumer.submit(commands)
     commands.clear()
     net.run()
@@ -147,7 +153,7 @@ def test_commands_of_one_submission_may_be_changed_afterwards():
 def test_an_offer_that_nobody_takes_lapses_at_its_deadline_and_wakes_the_core():
     net = Net()
     producer, _, woken = transport(net)
-    producer.submit([Offer(make_ticket("r", producer.endpoint, 64, producer="T"))])
+    producer.submit([Offer(make_ticket("r", producer.endpoints[0], 64, producer="T"))])
     net.run(QUICK.rendezvous_s - 0.001)
     assert (list(producer.poll()), woken) == ([], [])
     net.run(QUICK.rendezvous_s)
@@ -160,7 +166,7 @@ def test_an_offer_that_nobody_takes_lapses_at_its_deadline_and_wakes_the_core():
 def test_a_consumer_asks_again_and_gives_up_a_silent_producer():
     net = Net()
     consumer, _, woken = transport(net)
-    consumer.submit([Load(make_ticket("r", "nowhere", 64), 0)])
+    consumer.submit([load(make_ticket("r", "tcp://nowhere:1", 64))])
     net.run(QUICK.no_progress_s)
     [failed] = consumer.poll()
     assert (type(failed), failed.reason) == (LoadFailed, FailureReason.STALLED)
@@ -176,9 +182,9 @@ def attached(net):
     """A pair whose consumer has asked for two blocks of a producer that has none yet."""
     producer, _, producer_woken = transport(net, "P")
     consumer, _, consumer_woken = transport(net, "D")
-    ticket = make_ticket("r", producer.endpoint, 64)
+    ticket = make_ticket("r", producer.endpoints[0], 64)
     producer.submit([Offer(ticket)])
-    consumer.submit([Load(ticket, 0)])
+    consumer.submit([load(ticket)])
     net.run()
     producer.poll(), consumer.poll()
     producer_woken.clear(), consumer_woken.clear()
@@ -198,7 +204,7 @@ def test_a_lost_producer_is_told_to_the_core():
     producer, consumer, _, _, woken = attached(net)
     consumer.lose_producer("another one")
     assert list(consumer.poll()) == []
-    consumer.lose_producer(producer.endpoint)
+    consumer.lose_producer(producer.endpoints[0])
     [failed] = consumer.poll()
     assert (type(failed), failed.reason) == (LoadFailed, FailureReason.PEER_DEAD)
     assert woken == [0.0]
@@ -230,9 +236,9 @@ def test_a_load_of_nothing_tells_the_producer_that_it_is_done():
     net = Net()
     producer, _, _ = transport(net, "P")
     consumer, _, _ = transport(net, "D")
-    ticket = make_ticket("r", producer.endpoint, 64)
+    ticket = make_ticket("r", producer.endpoints[0], 64)
     producer.submit([Offer(ticket)])
-    consumer.submit([Load(ticket, 2)])
+    consumer.submit([load(ticket, 2)])
     net.run()
     assert isinstance(net.sent[0], Done)
     assert [type(e) for e in producer.poll()] == [Delivered]
@@ -253,5 +259,5 @@ def test_counters_are_those_of_the_sessions():
     producer.receive_from_consumer(b"D", Renew(b"x" * 16, 0, 0, 1))
     assert producer.counters.num_unknown_ids == 1
     bad = Data(b"x" * 16, 0, "P", 0, 1, 0)
-    consumer.receive_from_producer(producer.endpoint, bad, None)
+    consumer.receive_from_producer(producer.endpoints[0], bad, None)
     assert consumer.counters.num_malformed == 1

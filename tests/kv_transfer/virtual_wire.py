@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kv_transfer.connector import ConnectorSettings
-    from kv_transfer.layout import KVLayout
+    from kv_transfer.connector import ConnectorSettings, KVDeviceIO
     from kv_transfer.messages import ToConsumer, ToProducer
 
 
@@ -90,9 +89,9 @@ class Wire:
         self.ahead_s = 0.0
 
     def make(
-        self, settings: ConnectorSettings, layout: KVLayout, notify: Callable[[], None]
+        self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
     ) -> VirtualTransport:
-        transport = VirtualTransport(settings, layout, notify, self)
+        transport = VirtualTransport(settings, io, notify, self)
         self.net.transports[self.name] = transport
         return transport
 
@@ -105,7 +104,7 @@ class Wire:
     def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
         def deliver() -> None:
             for transport in self.net.transports.values():
-                if transport.endpoint == endpoint:
+                if endpoint in transport.endpoints:
                     transport.receive_from_consumer(self.name.encode(), message)
 
         self.net.post(message, deliver)
@@ -113,7 +112,7 @@ class Wire:
     def send_to_consumer(
         self, peer: bytes, message: ToConsumer, payload: NDArray[np.uint8] | None
     ) -> None:
-        endpoint = self.net.transports[self.name].endpoint
+        [endpoint] = self.net.transports[self.name].endpoints
 
         def deliver() -> None:
             transport = self.net.transports.get(peer.decode())

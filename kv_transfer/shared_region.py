@@ -1,0 +1,459 @@
+"""Let other engines of this host read this one's KV memory where it is.
+
+A region is an anonymous file (memfd): it has no name anywhere and is gone with the last process
+that holds it, however those end. Its owner maps it writable and then seals it, so that whoever
+receives its descriptor can only map it for reading, and never finds it shorter than it was. It is
+handed out over an abstract Unix socket, which leaves no file behind either, to processes of the
+same user in the same network namespace. What arrives is checked before any of it is used.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from kv_transfer.errors import InvalidLayoutError, TransferError, WireError
+from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+MAX_REGION_LAYOUT_BYTES = 128 << 10
+"""Most bytes of an encoded ``RegionLayout``; a message of the socket must fit its buffer."""
+
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1; ``fcntl`` has no name for it."""
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+_ADDRESS = re.compile(r"shm://([0-9a-f]{32})")
+
+_BACKLOG = 1024
+"""Connections that wait while the owner's thread is busy; the kernel refuses more than that."""
+
+_MAX_ACCEPTS = 256
+"""Connections answered in one call, so that a flood of them leaves time for other work."""
+
+_MAX_WAITING = 256
+"""Connections that may wait to show a ticket; the oldest gives way."""
+
+_MAX_SHOWN_BYTES = 4096
+
+_MAX_POPULATE_BYTES = 1 << 30
+"""Larger regions are paged in as they are read: the caller would wait too long for all of it."""
+
+_CREDENTIALS = struct.Struct("iII")
+"""``struct ucred``: process, user and group."""
+
+_FD = struct.Struct("i")
+
+_Number = Annotated[int, Meta(ge=0, lt=1 << 56)]
+_Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
+
+
+class RegionLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the pieces of every lane's blocks are in a region.
+
+    Attributes:
+        block_size: Tokens of a block.
+        num_blocks: Blocks of a lane.
+        content_hash: ``KVLayout.content_hash()`` of the owner.
+        offsets: Per lane, per piece (layer, plane): byte offset of its first block. The others
+            follow without gaps.
+    """
+
+    block_size: _Count
+    num_blocks: _Count
+    content_hash: Annotated[str, Meta(min_length=1, max_length=128)]
+    offsets: Annotated[tuple[tuple[_Number, ...], ...], Meta(min_length=1)]
+
+
+_decoder = msgspec.msgpack.Decoder(RegionLayout)
+
+
+class SharedRegion:
+    """Memory that other processes may map for reading.
+
+    Owner: the process that created it. The memory is mapped until the last array over it is gone.
+    """
+
+    def __init__(self, fd: int, memory: NDArray[np.uint8]) -> None:
+        """Take over a sealed descriptor and its writable mapping; use ``create``."""
+        self._fd = fd
+        self._memory = memory
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "SharedRegion":
+        """Make a region of zeros, all of it in memory already.
+
+        Why: memory that is short must show now, not as a dead process in the middle of a request.
+
+        Raises:
+            TransferError: The host cannot give that much, or lacks sealed anonymous files.
+        """
+        fd = -1
+        try:
+            # Asking for more than there is would not fail: the kernel would kill some process.
+            if num_bytes > (available := _available_bytes()):
+                raise OSError(errno.ENOMEM, f"only {available} bytes are available")
+            fd = os.memfd_create("ttserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(fd, 0, num_bytes)
+            memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except (OSError, ValueError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise TransferError(
+                f"this host gives no {num_bytes} bytes of shared memory for KV blocks: {error}; "
+                "make the KV cache smaller, or serve without sharing it"
+            ) from error
+        return cls(fd, np.frombuffer(memory, np.uint8))
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All of it, (num_bytes,) uint8, writable."""
+        return self._memory
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to hand out; -1 once closed."""
+        return self._fd if self._close.alive else -1
+
+    def close(self) -> None:
+        """Give up the descriptor: nobody else gets it now. Idempotent; arrays stay valid."""
+        self._close()
+
+
+class RegionServer:
+    """Hands a region out to those of the same user who show a ticket.
+
+    Why a ticket: who may fetch one request's KV is trusted with all of it, as the memory cannot be
+    handed out by halves; so no process gets it that the cluster's router has not named.
+
+    Owner: its sockets, used from one thread. It waits for a peer's ticket as long as there is room
+    for other peers, and for nothing else: the answer waits in the peer's own buffer.
+    """
+
+    def __init__(
+        self,
+        region: SharedRegion,
+        region_layout: RegionLayout,
+        admits: Callable[[bytes], bool],
+    ) -> None:
+        """Listen under a fresh name.
+
+        Args:
+            region: What to hand out; it must stay open.
+            region_layout: What is where in it.
+            admits: Tells whether whoever shows this may have it.
+
+        Raises:
+            TransferError: The layout is too long for one message, or no socket can be had.
+        """
+        self._region = region
+        self._admits = admits
+        self._waiting: deque[socket.socket] = deque()
+        self._frame = msgspec.msgpack.encode(region_layout)
+        if len(self._frame) > MAX_REGION_LAYOUT_BYTES:
+            raise TransferError(
+                f"a region layout of {len(self._frame)} bytes; the limit is "
+                f"{MAX_REGION_LAYOUT_BYTES}: use fewer lanes"
+            )
+        name = secrets.token_hex(16)
+        self._address = f"shm://{name}"
+        self._socket = _make_socket()
+        # Given up for the moment in which a process without descriptors has to turn a peer away:
+        # one that is never accepted would wake the thread for ever.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._poller = selectors.EpollSelector()
+        try:
+            self._socket.bind(_socket_name(name))
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise TransferError(f"cannot listen for {self._address}: {error}") from error
+        self._poller.register(self._socket, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> str:
+        """``shm://`` and 32 random hexadecimal digits."""
+        return self._address
+
+    def fileno(self) -> int:
+        """Return what to poll for reading; then call ``serve``."""
+        return self._poller.fileno()
+
+    def serve(self) -> None:
+        """Answer those that wait. Never blocks and never raises for what a peer does."""
+        # Twice: most peers have shown their ticket by the time they are accepted.
+        for _ in range(2):
+            for key, _ in self._poller.select(0):
+                if key.fileobj is self._socket:
+                    self._accept()
+                elif key.fileobj in self._waiting:  # And has not just given way to another.
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._answer(key.fileobj)
+                    self._waiting.remove(key.fileobj)
+                    self._hang_up(key.fileobj)
+
+    def close(self) -> None:
+        """Stop listening; idempotent. Peers that were answered keep what they have."""
+        while self._waiting:
+            self._waiting.popleft().close()
+        self._poller.close()
+        self._socket.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                peer, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("cannot answer a request for shared KV memory: %s", error)
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._turn_away()
+                return
+            peer.setblocking(False)
+            if len(self._waiting) >= _MAX_WAITING:
+                self._hang_up(self._waiting.popleft())
+            self._waiting.append(peer)
+            self._poller.register(peer, selectors.EVENT_READ)
+
+    def _turn_away(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            self._socket.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _hang_up(self, peer: socket.socket) -> None:
+        self._poller.unregister(peer)
+        peer.close()
+
+    def _answer(self, peer: socket.socket) -> None:
+        # The connection's buffer is empty, so this waits for nobody; the kernel keeps the answer
+        # for the peer when the connection is closed here.
+        try:
+            if not _is_ours(peer):
+                logger.warning("another user's process asked for shared KV memory")
+                return
+            shown = peer.recv(_MAX_SHOWN_BYTES)
+            if not self._admits(shown):
+                logger.warning("a process without a ticket asked for shared KV memory")
+                return
+            rights = _FD.pack(self._region.fd)
+            peer.sendmsg([self._frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except OSError as error:
+            logger.warning("cannot hand out shared KV memory: %s", error)
+
+
+class MappedRegion:
+    """Another process's region, not trusted before ``lanes`` has looked at it.
+
+    Owner: its descriptor. The memory is mapped until the last array over it is gone, so it stays
+    readable when the other process dies.
+    """
+
+    def __init__(self, fd: int, frame: bytes) -> None:
+        """Take over a descriptor.
+
+        Args:
+            fd: What claims to be a region.
+            frame: What claims to be its ``RegionLayout``.
+        """
+        self._fd = fd
+        self._frame = frame
+        self._close = weakref.finalize(self, os.close, fd)
+
+    def lanes(self, layout: KVLayout) -> list[HostBlocks]:
+        """Map the region and find every lane's blocks in it.
+
+        Args:
+            layout: This engine's. The other's block size may differ: the blocks returned have it in
+                their layout.
+
+        Returns:
+            One per lane, read-only.
+
+        Raises:
+            WireError: It is no sealed region, its layout is not what the protocol says or does not
+                fit into it, or its contents are not laid out as this engine's.
+        """
+        region = _decode(self._frame)
+        if region.content_hash != layout.content_hash():
+            raise WireError("a region of KV that is laid out otherwise than this engine's")
+        if any(len(offsets) != layout.num_pieces for offsets in region.offsets):
+            raise WireError(f"a region without {layout.num_pieces} pieces in every lane")
+        theirs = _with_block_size(layout, region.block_size)
+        memory = self._map()
+        try:
+            return [
+                HostBlocks.within(theirs, memory, offsets, region.num_blocks)
+                for offsets in region.offsets
+            ]
+        except ValueError as error:
+            raise WireError(f"a region that is smaller than its layout: {error}") from error
+
+    def close(self) -> None:
+        """Give up the descriptor; idempotent. What ``lanes`` returned stays valid."""
+        self._close()
+
+    def _map(self) -> NDArray[np.uint8]:
+        try:
+            # Without these seals the memory could vanish while it is read, which kills the reader.
+            if fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise WireError("a region that is not sealed")
+            num_bytes = os.fstat(self._fd).st_size
+            flags = mmap.MAP_SHARED
+            if num_bytes <= _MAX_POPULATE_BYTES:
+                flags |= mmap.MAP_POPULATE
+            return np.frombuffer(mmap.mmap(self._fd, num_bytes, flags, mmap.PROT_READ), np.uint8)
+        except (OSError, ValueError, OverflowError) as error:
+            raise WireError(f"no region of shared memory: {error}") from error
+
+
+class RegionFetch:
+    """Asks a ``RegionServer`` for its region, without blocking and without a deadline of its own.
+
+    Owner: its socket, used from one thread.
+    """
+
+    def __init__(self, address: str, ticket: bytes) -> None:
+        """Ask; whatever is wrong shows in ``poll``.
+
+        Args:
+            address: The server's.
+            ticket: A sealed ticket of a transfer from there.
+        """
+        self._socket: socket.socket | None = None
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            return
+        # At once there is a connection or there is none: nothing is in between for these sockets.
+        peer: socket.socket | None = None
+        try:
+            peer = _make_socket()
+            peer.connect(_socket_name(match[1]))
+            if _is_ours(peer):
+                peer.send(ticket)
+                self._socket, peer = peer, None
+        except OSError as error:
+            logger.debug("no shared KV memory at %s: %s", address, error)
+        if peer is not None:
+            peer.close()
+
+    def fileno(self) -> int:
+        """Return what to poll for reading while ``poll`` says "waiting"; -1 afterwards."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def poll(self) -> Literal["waiting", "failed"] | MappedRegion:
+        """Tell what came of it.
+
+        Returns:
+            "waiting" while the server has not answered; "failed" when there is none, it is another
+            user's or it went away; else the region, once, which is then the caller's to close.
+        """
+        if self._socket is None:
+            return "failed"
+        try:
+            frame, rights, flags, _ = self._socket.recvmsg(
+                MAX_REGION_LAYOUT_BYTES, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return "waiting"
+        except OSError as error:
+            logger.debug("shared KV memory was not handed out: %s", error)
+            frame, rights, flags = b"", [], 0
+        self.close()
+        fds = [
+            fd
+            for level, kind, data in rights
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (fd,) in _FD.iter_unpack(data)
+        ]
+        if len(fds) == 1 and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            return MappedRegion(fds[0], frame)
+        for fd in fds:
+            os.close(fd)
+        return "failed"
+
+    def close(self) -> None:
+        """Hang up; idempotent. A region that ``poll`` returned is not touched."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _available_bytes() -> int:
+    """Return how much memory can be had without it being taken from a process."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        if name == "MemAvailable":
+            return min(int(value.removesuffix("kB")) << 10, _allowed_bytes())
+    raise OSError(errno.ENODATA, "the host does not say how much memory is available")
+
+
+def _allowed_bytes() -> int:
+    """Return what a container's limit leaves, where there is one."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # No such file, or "max".
+        return sys.maxsize
+
+
+def _make_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def _socket_name(name: str) -> str:
+    return f"\0ttserve-kv-{name}"
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Tell whether the other end of a connection is a process of this user."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return bool(uid == os.geteuid())
+
+
+def _decode(frame: bytes) -> RegionLayout:
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"no layout of a region: {error}") from error
+
+
+def _with_block_size(layout: KVLayout, block_size: int) -> KVLayout:
+    try:
+        return msgspec.structs.replace(layout, block_size=block_size)
+    except InvalidLayoutError as error:
+        raise WireError(f"a region of impossible blocks: {error}") from error

@@ -1,0 +1,161 @@
+"""Find out how to reach a producer, and by which path its payload comes.
+
+A producer of this host and user is reached over its Unix socket, and asked for its KV memory, which
+takes a moment: loads wait for it, but not long. Any other is reached over TCP.
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from kv_transfer.consumer import Route
+from kv_transfer.errors import WireError
+from kv_transfer.layout import KVLayout
+from kv_transfer.shared_region import RegionFetch
+from kv_transfer.transport import Load
+
+logger = logging.getLogger(__name__)
+
+_REGION_S = 0.25
+"""How long a load waits for the memory of its producer; then the payload travels instead."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+_Key = tuple[tuple[str, ...], str]
+"""A producer's endpoints and the hash of its layout."""
+
+
+@dataclass(slots=True, eq=False)
+class _Approach:
+    """Loads that wait while their producer is asked for its memory."""
+
+    fetch: RegionFetch
+    fileno: int
+    give_up_s: float
+    loads: list[Load] = field(default_factory=list)
+
+
+class Routes:
+    """The ways to all producers of one engine.
+
+    Owner: the I/O thread. A way is kept until ``forget``; one that is not the best possible is
+    looked for again with the next load.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, KVLayout], poller: zmq.Poller, *, has_nixl: bool
+    ) -> None:
+        """Know no producer.
+
+        Args:
+            layouts: Those of acceptable producers by their hash.
+            poller: Wakes the I/O thread when a producer has answered.
+            has_nixl: Whether payload from other hosts may come over NIXL.
+        """
+        self._layouts = layouts
+        self._poller = poller
+        self._has_nixl = has_nixl
+        self._without_nixl: set[str] = set()
+        self._known: dict[_Key, Route] = {}
+        self._approaches: dict[_Key, _Approach] = {}
+
+    def find(self, load: Load, now_s: float) -> Route | None:
+        """Return the way for a load; None when it waits, for ``take_ready`` to give it back."""
+        key = (load.ticket.producer_endpoints, load.ticket.layout_hash)
+        approach = self._approaches.get(key)
+        if approach is not None:
+            approach.loads.append(load)
+            return None
+        address = next((x for x in key[0] if x.startswith("shm://")), None)
+        if key in self._known or address is None:
+            return self._known.get(key) or self._plain(key[0])
+        fetch = RegionFetch(address, load.sealed)
+        if fetch.fileno() < 0:
+            return self._plain(key[0])
+        self._approaches[key] = _Approach(fetch, fetch.fileno(), now_s + _REGION_S, [load])
+        self._poller.register(fetch.fileno(), zmq.POLLIN)
+        return None
+
+    def take_ready(self, now_s: float) -> list[tuple[Load, Route]]:
+        """Return the loads that need not wait any longer, each with its way."""
+        ready: list[tuple[Load, Route]] = []
+        for key, approach in list(self._approaches.items()):
+            answer = approach.fetch.poll()
+            if answer == "waiting" and now_s < approach.give_up_s:
+                continue
+            del self._approaches[key]
+            self._poller.unregister(approach.fileno)
+            approach.fetch.close()
+            route = self._plain(key[0])
+            if not isinstance(answer, str):
+                try:
+                    lanes = answer.lanes(self._layouts[key[1]])
+                    route = self._known[key] = Route(route.endpoint, "shared", lanes)
+                except WireError as error:
+                    logger.warning("cannot use the KV memory at %s: %s", route.endpoint, error)
+                answer.close()
+            logger.info("KV from %s comes over the path %s", route.endpoint, route.path)
+            ready += [(load, route) for load in approach.loads]
+        return ready
+
+    def take_waiting(self, transfer_id: bytes) -> tuple[Load, Route] | None:
+        """Return a load that waits, with some way: its producer must hear that it is cancelled."""
+        for approach in self._approaches.values():
+            for load in approach.loads:
+                if load.ticket.transfer_id == transfer_id:
+                    approach.loads.remove(load)
+                    return load, Route(_nearest(load.ticket.producer_endpoints))
+        return None
+
+    def avoid_nixl(self, endpoint: str) -> None:
+        """Let payload from a producer travel otherwise from now on."""
+        self._without_nixl.add(endpoint)
+
+    def forget(self, endpoint: str) -> None:
+        """Let go of a producer's memory; what replaces it will be asked anew."""
+        self._without_nixl.discard(endpoint)
+        for key, route in list(self._known.items()):
+            if route.endpoint == endpoint:
+                del self._known[key]
+
+    def next_deadline_s(self) -> float | None:
+        """Return when a load stops waiting, or None."""
+        return min((x.give_up_s for x in self._approaches.values()), default=None)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for approach in self._approaches.values():
+            approach.fetch.close()
+        self._approaches.clear()
+
+    def _plain(self, endpoints: Sequence[str]) -> Route:
+        """Return the way of payload that is not read in the producer's memory."""
+        endpoint = _nearest(endpoints)
+        is_far = endpoint.startswith("tcp://") and endpoint not in self._without_nixl
+        return Route(endpoint, "nixl" if self._has_nixl and is_far else "inline")
+
+
+def _nearest(endpoints: Sequence[str]) -> str:
+    """Return the endpoint to use: the Unix socket of a producer of this host, if it is one."""
+    for endpoint in endpoints:
+        if endpoint.startswith("ipc://@") and _is_neighbour(endpoint):
+            return endpoint
+    return next((x for x in endpoints if x.startswith("tcp://")), endpoints[0])
+
+
+def _is_neighbour(endpoint: str) -> bool:
+    """Tell whether a process of this user listens; anybody may take a name that is free."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            probe.connect("\0" + endpoint.removeprefix("ipc://@"))
+            found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return False  # Nobody, or too busy: there is another way.
+    _, uid, _ = _CREDENTIALS.unpack(found)
+    return bool(uid == os.geteuid())

@@ -1,0 +1,295 @@
+"""Silence, queues and slow cores: every wait has its end, and an end is final."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import FailureReason
+from kv_transfer.messages import Data, Fetch, LeaseInfo, Mapped
+from kv_transfer.ticket import CLOCK_TOLERANCE_S
+from tests.kv_transfer.fakes import FakeEngine, make_ticket
+from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair
+from tests.kv_transfer.worlds import World
+
+CONFIG = TransferConfig()
+
+
+def freeze(pair: Pair, engine: FakeEngine, *, is_frozen: bool = True) -> None:
+    """Stop or continue a process: its core, its threads and what is on its way to it."""
+    pair.node(engine).is_frozen = is_frozen
+
+
+def stream(world: World) -> None:
+    """Start a transfer of which three rows are ready and there."""
+    world.start()
+    world.prefill(100)
+    world.steps(5, 0.1)
+    assert len(world.consumer.io.changed()) == 3
+
+
+def run_until(world: World, engine: FakeEngine, deadline_s: float) -> float:
+    """Step until an engine reports the end; returns how long it took."""
+    began_s = world.network.now_s
+    while not engine.ended:
+        assert world.network.now_s - began_s <= deadline_s + 1.0
+        world.steps(1, 0.25)
+    return world.network.now_s - began_s
+
+
+# ---- frozen processes
+
+
+def test_a_frozen_producer_is_given_up_and_its_late_chunks_are_not_written(path: str) -> None:
+    world = World(path)
+    stream(world)
+    freeze(world, world.producer)
+    took_s = run_until(world, world.consumer, CONFIG.no_progress_s)
+    assert world.consumer.reasons == {"r": FailureReason.STALLED}
+    assert took_s >= CONFIG.no_progress_s - 0.5
+    freeze(world, world.producer, is_frozen=False)
+    world.prefill()
+    world.steps(20, 0.5)  # World looks whether anything is written into the reused blocks.
+    assert world.producer.reasons == {"r": FailureReason.STALLED}
+    world.assert_over()
+
+
+def test_chunks_that_left_before_the_freeze_and_come_after_the_end_are_dropped(path: str) -> None:
+    late: list[str] = []
+    world = World(
+        path,
+        lambda message: [30.0] if isinstance(message, Data | Mapped) and late else [0.0],
+    )
+    stream(world)
+    late.append("from now on")
+    world.prefill()
+    world.steps(1)
+    freeze(world, world.producer)
+    run_until(world, world.consumer, CONFIG.no_progress_s)
+    dropped = world.consumer.stats.num_dropped_chunks
+    freeze(world, world.producer, is_frozen=False)
+    world.steps(70, 0.5)
+    assert world.consumer.stats.num_dropped_chunks > dropped
+    world.assert_over()
+
+
+def test_a_frozen_consumer_loses_its_lease_and_reads_nothing_of_what_replaces_it(path: str) -> None:
+    world = World(path)
+    stream(world)
+    world.prefill()
+    world.step(world.producer)  # What it tells of now waits for the consumer.
+    freeze(world, world.consumer)
+    took_s = run_until(world, world.producer, CONFIG.lease_s)
+    assert world.producer.reasons == {"r": FailureReason.EXPIRED}
+    assert took_s >= CONFIG.lease_s - 6.0
+    freeze(world, world.consumer, is_frozen=False)
+    run_until(world, world.consumer, CONFIG.no_progress_s)
+    if world.path != "inline":  # Rows that travelled are right whenever they are looked at.
+        assert world.consumer.reasons["r"] in {FailureReason.EXPIRED, FailureReason.STALLED}
+    world.steps(20, 0.5)
+    world.assert_over()
+
+
+@pytest.mark.parametrize("frozen", ["P", "D"])
+def test_a_freeze_shorter_than_the_deadlines_costs_nothing(path: str, frozen: str) -> None:
+    world = World(path)
+    stream(world)
+    engine = world.producer if frozen == "P" else world.consumer
+    world.prefill()
+    freeze(world, engine)
+    world.steps(16, 0.25)
+    freeze(world, engine, is_frozen=False)
+    world.run(0.25, 5.0)
+    assert world.consumer.received == world.producer.sent == {"r"}
+    world.assert_over()
+
+
+def test_other_transfers_go_on_while_one_producer_is_frozen(path: str) -> None:
+    frozen, alive = Pair(path), Pair(path)
+    # One consumer with two producers: the second pair's becomes known in the first's network.
+    node = alive.node(alive.producer)
+    node.network = frozen.network
+    node.endpoint, node.endpoints = "tcp://Q:1", ("tcp://Q:1",)
+    frozen.network.nodes[node.endpoint] = node
+    producer, consumer = alive.producer, frozen.consumer
+    producer.clock = frozen.network.clock
+    frozen.start()
+    frozen.prefill(100)
+    frozen.steps(5, 0.1)
+    freeze(frozen, frozen.producer)
+    for n in range(3):
+        ticket = make_ticket(f"other {n}", node.endpoint, 32)
+        producer.add(ticket)
+        producer.save(ticket.request_id, (2,), 32)
+        consumer.load(ticket, (0,))
+        for _ in range(6):
+            producer.step()
+            frozen.steps(1, 0.1)
+        assert ticket.request_id in producer.sent & consumer.received
+    frozen.finish(consumer, step_s=0.25)
+    assert consumer.reasons == {"r": FailureReason.STALLED}
+
+
+# ---- slow cores
+
+
+def test_a_producer_whose_core_hangs_is_given_up_later(path: str) -> None:
+    pair = Pair(path)
+    pair.start()
+    pair.prefill()
+    pair.producer.step()
+    pair.consumer.step()
+    pair.network.advance()
+    began_s = pair.network.now_s
+    while not pair.consumer.ended:
+        pair.consumer.step()
+        pair.network.advance(1.0)
+    # Its I/O thread still answers, so that it is neither dead nor silent.
+    assert pair.consumer.reasons == {"r": FailureReason.STALLED}
+    assert CONFIG.no_data_s <= pair.network.now_s - began_s <= CONFIG.no_data_s + 3
+
+
+def test_a_consumer_whose_core_is_busy_for_long_loses_nothing(path: str) -> None:
+    pair = Pair(path)
+    pair.start()
+    pair.prefill()
+    for _ in range(100):
+        pair.producer.step()
+        pair.network.advance(1.0)
+    pair.steps(12)
+    pair.assert_delivered()
+
+
+def test_a_producer_that_never_confirms_is_given_up() -> None:
+    """It answers that it serves, for ever, although everything was read."""
+    pair = Pair("shared")
+    pair.start()
+    pair.prefill()
+    pair.steps(2)
+    pair.node(pair.producer).producer._on_live = lambda *_args: None
+    pair.node(pair.producer).producer._leases.expire = lambda _now_s: ()
+    began_s = pair.network.now_s
+    pair.finish(pair.consumer)
+    assert pair.consumer.reasons == {"r": FailureReason.STALLED}
+    assert pair.consumer.failed["r"].num_tokens == NUM_TOKENS
+    assert pair.network.now_s - began_s <= CONFIG.no_data_s + 3
+
+
+# ---- queues
+
+
+@pytest.mark.parametrize("num_leases", [3.5, 20])
+def test_a_consumer_may_wait_many_leases_for_its_prefill(path: str, num_leases: float) -> None:
+    pair = Pair(path)
+    pair.start()
+    pair.prefill(70)
+    pair.steps(int(num_leases * CONFIG.lease_s), 1.0)
+    assert not pair.producer.ended | pair.consumer.ended
+    pair.prefill()
+    pair.steps(12)
+    pair.assert_delivered()
+
+
+def test_a_consumer_whose_core_queues_many_leases_renews_from_its_own_thread(path: str) -> None:
+    pair = Pair(path)
+    pair.start()
+    pair.prefill()
+    pair.steps(2)
+    for _ in range(int(3.5 * CONFIG.lease_s)):
+        pair.producer.step()
+        pair.network.advance(1.0)
+    pair.steps(12)
+    pair.assert_delivered()
+    assert pair.producer.stats.leases["renewed"] >= 10
+
+
+def test_without_renewals_the_lease_ends_and_nobody_gets_data(path: str) -> None:
+    """Messages of the consumer are lost from the moment at which it has attached."""
+    world = World(
+        path,
+        lambda message: (
+            [0.0] if isinstance(message, Fetch | LeaseInfo | Data | Mapped) and not lost else []
+        ),
+    )
+    lost: list[str] = []
+    world.start()
+    world.steps(2)
+    lost.append("all")
+    world.prefill()
+    world.run(0.5, CONFIG.lease_s + 3)
+    assert world.producer.reasons == {"r": FailureReason.EXPIRED}
+    assert world.consumer.reasons == {"r": FailureReason.STALLED}
+    assert world.producer.stats.leases["expired"] == 1
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_fetch_after_the_end_gets_an_error_and_never_data(path: str, is_attached: bool) -> None:
+    world = World(path)
+    if is_attached:
+        stream(world)
+        world.network.fate = lambda _message: []
+    else:
+        world.producer.add(world.ticket)
+        world.prefill()
+    run_until(world, world.producer, CONFIG.rendezvous_s)
+    world.network.fate = lambda _message: [0.0]
+    if not is_attached:
+        world.consumer.load(world.ticket, TARGET)
+    run_until(world, world.consumer, CONFIG.no_progress_s)
+    assert world.producer.reasons == {"r": FailureReason.EXPIRED}
+    moved = [m for m in world.network.sent if isinstance(m, Data | Mapped)]
+    assert is_attached or not moved
+    expected = FailureReason.STALLED if is_attached else FailureReason.EXPIRED
+    assert world.consumer.reasons == {"r": expected}
+    world.steps(30, 1.0)
+    world.assert_over()
+
+
+def test_a_transfer_id_is_never_granted_twice(path: str) -> None:
+    pair = Pair(path)
+    pair.start()
+    pair.prefill()
+    pair.steps(12)
+    pair.assert_delivered()
+    pair.producer.sent.clear()
+    pair.producer.add(pair.ticket)
+    pair.prefill()
+    pair.steps(3)
+    assert pair.producer.reasons == {"r": FailureReason.CANCELLED}
+
+
+def test_a_ticket_that_becomes_too_old_does_not_end_a_lease_that_lives(path: str) -> None:
+    """Rows that are lost late are asked for again with the ticket of long ago."""
+    lost: list[str] = []
+
+    def fate(message: object) -> list[float]:
+        is_lost = isinstance(message, Data | Mapped) and lost
+        return [] if is_lost and lost.pop() else [0.0]
+
+    pair = Pair(path, fate)
+    young_s = 100.0
+    pair.ticket = msgspec.structs.replace(
+        pair.ticket, expires_ms=int(1000 * (pair.network.now_s + young_s))
+    )
+    pair.start()
+    pair.prefill(70)
+    pair.steps(5)
+    pair.steps(int(young_s + CLOCK_TOLERANCE_S) + 5, 1.0)
+    lost.append("one chunk")
+    pair.prefill()
+    pair.steps(30, 0.5)
+    assert not lost
+    assert pair.consumer.stats.num_retransmits > 0
+    pair.assert_delivered()
+
+
+def test_a_rendezvous_is_as_long_as_stated_on_both_sides(path: str) -> None:
+    world = World(path)
+    world.producer.add(world.ticket)
+    world.prefill()
+    assert run_until(world, world.producer, CONFIG.rendezvous_s) >= CONFIG.rendezvous_s - 0.5
+    alone = World(path)
+    alone.consumer.load(alone.ticket, TARGET)
+    assert run_until(alone, alone.consumer, CONFIG.rendezvous_s) >= CONFIG.rendezvous_s - 0.5
+    assert alone.consumer.reasons == {"r": FailureReason.UNKNOWN_TRANSFER}
+    assert np.array_equal(alone.producer.io.cache, alone.producer.io.original)

@@ -1,0 +1,126 @@
+"""Payload over NIXL: same bytes, no room, a frozen producer. Needs the optional package."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kv_transfer.messages import Data
+from kv_transfer.transports.nixl import FinishedRead, NixlEnd, RemoteRows, is_installed
+from tests.kv_transfer.fakes import LAYOUT, QUICK, FakeIO, make_engine, make_ticket, run_until
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
+
+SOURCE = tuple(range(9, 1, -1))
+TARGET = tuple(range(1, 9))
+NUM_TOKENS = 8 * 32 - 5
+ROW = LAYOUT.row_bytes
+
+PRODUCER = """
+import sys, numpy as np
+from kv_transfer.transports.nixl import NixlEnd
+end = NixlEnd("P", slot_bytes=1 << 24, num_slots=2, deadline_s=5.0, wake=lambda: None)
+slot, address = end.stage(np.full(1 << 24, 7, np.uint8))
+print(end.metadata.hex(), address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
+@pytest.fixture
+def end() -> Iterator[NixlEnd]:
+    end = NixlEnd("D", slot_bytes=1 << 24, num_slots=2, deadline_s=1.0, wake=lambda: None)
+    yield end
+    end.close(2.0)
+
+
+def _deliver(num_slots: int) -> str:
+    """Move three requests and return the paths that they took."""
+    slot_bytes = QUICK.chunk_rows(ROW) * ROW
+    config = msgspec.structs.replace(
+        QUICK, use_nixl=True, max_inflight_bytes=num_slots * max(2048, slot_bytes)
+    )
+    producer = make_engine("P", FakeIO(10, seed=1), config=config)
+    consumer = make_engine("D", FakeIO(10, seed=2), config=config)
+    try:
+        for number in range(3):
+            request_id = f"r{number}"
+            ticket = make_ticket(request_id, producer.worker.endpoints[:1], NUM_TOKENS)
+            producer.add(ticket)
+            consumer.load(ticket, TARGET)
+            producer.save(request_id, SOURCE, NUM_TOKENS)
+            run_until(lambda: request_id in producer.ended & consumer.ended, [producer, consumer])
+            want = producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
+            assert np.array_equal(consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
+            consumer.io.cache[:] = 0
+        assert not producer.failed
+        assert not consumer.failed
+        return ",".join(sorted(consumer.stats.paths))
+    finally:
+        producer.worker.close(2.0)
+        consumer.worker.close(2.0)
+
+
+def test_rows_arrive_over_nixl() -> None:
+    assert _deliver(num_slots=64) == "nixl"
+
+
+def test_rows_travel_behind_their_header_when_staging_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NixlEnd, "stage", lambda self, payload: None)
+    assert _deliver(num_slots=2) == "inline"
+
+
+def test_a_read_from_a_frozen_producer_ends_by_its_deadline(end: NixlEnd) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRODUCER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as producer:
+        assert producer.stdout is not None
+        # The library logs to the same stream.
+        line = next(x for x in producer.stdout if x.split(" ")[0].isalnum() and len(x) > 200)
+        metadata, address = line.split()
+        end.introduce("P", bytes.fromhex(metadata))
+        rows = RemoteRows("P", int(address), 1 << 24)
+        whole = _read(end, rows)
+        assert whole.payload is not None
+        assert (whole.payload == 7).all()
+        os.kill(producer.pid, signal.SIGSTOP)
+        try:
+            assert _read(end, rows).payload is None
+        finally:
+            os.kill(producer.pid, signal.SIGCONT)
+        give_up_s = time.monotonic() + 20
+        while end.num_lost_slots and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        assert end.num_lost_slots == 0, "its landing place is free once NIXL lets go"
+        producer.communicate("")
+
+
+def test_an_unknown_producer_is_no_harm(end: NixlEnd) -> None:
+    end.introduce("Q", b"no metadata at all")
+    assert _read(end, RemoteRows("Q", 4096, 64)).payload is None
+    assert _read(end, RemoteRows("nobody", 4096, 64)).payload is None
+
+
+def _read(end: NixlEnd, rows: RemoteRows) -> FinishedRead:
+    header = Data(b"t" * 16, 1, "P", 0, 1, 0)
+    end.read((rows.endpoint, header), rows, time.monotonic())
+    give_up_s = time.monotonic() + 20
+    while time.monotonic() < give_up_s:
+        finished = end.take_reads()
+        if finished:
+            return finished[0]
+        time.sleep(0.002)
+    raise AssertionError("the read never ended")

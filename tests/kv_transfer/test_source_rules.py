@@ -1,0 +1,149 @@
+"""What must not be written in a package that listens to other processes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "kv_transfer"
+FILES = sorted(ROOT.rglob("*.py"))
+
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {
+    "recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "eval", "exec",
+}  # fmt: skip
+EVERYWHERE = ("tcp://*", "tcp://0.0.0.0", "tcp://[::]", "0.0.0.0", "::")
+
+
+def parse(text: str) -> ast.Module:
+    tree = ast.parse(text)
+    for parent in ast.walk(tree):
+        for child in ast.iter_child_nodes(parent):
+            child.parent = parent  # type: ignore[attr-defined]
+    return tree
+
+
+def ancestors(node: ast.AST) -> Iterator[ast.AST]:
+    while (node := getattr(node, "parent", None)) is not None:
+        yield node
+
+
+def imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {node.module or ""}
+    return set()
+
+
+def unsafe_serializers(tree: ast.Module) -> list[int]:
+    """Lines that can turn bytes into code."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if {name.partition(".")[0] for name in imported(node)} & UNSAFE_MODULES
+        or (isinstance(node, ast.Attribute) and node.attr in UNSAFE_CALLS)
+        or (isinstance(node, ast.Name) and node.id in UNSAFE_CALLS)
+    ]
+
+
+def wildcard_addresses(tree: ast.Module) -> list[int]:
+    """Lines that name every address of the host, unless they ask whether somebody else does."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and not isinstance(getattr(node, "parent", None), ast.Expr)  # A docstring.
+        and (node.value in EVERYWHERE or node.value.startswith(EVERYWHERE[:3]))
+        and not any(
+            isinstance(x, ast.Call)
+            and isinstance(x.func, ast.Attribute)
+            and x.func.attr == "startswith"
+            for x in ancestors(node)
+        )
+    ]
+
+
+def is_narrowing(test: ast.expr) -> bool:
+    """Tell whether a test only says of which type an own value is: a type checker's business."""
+    if isinstance(test, ast.Call):
+        return isinstance(test.func, ast.Name) and test.func.id == "isinstance"
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.IsNot)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value is None
+    )
+
+
+def asserts_on_the_outside(tree: ast.Module) -> list[int]:
+    """Lines that may die of what another process sent.
+
+    Allowed are: methods ``check_invariants``, which only tests call; types of own values; and, in
+    modules that never see a message, mistakes of the caller, with words that say which.
+    """
+    sees_messages = any(
+        name in {"kv_transfer.messages", "zmq", "socket"}
+        for node in ast.walk(tree)
+        for name in imported(node)
+    )
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        and not is_narrowing(node.test)
+        and not any(getattr(x, "name", "") == "check_invariants" for x in ancestors(node))
+        and (sees_messages or node.msg is None)
+    ]
+
+
+RULES = [unsafe_serializers, wildcard_addresses, asserts_on_the_outside]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_file_breaks_a_rule(file: Path, rule) -> None:
+    assert rule(parse(file.read_text())) == []
+
+
+def test_every_file_is_looked_at() -> None:
+    names = {file.relative_to(ROOT).as_posix() for file in FILES}
+    assert names >= {"consumer.py", "producer.py", "transports/zmq.py", "shared_region.py"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (unsafe_serializers, "import pickle"),
+        (unsafe_serializers, "def f():\n    from cloudpickle import loads"),
+        (unsafe_serializers, "import os, marshal as m"),
+        (unsafe_serializers, "socket.recv_pyobj()"),
+        (unsafe_serializers, "eval(frame)"),
+        (wildcard_addresses, "socket.bind('tcp://*:5555')"),
+        (wildcard_addresses, "BIND = 'tcp://0.0.0.0:1'"),
+        (wildcard_addresses, "socket.bind(('0.0.0.0', 1))"),
+        (asserts_on_the_outside, "import zmq\nassert len(frames) == 2, 'frames'"),
+        (asserts_on_the_outside, "from kv_transfer.messages import Data\nassert data.num_rows > 0"),
+        (asserts_on_the_outside, "assert count > 0"),
+    ],
+)
+def test_each_rule_finds_what_it_forbids(rule, text: str) -> None:
+    assert len(rule(parse(text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (unsafe_serializers, "import json\n'''pickle'''"),
+        (wildcard_addresses, "if bind.startswith(('tcp://*', 'tcp://0.0.0.0')):\n    raise E"),
+        (wildcard_addresses, "'''Never tcp://*'''"),
+        (asserts_on_the_outside, "import zmq\nassert self._io is not None"),
+        (asserts_on_the_outside, "import zmq\nassert isinstance(meta, Meta)"),
+        (asserts_on_the_outside, "import zmq\ndef check_invariants(self):\n    assert self.x == 1"),
+        (asserts_on_the_outside, "assert state not in ENDS, 'the caller is wrong'"),
+    ],
+)
+def test_each_rule_lets_the_rest_pass(rule, text: str) -> None:
+    assert rule(parse(text)) == []
