@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
 from replicas.errors import EngineDeadError, EngineError
-from replicas.messages import PROTOCOL_VERSION, EngineMetrics, Hello, Utility
+from replicas.messages import PROTOCOL_VERSION, EngineMetrics, Hello, KVTransfers, Utility
 from replicas.streams import StreamTable
 
 if TYPE_CHECKING:
@@ -123,6 +123,14 @@ class AsyncMPClient:
             EngineDeadError: The engine is not connected.
         """
         return msgspec.convert(await self._call(incarnation, "metrics"), EngineMetrics)
+
+    async def kv_transfers(self, incarnation: str) -> KVTransfers:
+        """The KV transfers of an engine that are under way.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "kv_transfers"), KVTransfers)
 
     async def disconnect(self, incarnation: str) -> None:
         """Close the connection to an engine; open streams end with `EngineDeadError`."""

@@ -8,6 +8,7 @@ place of a serialised tuple.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,17 @@ import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def chain_start(cache_salt: str) -> bytes:
+    """The salt that starts the chain of a request.
+
+    Hashed, so that whoever may choose a salt cannot make it the middle of somebody else's chain.
+
+    Args:
+        cache_salt: Of the request; empty for none.
+    """
+    return hashlib.blake2b(cache_salt.encode(), digest_size=32).digest() if cache_salt else b""
 
 
 def extend_block_hashes(

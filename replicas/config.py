@@ -5,8 +5,12 @@ from typing import Literal
 
 import msgspec
 
+from kv_transfer.store import StoreConfig
+from kv_transfer.ticket import KeyRing
 from replicas.errors import ConfigError
 from replicas.faults import Fault
+
+_STORE_CONNECTORS = ("pooled", "multi")
 
 
 class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,8 +83,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             one on a simulated mesh.
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
-        kv_connector: None, "p2p", or "module:Class" of a KV connector.
+        kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
+        kv_keys: What tickets must be signed with; without a key every ticket is refused.
+        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own.
+        kv_store: The store that pooled KV is kept in, if there is one.
+        kv_load_failure_policy: What becomes of a request whose KV another engine did not send:
+            "recompute" goes on from the part that was verified and computes the rest, as is always
+            done with what a store lost; "fail" ends the request with an error.
         reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
     """
 
@@ -106,6 +116,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     simulated_mesh: SimulatedMeshConfig | None = None
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
+    kv_keys: KeyRing = KeyRing()
+    kv_accept_dtypes: tuple[str, ...] = ()
+    kv_store: StoreConfig | None = None
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     reservation_timeout_s: float = 120.0
 
     def validate(self) -> None:
@@ -143,6 +157,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
+            )
+        self._validate_store()
+
+    def _validate_store(self) -> None:
+        store = self.kv_store
+        if store is None:
+            if self.kv_connector in _STORE_CONNECTORS:
+                raise ConfigError(f"kv_connector {self.kv_connector!r} needs a kv_store")
+        elif self.kv_connector in {None, "p2p"}:
+            raise ConfigError(
+                f"kv_connector {self.kv_connector!r} does not use kv_store; set one of "
+                f"{', '.join(_STORE_CONNECTORS)}"
+            )
+        elif store.unit_tokens % self.block_size:
+            raise ConfigError(
+                f"kv_store.unit_tokens {store.unit_tokens} is not a multiple of block_size "
+                f"{self.block_size}"
             )
 
     def _validate_simulated(self, mesh: SimulatedMeshConfig) -> None:

@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.ticket import Ticket
+from kv_transfer.connector import TransferInfo, TransferStats
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 RequestMode = Literal["local", "prefill", "decode"]
 """local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
@@ -23,6 +23,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 LAPSED = "the reservation lapsed before it was activated"
 """The error of a `TokenOutput` that ends a reserved request which nobody activated in time."""
+
+KV_TRANSFER_FAILED = "kv transfer failed"
+"""With ": " and the connector's reason, the error of a `TokenOutput` that ends a request whose KV
+did not come, where the engine must not compute it again."""
 
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
@@ -34,15 +38,17 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
         request_id: Unique among the engine's live requests.
         prompt_token_ids: At least one token id.
         sampling: Validated parameters with a seed.
+        cache_salt: Requests share cached KV, here and in a store, only under the same salt.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    cache_salt: str = ""
 
 
 def checked_request(
-    request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
 ) -> EngineRequest:
     """Make a request whose values have the types that the wire demands.
 
@@ -51,7 +57,7 @@ def checked_request(
     Raises:
         InvalidRequestError: A value has another type; the message says where.
     """
-    request = EngineRequest(request_id, prompt_token_ids, sampling)
+    request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt)
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
@@ -71,20 +77,27 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
         request: What to generate.
         mode: Which part of it runs here.
         dp_group: The DP group to use, or -1 for the engine's choice.
-        ticket: For mode prefill: who may fetch the prompt's KV.
+        ticket: For mode prefill: the sealed ticket under which the prompt's KV may be fetched.
     """
 
     request: EngineRequest
     mode: RequestMode = "local"
     dp_group: int = -1
-    ticket: Ticket | None = None
+    ticket: bytes | None = None
 
 
 class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Fetch a reserved request's KV with this ticket; a later one replaces an earlier one."""
+    """Fetch a reserved request's KV with this ticket; a later one replaces an earlier one.
+
+    Attributes:
+        request_id: The reserved request.
+        ticket: A sealed ticket.
+        epoch: The client's number for this attempt, with which `KVLoaded` answers.
+    """
 
     request_id: str
-    ticket: Ticket
+    ticket: bytes
+    epoch: int
 
 
 class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
@@ -154,7 +167,7 @@ class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc
 
     Attributes:
         request_id: The reserved request.
-        epoch: Of the ticket that this is about.
+        epoch: Of the `LoadKV` that this is about.
         failure: None, or the connector's reason; the reservation stands in either case.
     """
 
@@ -172,7 +185,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
         token_ids: New tokens, possibly none with a finish reason.
         finish_reason: Set on the last output of a request.
         stop_reason: The stop token id that ended it, if one did.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_cached_tokens: Prompt tokens that came from the prefix cache, or from a store.
         error: With finish_reason "error": what happened.
     """
 
@@ -240,8 +253,9 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: Random id of this start of the engine.
         input_endpoint: ROUTER socket that takes `ClientMessage` frames.
         output_endpoint: ROUTER socket that sends `EngineFrame` frames.
-        kv_endpoint: Where its KV connector listens, or None.
-        kv_layout_hash: Equal on two engines if their KV blocks are interchangeable, or None.
+        kv_endpoints: Where its KV connector listens, in order of preference; None without one.
+        kv_layout_hash: Equal on two engines whose KV may move between them as it is, whatever
+            their block sizes; None without a connector.
         bytes_per_block: Bytes of one KV block over all layers.
         model: Folder that it serves.
         max_model_len: Longest sequence.
@@ -258,7 +272,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     input_endpoint: str
     output_endpoint: str
-    kv_endpoint: str | None
+    kv_endpoints: tuple[str, ...] | None
     kv_layout_hash: str | None
     bytes_per_block: int
     model: str
@@ -290,20 +304,19 @@ class GroupCounters(msgspec.Struct, frozen=True, kw_only=True):
     requests_finished: dict[str, int]
 
 
-class TransferCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """KV transfers of one engine since it started; `direction` is "send" or "receive"."""
-
-    transfers: dict[str, dict[str, int]] = {}
-    failures: dict[str, int] = {}
-    bytes: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    num_inflight: int = 0
-    num_leased_blocks: int = 0
-    seconds: dict[str, float] = {}
-
-
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """All counters of one engine, taken between two steps."""
+    """All counters of one engine, taken between two steps.
+
+    Attributes:
+        num_waiting: Sequences in the queue.
+        num_steps: Steps that computed something.
+        scheduled_tokens: Tokens that they computed.
+        device_seconds: Time inside the generator.
+        host_seconds: The steps' other time.
+        groups: The DP groups'.
+        transfer: The KV connector's; all zero without one.
+        kv_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
+    """
 
     num_waiting: int
     num_steps: int
@@ -311,4 +324,21 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     device_seconds: float
     host_seconds: float
     groups: list[GroupCounters]
-    transfer: TransferCounters
+    transfer: TransferStats = TransferStats()
+    kv_recompute_tokens: int = 0
+
+
+class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of the utility method "kv_transfers": what is under way now.
+
+    Attributes:
+        transfers: Those that have not ended, in either direction.
+        num_leased_blocks: See `kv_transfer.connector.TransferStats`, as for the next two.
+        num_reserved_blocks: Blocks that wait for KV to come.
+        num_quarantined_blocks: Blocks that nobody may have yet.
+    """
+
+    transfers: list[TransferInfo] = []
+    num_leased_blocks: int = 0
+    num_reserved_blocks: int = 0
+    num_quarantined_blocks: int = 0

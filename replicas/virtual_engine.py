@@ -2,7 +2,8 @@
 
 For simulators. It starts no thread, opens no socket and sleeps for nobody: whoever drives it says
 what time it is, brings messages and takes frames. A turn is one step of the engine process's loop:
-`begin` tells when it will be over, `end` what came of it.
+`begin` tells when it will be over, `end` what came of it. One that serves KV transfers has two
+halves: after the forward pass `go_on` gives the frames with its tokens, and only then KV is copied.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import ConnectorSettings
 from replicas.engine.core import EngineCore
-from replicas.engine.facts import model_facts
+from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
 from replicas.engine.virtual_worker import StepClock, VirtualWorker
@@ -89,7 +91,7 @@ class VirtualEngine:
     """See the module docstring.
 
     Args:
-        config: The engine's configuration.
+        config: The engine's configuration. Its tickets expire by the virtual clock.
         device: What it runs on.
         incarnation: Id of this start.
         make_transport: Makes its KV transport.
@@ -108,6 +110,9 @@ class VirtualEngine:
         notify: Callable[[], None],
     ) -> None:
         clock = self._clock = StepClock()
+        settings = msgspec.structs.replace(
+            connector_settings(config, incarnation, 0.0), config=device.transfer
+        )
         self._timing = device.timing
         mesh = config.simulated_mesh
         self._run_ahead = device.run_ahead and not (mesh is not None and mesh.jitter)
@@ -121,11 +126,11 @@ class VirtualEngine:
             faults=device.faults,
             models_kv=device.models_kv,
             seed=device.seed,
-            settings=ConnectorSettings(incarnation=incarnation, config=device.transfer),
+            settings=settings,
             make_transport=make_transport,
             notify=notify,
         )
-        self._core = EngineCore(config, _OneWorker(self._worker), incarnation)
+        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_epoch_s=0.0)
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
 
@@ -159,18 +164,25 @@ class VirtualEngine:
         step = self._core.begin_step(now_s)
         if step.meta is not None and self._clock.spent_s:
             # What arrives while the device works is seen right after it.
-            return Turn([now_s + self._clock.spent_s], None, step)
+            return Turn(self._end_times(now_s, [self._clock.spent_s]), None, step)
+        self._core.publish(step)
         # Moving KV takes time, even where nothing runs and no transfer ends.
         if not self._core.end_step(step, now_s) and not self._clock.spent_s:
             return Turn([], None)
         return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
 
-    def go_on(self, turn: Turn, now_s: float) -> Turn:
-        """Begin the second half of a turn whose first half is over."""
+    def go_on(self, turn: Turn, now_s: float) -> tuple[Turn, Frames]:
+        """Begin the second half of a turn whose first half is over.
+
+        Returns:
+            The second half, and the frames that are to be sent before it.
+        """
         assert turn.half is not None
         self._clock.start(now_s)
+        self._core.publish(turn.half)
+        frames = self._server.frames(now_s)
         self._core.end_step(turn.half, now_s)
-        return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
+        return Turn([now_s + self._clock.spent_s], None), frames
 
     def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
         """End a turn after `num_steps` of its steps; the frames that are to be sent now."""

@@ -1,8 +1,13 @@
-"""Engine core: one step is schedule → run → update; everything else brings work to it.
+"""Engine core: one step is schedule → run → update → transfer; everything else brings work to it.
 
 Owner: the engine's core thread (or the caller's, in process). It holds the scheduler and the
 scheduler side of the KV connector, talks to the device only through the executor, and reads no
 socket. Outputs are collected per client until `take_events`.
+
+A step's tokens are there after `publish`, before `end_step` copies KV for whoever waits for it: a
+client need not wait for a copy that is none of its business. Blocks that `publish` gives up are
+handed out by the next step's schedule at the earliest, and those that a transfer still reads then
+only after the connector has let go of them.
 """
 
 from __future__ import annotations
@@ -16,13 +21,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from kv_transfer.connector import ConnectorSettings, SaveProgress, load_connector
+from kv_transfer.connector import (
+    SaveProgress,
+    TransferRequest,
+    TransferResults,
+    TransferStats,
+    load_connector,
+)
 from kv_transfer.errors import TransferError
-from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import Sequence
+from replicas.engine.facts import connector_settings
+from replicas.engine.scheduler import Scheduler, failure_word
+from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.errors import ConfigError, InvalidRequestError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
+    KV_TRANSFER_FAILED,
     LAPSED,
     Abort,
     Accepted,
@@ -32,21 +45,16 @@ from replicas.messages import (
     EngineMetrics,
     EngineSnapshot,
     KVLoaded,
+    KVTransfers,
     LoadKV,
     Refused,
     TokenOutput,
-    TransferCounters,
     Utility,
     UtilityResult,
 )
 
 if TYPE_CHECKING:
-    from kv_transfer.connector import (
-        ConnectorMeta,
-        KVConnectorScheduler,
-        TransferResults,
-        TransferStats,
-    )
+    from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
@@ -67,19 +75,19 @@ _REFUSALS: dict[RefusalReason, str] = {
 
 
 class StepUnderWay(NamedTuple):
-    """A step between its two halves.
+    """A step whose forward pass is over.
 
     Attributes:
-        batch: What is computed, if anything.
+        batch: What was computed, if anything.
+        result: What came of it.
         meta: The connector's part, if it has one.
         has_lapsed: Whether reservations were given up.
-        begin_s: Real seconds that its first half took.
     """
 
     batch: ScheduledBatch | None
+    result: StepResult | None
     meta: ConnectorMeta | None
     has_lapsed: bool
-    begin_s: float
 
 
 class EngineCore:
@@ -89,6 +97,8 @@ class EngineCore:
         config: The engine's configuration, validated here.
         executor: The way to its workers, which are set up here.
         incarnation: Random id of this start.
+        unix_epoch_s: Unix time at which the clock behind every `now_s` was zero; None: that clock
+            is this process's monotonic one.
 
     Raises:
         ConfigError: The configuration and the model do not fit; says which numbers.
@@ -99,6 +109,7 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         incarnation: str = "local",
+        unix_epoch_s: float | None = None,
     ) -> None:
         config.validate()
         self._executor = executor
@@ -108,21 +119,25 @@ class EngineCore:
         self.max_model_len = derive_max_model_len(
             config, self.facts.max_position_embeddings, self.facts.num_blocks
         )
-        listening: tuple[str, KVLayout] | None = self._executor.collective_rpc(
+        listening: tuple[tuple[str, ...], KVLayout] | None = self._executor.collective_rpc(
             "initialize_kv_cache", self.facts.num_blocks, self.max_model_len
         )[0]
         self._executor.collective_rpc("warm_up")
-        self.kv_endpoint: str | None = None
+        self.kv_endpoints: tuple[str, ...] | None = None
         self.kv_layout: KVLayout | None = None
         if listening is not None:
-            self.kv_endpoint, self.kv_layout = listening
-        self._connector = self._create_connector(incarnation)
+            self.kv_endpoints, self.kv_layout = listening
+        if unix_epoch_s is None:
+            unix_epoch_s = time.time() - time.monotonic()
+        self._connector = self._create_connector(incarnation, unix_epoch_s)
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.facts.eos_token_ids),
             connector=self._connector,
+            resumes_prefill=self.facts.supports_prefix_caching
+            or self.facts.supports_chunked_prefill,
         )
         self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
         self._num_steps = 0
@@ -141,9 +156,9 @@ class EngineCore:
             case AddRequest():
                 self._add(client, message, now_s)
             case LoadKV():
-                self._load(client, message)
+                self._load(client, message, now_s)
             case Activate():
-                self._activate(message)
+                self._activate(message, now_s)
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
@@ -166,7 +181,7 @@ class EngineCore:
     # --- one step ------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> bool:
-        """Schedule, run, update.
+        """Schedule, run, update, transfer.
 
         Args:
             now_s: Monotonic clock.
@@ -175,12 +190,15 @@ class EngineCore:
             Whether anything ran or a transfer ended, which may let something run: False means that
             only a message, `notify` or a deadline (`next_deadline_s`) can change that.
         """
-        return self.end_step(self.begin_step(now_s), now_s)
+        step = self.begin_step(now_s)
+        self.publish(step)
+        return self.end_step(step, now_s)
 
     def begin_step(self, now_s: float) -> StepUnderWay:
-        """Schedule and run; what came of it, and of transfers meanwhile, is taken in `end_step`.
+        """Schedule and run; `publish` and then `end_step` take over what came of it.
 
-        No other call comes between the two. The simulator lets the time of the forward pass there.
+        No other call but `take_events` and views comes between the three. The simulator lets the
+        time of the forward pass go by there, and every server sends what `publish` has brought.
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
@@ -188,25 +206,34 @@ class EngineCore:
             self._fail(seq, LAPSED)
         batch = self._scheduler.schedule()
         meta = self._connector_meta(batch)
+        result: StepResult | None = None
         if batch is not None or meta is not None:
-            self._executor.collective_rpc("begin_step", batch, meta, now_s)
-        return StepUnderWay(batch, meta, bool(lapsed), time.perf_counter() - started)
-
-    def end_step(self, step: StepUnderWay, now_s: float) -> bool:
-        """Take over what a step and the transfers gave; returns what `step` does."""
-        batch, meta = step.batch, step.meta
-        if batch is None and meta is None:
-            return step.has_lapsed
-        started = time.perf_counter()
-        result, transfers = self._executor.collective_rpc("end_step", meta, now_s)[0]
-        if batch is not None:
-            self._update(batch, result)
-        if transfers:
-            self._finish_transfers(transfers)
+            result = self._executor.collective_rpc("begin_step", batch, meta, now_s)[0]
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
-        self._host_s += step.begin_s + time.perf_counter() - started - device_s
-        return batch is not None or bool(transfers) or self._has_pending_transfers()
+        self._host_s += time.perf_counter() - started - device_s
+        return StepUnderWay(batch, result, meta, bool(lapsed))
+
+    def publish(self, step: StepUnderWay) -> None:
+        """Take over what the forward pass gave: its tokens are among the next `take_events`."""
+        if step.batch is None or step.result is None:
+            return
+        started = time.perf_counter()
+        self._num_steps += 1
+        self._scheduled_tokens += step.batch.num_tokens
+        for seq, output in self._scheduler.update(step.batch, step.result):
+            self._events[seq.client].append(output)
+        self._host_s += time.perf_counter() - started
+
+    def end_step(self, step: StepUnderWay, now_s: float) -> bool:
+        """Serve transfers and take over what came of them; returns what `step` does."""
+        if step.meta is None:
+            return step.batch is not None or step.has_lapsed
+        started = time.perf_counter()
+        transfers = self._executor.collective_rpc("end_step", step.meta, now_s)[0]
+        self._finish_transfers(transfers, now_s)
+        self._host_s += time.perf_counter() - started
+        return step.batch is not None or bool(transfers) or self._has_pending_transfers()
 
     def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
         """Schedule a decode step that may be repeated before anything has to be decided.
@@ -225,8 +252,7 @@ class EngineCore:
         if (
             not self._scheduler.is_steady
             or (deadline_s is not None and now_s >= deadline_s)
-            or (self._connector is not None and self._connector.num_inflight)
-            or self._has_pending_transfers()
+            or self._has_transfers()
         ):
             return None
         batch = self._scheduler.schedule()
@@ -265,7 +291,6 @@ class EngineCore:
 
     def metrics(self, now_s: float) -> EngineMetrics:
         """Every counter, taken between two steps."""
-        stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
         return EngineMetrics(
             num_waiting=self._scheduler.num_waiting,
             num_steps=self._num_steps,
@@ -273,7 +298,19 @@ class EngineCore:
             device_seconds=self._device_s,
             host_seconds=self._host_s,
             groups=self._scheduler.group_counters(),
-            transfer=_transfer_counters(stats),
+            transfer=self._transfer_stats(now_s),
+            kv_recompute_tokens=self._scheduler.num_recompute_tokens,
+        )
+
+    def kv_transfers(self, now_s: float) -> KVTransfers:
+        """The KV transfers under way, and what they hold of the KV cache."""
+        transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
+        stats = self._transfer_stats(now_s)
+        return KVTransfers(
+            transfers=transfers,
+            num_leased_blocks=stats.num_leased_blocks,
+            num_reserved_blocks=stats.num_reserved_blocks,
+            num_quarantined_blocks=stats.num_quarantined_blocks,
         )
 
     def check_invariants(self) -> None:
@@ -286,11 +323,13 @@ class EngineCore:
 
     # --- internals -----------------------------------------------------------------------------
 
-    def _create_connector(self, incarnation: str) -> KVConnectorScheduler | None:
+    def _create_connector(
+        self, incarnation: str, unix_epoch_s: float
+    ) -> KVConnectorScheduler | None:
         if self.config.kv_connector is None or self.kv_layout is None:
             return None
-        settings = ConnectorSettings(incarnation=incarnation, bind=self.config.kv_endpoint)
         connector = load_connector(self.config.kv_connector)
+        settings = connector_settings(self.config, incarnation, unix_epoch_s)
         return connector.create_scheduler(settings, self.kv_layout)
 
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
@@ -300,13 +339,18 @@ class EngineCore:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
             return
         seq = Sequence(
-            request, message.mode, client, list(request.prompt_token_ids), dp_group=message.dp_group
+            request,
+            message.mode,
+            client,
+            list(request.prompt_token_ids),
+            dp_group=message.dp_group,
+            transfer=self._transfer_request(message),
         )
         try:
             if message.mode == "decode":
                 refusal = self._scheduler.reserve(seq, now_s)
             else:
-                refusal = self._scheduler.add(seq, message.ticket)
+                refusal = self._scheduler.add(seq, now_s)
         except TransferError as error:
             self._events[client].append(Refused(request.request_id, "invalid", str(error)))
             return
@@ -344,24 +388,42 @@ class EngineCore:
             return "this engine has no KV connector; set kv_connector"
         return None
 
-    def _load(self, client: bytes, message: LoadKV) -> None:
+    def _transfer_request(self, message: AddRequest) -> TransferRequest | None:
+        """What the connector is told of a request, if there is one."""
+        if self._connector is None:
+            return None
+        request = message.request
+        return TransferRequest(
+            request.request_id, request.prompt_token_ids, message.ticket or b"", request.cache_salt
+        )
+
+    def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
         try:
-            self._scheduler.load(message.request_id, message.ticket)
+            self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
         except TransferError as error:
             logger.warning("ticket of %s refused: %s", message.request_id, error)
             self._events[client].append(
-                # A word, not the error's text: it becomes a metric's label.
-                KVLoaded(message.request_id, message.ticket.epoch, "bad_ticket")
+                KVLoaded(message.request_id, message.epoch, failure_word(error))
             )
 
-    def _activate(self, message: Activate) -> None:
+    def _activate(self, message: Activate, now_s: float) -> None:
         """Start a reserved request, unless its tokens are not of this model."""
         seq = self._scheduler.get(message.request_id)
         if seq is not None and not all(0 <= t < self.facts.vocab_size for t in message.token_ids):
             self._scheduler.abort(message.request_id)
             self._fail(seq, f"a token id is outside the vocabulary of {self.facts.vocab_size}")
             return
-        self._scheduler.activate(message.request_id, message.token_ids)
+        ended = self._scheduler.activate(message.request_id, message.token_ids, now_s)
+        if ended is not None:
+            self._fail_transfer(ended)
+
+    def _has_transfers(self) -> bool:
+        """Whether the connector has anything at stake, as far as sequences or itself can tell."""
+        return self._connector is not None and (
+            self._connector.num_inflight > 0
+            or self._connector.has_pending_work()
+            or self._scheduler.awaits_connector
+        )
 
     def _has_pending_transfers(self) -> bool:
         return self._connector is not None and self._connector.has_pending_work()
@@ -370,46 +432,52 @@ class EngineCore:
         """The connector's part of the step, or None when it has nothing at stake."""
         if self._connector is None:
             return None
-        if self._connector.num_inflight == 0 and not self._connector.has_pending_work():
-            return None
         progress = []
         if batch is not None:
             progress = [
                 SaveProgress(seq.request_id, seq.dp_group, tuple(seq.block_ids), num_tokens)
                 for seq, num_tokens in self._scheduler.progress(batch)
             ]
+        if not progress and not self._has_transfers():
+            return None
         return self._connector.build_connector_meta(progress)
 
-    def _update(self, batch: ScheduledBatch, result: StepResult) -> None:
-        self._num_steps += 1
-        self._scheduled_tokens += batch.num_tokens
-        for seq, output in self._scheduler.update(batch, result):
-            self._events[seq.client].append(output)
-
-    def _finish_transfers(self, transfers: TransferResults) -> None:
+    def _finish_transfers(self, transfers: TransferResults, now_s: float) -> None:
         assert self._connector is not None
         self._connector.update_connector_output(transfers)
         # Sorted: what follows must not depend on the order of a set.
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
-            self._tell_loaded(self._scheduler.kv_received(request_id), None)
-        for request_id, reason in transfers.failed.items():
-            self._tell_loaded(self._scheduler.kv_failed(request_id), reason.value)
+            self._tell_loaded(self._scheduler.kv_received(request_id))
+        for request_id, failure in transfers.failed.items():
+            self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
 
-    def _tell_loaded(self, seq: Sequence | None, failure: str | None) -> None:
-        if seq is not None:
-            self._events[seq.client].append(KVLoaded(seq.request_id, seq.load_epoch, failure))
+    def _tell_loaded(self, seq: Sequence | None) -> None:
+        if seq is None:
+            return
+        self._events[seq.client].append(KVLoaded(seq.request_id, seq.load_epoch, seq.load_failure))
+        if seq.status is SequenceStatus.FINISHED:
+            self._fail_transfer(seq)
+
+    def _fail_transfer(self, seq: Sequence) -> None:
+        self._fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load_failure}")
 
     def _fail(self, seq: Sequence, error: str) -> None:
         self._events[seq.client].append(
             TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
         )
 
+    def _transfer_stats(self, now_s: float) -> TransferStats:
+        stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
+        return stats if stats is not None else TransferStats()
+
     def _call_utility(self, message: Utility, now_s: float) -> UtilityResult:
         match message.method:
             case "metrics":
                 return UtilityResult(message.call_id, self.metrics(now_s))
+            case "kv_transfers":
+                return UtilityResult(message.call_id, self.kv_transfers(now_s))
             case "reset_prefix_cache":
                 self._scheduler.reset_prefix_cache()
                 return UtilityResult(message.call_id, True)
@@ -446,28 +514,3 @@ def _are_below(token_ids: list[int], limit: int) -> bool:
     except struct.error:  # does not fit 32 bits
         return False
     return bool(0 <= ids.min() <= ids.max() < limit)
-
-
-def _transfer_counters(stats: TransferStats | None) -> TransferCounters:
-    if stats is None:
-        return TransferCounters()
-    return TransferCounters(
-        transfers={
-            "send": {"ok": stats.num_sent, "failed": sum(stats.send_failures.values())},
-            "receive": {"ok": stats.num_received, "failed": sum(stats.receive_failures.values())},
-        },
-        failures=_sum_counts(stats.send_failures, stats.receive_failures),
-        bytes={"send": stats.bytes_sent, "receive": stats.bytes_received},
-        blocks={"send": stats.blocks_sent, "receive": stats.blocks_received},
-        num_inflight=stats.num_inflight_sends + stats.num_inflight_loads,
-        num_leased_blocks=stats.num_leased_blocks,
-        seconds=dict(stats.stage_seconds),
-    )
-
-
-def _sum_counts(*counts: dict[str, int]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for count in counts:
-        for key, value in count.items():
-            total[key] = total.get(key, 0) + value
-    return total

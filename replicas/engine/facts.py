@@ -1,4 +1,4 @@
-"""What an engine core has to know of its model, from configuration and generator alone. Pure.
+"""What the parts of an engine are told at start, from configuration and generator alone. Pure.
 
 One function for every worker, so that a simulated engine is told what a real one is told.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kv_transfer.connector import ConnectorSettings
 from replicas.engine.step import ModelFacts
 from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, position_limit
 
@@ -38,4 +39,24 @@ def model_facts(
         supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
+    )
+
+
+def connector_settings(
+    config: EngineConfig, incarnation: str, unix_epoch_s: float
+) -> ConnectorSettings:
+    """What both sides of the KV connector are told.
+
+    Args:
+        config: The engine's configuration.
+        incarnation: Id of this start.
+        unix_epoch_s: Unix time at which the clock of the engine's steps was zero.
+    """
+    return ConnectorSettings(
+        incarnation=incarnation,
+        bind=config.kv_endpoint,
+        keys=config.kv_keys,
+        unix_epoch_s=unix_epoch_s,
+        accept_dtypes=config.kv_accept_dtypes,
+        store=config.kv_store,
     )

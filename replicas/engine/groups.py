@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.block_hash import extend_block_hashes
+from replicas.block_hash import chain_start, extend_block_hashes
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -109,7 +109,7 @@ class DPGroups:
         """Cached leading blocks; at least one token is left to compute, for its logits."""
         if not self._enable_prefix_caching:
             return []
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size)
+        self._extend_hashes(seq)
         limit = (seq.num_tokens - 1) // self._block_size
         return self._pools[group].find_prefix(seq.block_hashes[:limit])
 
@@ -148,7 +148,7 @@ class DPGroups:
         full = seq.num_computed_tokens // self._block_size
         if full <= seq.num_cached_blocks or not self._enable_prefix_caching:
             return
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size)
+        self._extend_hashes(seq)
         pool = self._pools[seq.dp_group]
         for i in range(seq.num_cached_blocks, full):
             pool.cache(seq.block_ids[i], seq.block_hashes[i])
@@ -217,6 +217,10 @@ class DPGroups:
             pool.check_invariants()
             used = {b for s in sequences if s.dp_group == group for b in s.block_ids}
             assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
+
+    def _extend_hashes(self, seq: Sequence) -> None:
+        salt = b"" if seq.block_hashes else chain_start(seq.request.cache_salt)
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, salt)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -213,9 +213,17 @@ class EngineProcess:
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
-            ran = self._server.core.step(time.monotonic())
-            for item in self._server.frames(time.monotonic()):
-                self._outbox.put(item)
+            step = self._server.core.begin_step(time.monotonic())
+            # Tokens leave before KV is copied for anybody: the copy costs their clients nothing.
+            self._server.core.publish(step)
+            self._send_frames()
+            ran = self._server.core.end_step(step, time.monotonic())
+            if step.meta is not None:
+                self._send_frames()
+
+    def _send_frames(self) -> None:
+        for item in self._server.frames(time.monotonic()):
+            self._outbox.put(item)
 
     def _drain_inbox(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, block until one is or a deadline."""

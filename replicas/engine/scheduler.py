@@ -4,7 +4,9 @@ Owner of the waiting and running sequences and of the DP groups' slots and block
 engine's core thread. Pure: time enters as `now_s`, KV bytes and tensors are elsewhere.
 There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step
 advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
-after preemption and KV that came from another engine are all that one rule.
+after preemption and KV that came from another engine or from a store are all that one rule.
+A sequence whose KV is still to come holds a slot and blocks for its whole prompt and is never
+preempted: it ends or goes on without anybody else's doing, so that no two can wait for each other.
 Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
 last running sequence by recompute).
 """
@@ -12,6 +14,7 @@ last running sequence by recompute).
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,11 +28,27 @@ from replicas.messages import TokenOutput
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kv_transfer.connector import KVConnectorScheduler
-    from kv_transfer.ticket import Ticket
+    from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.step import StepKind, StepResult
     from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
+
+
+def failure_word(error: TransferError) -> str:
+    """Why KV does not come for a ticket that the connector cannot use.
+
+    A word, not the error's text: it becomes a metric's label.
+    """
+    return error.reason.value if error.reason is not None else "bad_ticket"
+
+
+class _Admission(Enum):
+    """What became of a queued sequence's turn."""
+
+    ADMITTED = "admitted"
+    NO_ROOM = "no room"
+    ASKING = "asking"
+    """The connector does not know yet whether it can load anything; there may be room or not."""
 
 
 class _StepPlan:
@@ -63,6 +82,8 @@ class Scheduler:
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
         connector: Scheduler side of the KV connector, if the engine has one.
+        resumes_prefill: Whether the generator can compute a prompt from its middle on. One that
+            cannot has no use for a part of a prompt's KV.
     """
 
     def __init__(
@@ -73,41 +94,48 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
+        resumes_prefill: bool = True,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._connector = connector
+        self._resumes_prefill = resumes_prefill
         self._groups = DPGroups(config, num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._reserved: dict[str, Sequence] = {}
+        # Queued or reserved ones for which the connector cannot tell yet what it will load.
+        self._asking: dict[str, Sequence] = {}
+        self._loading: dict[str, Sequence] = {}
         # Finished here, but another engine still reads or writes their blocks.
         self._held: dict[str, Sequence] = {}
         self._num_waiting_tokens = 0
         # Queued sequences by the group that they ask for; index -1 counts those that ask for none.
         self._num_waiting_in = [0] * (len(self._groups) + 1)
         self._prefill_streak = 0
+        self._num_recompute_tokens = 0
         self._draining = False
 
     def __repr__(self) -> str:
         return (
             f"Scheduler(waiting={len(self._waiting)}, running={len(self._running)}, "
-            f"reserved={len(self._reserved)}, held={len(self._held)}, {self._groups!r})"
+            f"loading={len(self._loading)}, reserved={len(self._reserved)}, "
+            f"held={len(self._held)}, {self._groups!r})"
         )
 
     # --- requests in ---------------------------------------------------------------------------
 
-    def add(self, seq: Sequence, ticket: Ticket | None = None) -> RefusalReason | None:
+    def add(self, seq: Sequence, now_s: float) -> RefusalReason | None:
         """Queue a sequence of mode local or prefill, or say why not.
 
         Args:
             seq: A new sequence; `dp_group` is the asked group or -1.
-            ticket: For mode prefill: who may fetch its KV.
+            now_s: Monotonic clock.
 
         Raises:
-            TransferError: The connector cannot use this ticket; nothing was queued.
+            TransferError: The connector cannot use its ticket; nothing was queued.
         """
         refusal = self._refusal(seq)
         if refusal is not None:
@@ -115,9 +143,8 @@ class Scheduler:
         limit = self._config.max_num_waiting
         if limit is not None and len(self._waiting) >= limit + self._groups.num_empty_slots:
             return "queue_full"
-        if ticket is not None:
-            assert self._connector is not None
-            self._connector.on_new_request(seq.request_id, ticket)
+        if self._connector is not None and seq.transfer is not None:
+            self._connector.on_new_request(seq.transfer, now_s)
         self._sequences[seq.request_id] = seq
         self._enqueue(seq)
         return None
@@ -141,75 +168,66 @@ class Scheduler:
         seq.deadline_s = now_s + self._config.reservation_timeout_s
         return None
 
-    def load(self, request_id: str, ticket: Ticket) -> None:
+    def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, after the end of a transfer under way.
 
         Unknown ids, and sequences that wait for no KV any more, are ignored.
 
+        Args:
+            request_id: The reserved sequence.
+            ticket: A sealed ticket.
+            epoch: The client's number for it.
+            now_s: Monotonic clock.
+
         Raises:
-            TransferError: The ticket is for another number of tokens, or the connector cannot use
-                it; the reservation stands.
+            TransferError: The connector cannot use the ticket; the reservation stands.
         """
         seq = self._reserved.get(request_id)
-        if seq is None or self._connector is None:
+        if seq is None or seq.transfer is None or self._connector is None:
             return
-        if ticket.num_tokens != seq.num_prompt_tokens:
-            raise TransferError(
-                f"ticket of request {request_id} is for {ticket.num_tokens} tokens; its prompt has "
-                f"{seq.num_prompt_tokens}"
-            )
         if seq.is_loading:
-            seq.next_ticket = ticket
+            seq.next_load = (ticket, epoch)
             self._connector.cancel(request_id)
             return
-        self._connector.on_new_request(request_id, ticket)
-        num_external, _ = self._connector.get_num_new_matched_tokens(
-            request_id, seq.num_computed_tokens
-        )
-        self._connector.update_state_after_alloc(
-            request_id, seq.dp_group, seq.block_ids, num_external or 0
-        )
-        seq.is_loading = True
-        seq.load_epoch = ticket.epoch
+        seq.load_epoch = epoch
+        try:
+            self._connector.on_new_request(
+                msgspec.structs.replace(seq.transfer, ticket=ticket), now_s
+            )
+        except TransferError as error:
+            seq.load_failure = failure_word(error)
+            raise
+        seq.load_failure = None
+        seq.is_loading = seq.is_announced = True
+        self._ask(self._connector, seq)
 
-    def activate(self, request_id: str, token_ids: list[int]) -> None:
+    def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
         """Let a reserved sequence run: from its KV once that is here, or on its own without tokens.
 
         Args:
             request_id: The reserved sequence; unknown ids are ignored.
             token_ids: Output tokens that the client has already; empty: compute the prompt here.
+            now_s: Monotonic clock.
+
+        Returns:
+            The sequence if this ended it, because its KV did not come and must not be recomputed.
         """
         seq = self._reserved.get(request_id)
         if seq is None or seq.is_activated:
-            return
+            return None
         seq.is_activated = True
         seq.token_ids.extend(token_ids)
-        if not token_ids and seq.is_loading and self._connector is not None:
-            self._connector.cancel(request_id)
+        if self._connector is not None and seq.transfer is not None:
+            if not token_ids and seq.is_loading:
+                self._connector.cancel(request_id)
+            elif not seq.is_announced:
+                # Nobody sends its KV, but what is computed here may be kept.
+                self._connector.on_new_request(seq.transfer, now_s)
         self._start_if_ready(seq)
+        return seq if seq.status is SequenceStatus.FINISHED else None
 
     def kv_received(self, request_id: str) -> Sequence | None:
-        """The prompt's KV is in the reserved blocks; only now may anybody find those blocks.
-
-        Returns:
-            The live sequence that was waiting for it, if any.
-        """
-        seq = self._sequences.get(request_id)
-        if seq is None:
-            self.release_held(request_id)
-            return None
-        seq.is_loading = False
-        seq.next_ticket = None
-        seq.num_computed_tokens = seq.num_prompt_tokens
-        self._groups.cache_full_blocks(seq)
-        self._start_if_ready(seq)
-        return seq
-
-    def kv_failed(self, request_id: str) -> Sequence | None:
-        """The KV will not come by this ticket and nothing more is written for it.
-
-        An activated sequence computes its prompt here; another one goes on with its next ticket, or
-        waits for one.
+        """The asked KV is in the sequence's blocks; only now may anybody find those blocks.
 
         Returns:
             The live sequence whose client should know, if any.
@@ -218,12 +236,48 @@ class Scheduler:
         if seq is None:
             self.release_held(request_id)
             return None
-        seq.is_loading = False
-        ticket, seq.next_ticket = seq.next_ticket, None
-        if ticket is not None and not seq.is_activated:
-            seq.load_epoch = ticket.epoch
+        if not seq.is_loading:
+            return None
+        seq.next_load = None
+        self._end_load(seq, seq.load_end)
+        if request_id in self._loading:
+            self._run_loaded(seq)
+            return None
+        self._start_if_ready(seq)
+        return seq
+
+    def kv_failed(self, request_id: str, failure: Failure, now_s: float) -> Sequence | None:
+        """The asked KV will not come and nothing more is written; what was verified is kept.
+
+        A sequence from the queue goes on from there at once, and so does an activated one unless
+        the configuration forbids that: then it is finished. Another reserved one goes on with its
+        next ticket, or waits for one.
+
+        Args:
+            request_id: The sequence.
+            failure: Why, and how much of its prompt is here all the same.
+            now_s: Monotonic clock.
+
+        Returns:
+            The sequence whose client should know, if any.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            self.release_held(request_id)
+            return None
+        if not seq.is_loading:
+            return None
+        whole_blocks = failure.num_tokens - failure.num_tokens % self._config.block_size
+        self._end_load(seq, whole_blocks if self._resumes_prefill else 0)
+        if request_id in self._loading:
+            self._num_recompute_tokens += seq.load_end - seq.num_computed_tokens
+            self._run_loaded(seq)
+            return None
+        seq.load_failure = failure.reason.value
+        next_load, seq.next_load = seq.next_load, None
+        if next_load is not None and not seq.is_activated:
             try:
-                self.load(request_id, ticket)
+                self.load(request_id, *next_load, now_s)
             except TransferError:
                 return seq
             return None
@@ -275,6 +329,10 @@ class Scheduler:
         Returns:
             The step, or None when nothing can run now.
         """
+        if self._connector is not None:
+            for seq in list(self._asking.values()):
+                if seq.status is SequenceStatus.RESERVED:
+                    self._ask(self._connector, seq)
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
@@ -387,11 +445,11 @@ class Scheduler:
     # --- views ---------------------------------------------------------------------------------
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
-        """Prefill-mode sequences of a step, each with the tokens computed once the step has run."""
+        """Sequences whose prompt a step computes, with the tokens computed once it has run."""
         by_slot = {seq.slot: seq for seq in self._running}
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq = by_slot[slot]
-            if seq.mode == "prefill":
+            if seq.num_computed_tokens < seq.num_prompt_tokens:
                 yield seq, seq.num_computed_tokens + count
 
     def get(self, request_id: str) -> Sequence | None:
@@ -414,6 +472,16 @@ class Scheduler:
         return len(self._sequences) + len(self._held)
 
     @property
+    def awaits_connector(self) -> bool:
+        """Whether a sequence cannot go on, or a block not be freed, before the connector speaks."""
+        return bool(self._held or self._loading or self._asking)
+
+    @property
+    def num_recompute_tokens(self) -> int:
+        """Prompt tokens that are computed here because their KV did not come."""
+        return self._num_recompute_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Sequences in the queue."""
         return len(self._waiting)
@@ -425,7 +493,7 @@ class Scheduler:
 
     def group_snapshots(self) -> list[GroupSnapshot]:
         """What each DP group has left."""
-        running, reserved = self._count(self._running), self._count(self._reserved.values())
+        running, reserved = self._count(self._running), self._count_awaiting_kv()
         return [
             self._groups.snapshot(g, running[g], reserved[g], self._num_waiting_in[g])
             for g in range(len(self._groups))
@@ -433,7 +501,7 @@ class Scheduler:
 
     def group_counters(self) -> list[GroupCounters]:
         """Totals and gauges of each DP group."""
-        running, reserved = self._count(self._running), self._count(self._reserved.values())
+        running, reserved = self._count(self._running), self._count_awaiting_kv()
         return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
 
     def reset_prefix_cache(self) -> None:
@@ -443,12 +511,25 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Every sequence is in exactly one place, and holds what that place means."""
         self._groups.check_invariants([*self._sequences.values(), *self._held.values()])
-        places = [*self._waiting, *self._running, *self._reserved.values()]
+        awaiting = [*self._reserved.values(), *self._loading.values()]
+        places = [*self._waiting, *self._running, *awaiting]
         assert len(places) == len(self._sequences)
         assert {id(s) for s in places} == {id(s) for s in self._sequences.values()}
         for seq in places:
             assert (seq.slot < 0) == (seq.status is SequenceStatus.WAITING)
             assert (not seq.block_ids) == (seq.status is SequenceStatus.WAITING)
+        for seq in awaiting:
+            # Nothing that comes may lack a place, whatever else wants blocks meanwhile.
+            assert len(seq.block_ids) * self._config.block_size >= seq.num_prompt_tokens
+        for seq in self._loading.values():
+            assert seq.status is SequenceStatus.LOADING
+            assert seq.is_loading
+            assert seq.num_computed_tokens < seq.load_end <= seq.num_prompt_tokens
+        for request_id, seq in self._asking.items():
+            assert self._sequences[request_id] is seq
+            assert seq.is_loading == (seq.status is SequenceStatus.RESERVED)
+            assert seq.is_loading or seq.status is SequenceStatus.WAITING
+        assert not any(s.is_loading for s in (*self._waiting, *self._running))
         assert all(s.slot < 0 for s in self._held.values())
         assert self._num_waiting_tokens == sum(s.num_new_tokens for s in self._waiting)
 
@@ -473,11 +554,86 @@ class Scheduler:
         self._num_waiting_tokens += sign * seq.num_new_tokens
         self._num_waiting_in[seq.dp_group] += sign
 
+    # --- KV from elsewhere ---------------------------------------------------------------------
+
+    def _ask(self, connector: KVConnectorScheduler, seq: Sequence) -> None:
+        """Let the connector load what it can for a reserved sequence, now or once it knows."""
+        num_external, _ = connector.get_num_new_matched_tokens(
+            seq.request_id, seq.num_computed_tokens
+        )
+        if num_external is None:
+            self._asking[seq.request_id] = seq
+            return
+        self._asking.pop(seq.request_id, None)
+        seq.load_end = seq.num_computed_tokens
+        if seq.load_end + num_external > seq.num_prompt_tokens:
+            # Of another prompt; the connector names it as cancelled.
+            connector.cancel(seq.request_id)
+            return
+        seq.load_end += num_external
+        connector.update_state_after_alloc(
+            seq.request_id, seq.dp_group, seq.block_ids, num_external
+        )
+
+    def _num_external(self, seq: Sequence, num_local: int) -> int | None:
+        """Tokens that the connector would load after the first `num_local`; None: not known yet."""
+        if self._connector is None or not self._resumes_prefill:
+            return 0
+        num_external, _ = self._connector.get_num_new_matched_tokens(seq.request_id, num_local)
+        if num_external is None:
+            self._asking[seq.request_id] = seq
+        else:
+            self._asking.pop(seq.request_id, None)
+        return num_external
+
+    def _admit_loading(self, seq: Sequence, group: int, hits: list[int], num_external: int) -> None:
+        """Give a queued sequence slot and blocks, and let the connector fill the first of them."""
+        assert self._connector is not None
+        self._groups.admit(seq, group, hits, seq.num_tokens)
+        seq.load_end = seq.num_computed_tokens + num_external
+        assert seq.load_end <= seq.num_prompt_tokens, f"{num_external=} of {seq.request_id}"
+        seq.status = SequenceStatus.LOADING
+        seq.is_loading = True
+        self._loading[seq.request_id] = seq
+        self._connector.update_state_after_alloc(
+            seq.request_id, seq.dp_group, seq.block_ids, num_external
+        )
+
+    def _end_load(self, seq: Sequence, num_tokens: int) -> None:
+        """Take over the first `num_tokens` of what was loaded; more than was asked for counts not.
+
+        The blocks may be found from now on.
+        """
+        seq.is_loading = False
+        self._asking.pop(seq.request_id, None)
+        num_new = max(0, min(num_tokens, seq.load_end) - seq.num_computed_tokens)
+        seq.num_computed_tokens += num_new
+        if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
+            seq.num_cached_tokens += num_new
+        self._groups.cache_full_blocks(seq)
+
     def _start_if_ready(self, seq: Sequence) -> None:
-        """Move a reserved sequence to running once it is activated and no transfer is under way."""
+        """Move a reserved sequence to running once it is activated and no transfer is under way.
+
+        Or finish it, if its KV did not come and may not be computed here.
+        """
         if not seq.is_activated or seq.is_loading or seq.request_id not in self._reserved:
             return
+        num_missing = seq.num_prompt_tokens - seq.num_computed_tokens
+        if seq.load_failure is not None and num_missing > 0:
+            # Without tokens the client has asked for the prompt to be computed here.
+            if self._config.kv_load_failure_policy == "fail" and seq.num_output_tokens:
+                self._finish(seq, "error")
+                return
+            self._num_recompute_tokens += num_missing
         del self._reserved[seq.request_id]
+        self._run(seq)
+
+    def _run_loaded(self, seq: Sequence) -> None:
+        del self._loading[seq.request_id]
+        self._run(seq)
+
+    def _run(self, seq: Sequence) -> None:
         # The last known token is always computed here: its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         seq.status = SequenceStatus.RUNNING
@@ -523,29 +679,42 @@ class Scheduler:
         while self._waiting and plan.budget > 0 and len(full_groups) < len(self._groups):
             seq = self._waiting.popleft()
             self._count_waiting(seq, -1)
-            if self._try_admit(plan, seq, full_groups):
+            admission = self._try_admit(plan, seq, full_groups)
+            if admission is _Admission.ADMITTED:
                 continue
             skipped.append(seq)
+            if admission is _Admission.ASKING:
+                continue
             if seq.dp_group < 0:
                 break
             full_groups.add(seq.dp_group)
         for seq in reversed(skipped):
             self._enqueue(seq, front=True)
 
-    def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> bool:
+    def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
+        # Before a place is looked for: there may be many of these, in every step.
+        if seq.request_id in self._asking and self._num_external(seq, 0) is None:
+            return _Admission.ASKING
         # The whole prompt must fit, or two half-done prompts could starve each other.
         place = self._groups.place(seq, seq.num_tokens, full_groups)
         if place is None:
-            return False
+            return _Admission.NO_ROOM
         group, hits = place
-        count = self._clip(seq.num_tokens - len(hits) * self._config.block_size, plan.budget)
+        num_local = len(hits) * self._config.block_size
+        num_external = self._num_external(seq, num_local)
+        if num_external is None:
+            return _Admission.ASKING
+        if num_external:
+            self._admit_loading(seq, group, hits, num_external)
+            return _Admission.ADMITTED
+        count = self._clip(seq.num_tokens - num_local, plan.budget)
         if count == 0:
-            return False
+            return _Admission.NO_ROOM
         self._groups.admit(seq, group, hits, seq.num_tokens)
         seq.status = SequenceStatus.RUNNING
         self._running.append(seq)
         plan.add(seq, count)
-        return True
+        return _Admission.ADMITTED
 
     def _clip(self, num_new_tokens: int, budget: int) -> int:
         if num_new_tokens <= budget:
@@ -622,12 +791,15 @@ class Scheduler:
             self._count_waiting(seq, -1)
         elif seq.status is SequenceStatus.RUNNING:
             self._running.remove(seq)
-        self._reserved.pop(seq.request_id, None)
+        for place in (self._reserved, self._asking, self._loading):
+            place.pop(seq.request_id, None)
         del self._sequences[seq.request_id]
         self._count_finished(seq, reason)
         hold = False
         if self._connector is not None:
-            self._connector.cancel(seq.request_id)
+            # What was computed to the end may still be kept in a store; nobody comes to fetch it.
+            if reason in {"abort", "error"} or seq.mode == "prefill":
+                self._connector.cancel(seq.request_id)
             hold = self._connector.request_finished(seq.request_id, seq.block_ids)
         self._retire(seq, hold=hold)
 
@@ -642,6 +814,10 @@ class Scheduler:
     def _count_finished(self, seq: Sequence, reason: str) -> None:
         finished = self._groups.stats[max(seq.dp_group, 0)].finished
         finished[reason] = finished.get(reason, 0) + 1
+
+    def _count_awaiting_kv(self) -> list[int]:
+        """How many in each DP group hold a slot and wait for their KV."""
+        return self._count([*self._reserved.values(), *self._loading.values()])
 
     def _count(self, sequences: Iterable[Sequence]) -> list[int]:
         """How many of these are in each DP group."""

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kv_transfer.ticket import Ticket
+    from kv_transfer.connector import TransferRequest
     from replicas.messages import EngineRequest, RequestMode
 
 
@@ -21,6 +21,8 @@ class SequenceStatus(Enum):
     """In the queue: no slot, no blocks."""
     RUNNING = "running"
     """Holds a slot and blocks and is advanced step by step."""
+    LOADING = "loading"
+    """Came from the queue; holds a slot and blocks for its whole prompt, some of whose KV comes."""
     RESERVED = "reserved"
     """Holds a slot and blocks for its whole prompt, whose KV comes from another engine."""
     FINISHED = "finished"
@@ -42,10 +44,16 @@ class Sequence:
         num_cached_blocks: Leading blocks that the prefix index already knows.
         dp_group: Its DP group; the asked one or -1 until admitted.
         slot: Its slot, or -1.
-        num_cached_tokens: Prompt tokens found in the prefix cache when it was first admitted.
-        is_loading: RESERVED only: a transfer into its blocks is under way.
-        next_ticket: RESERVED only: replaces the transfer under way as soon as that has ended.
-        load_epoch: RESERVED only: epoch of the ticket in use.
+        num_cached_tokens: Prompt tokens found when it was first admitted, in the prefix cache or by
+            the connector.
+        transfer: What a KV connector is told of it; None in an engine without one.
+        is_loading: LOADING or RESERVED only: KV was asked for that may still come.
+        load_end: Tokens whose KV is here once the load under way has succeeded.
+        is_announced: RESERVED only: the connector knows of it.
+        next_load: RESERVED only: ticket and epoch that replace the transfer under way as soon as
+            that has ended.
+        load_epoch: RESERVED only: the client's number of the ticket in use.
+        load_failure: Why the KV of the latest load did not come; None if it did, or may yet.
         is_activated: RESERVED only: the client said to start.
         deadline_s: RESERVED only: when the reservation lapses.
         num_preemptions: How often it lost its blocks.
@@ -65,9 +73,13 @@ class Sequence:
     num_cached_blocks: int = 0
     slot: int = -1
     num_cached_tokens: int = -1
+    transfer: TransferRequest | None = None
     is_loading: bool = False
-    next_ticket: Ticket | None = None
+    load_end: int = 0
+    is_announced: bool = False
+    next_load: tuple[bytes, int] | None = None
     load_epoch: int = 0
+    load_failure: str | None = None
     is_activated: bool = False
     deadline_s: float = 0.0
     num_preemptions: int = 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import (
         ConnectorMeta,
         ConnectorSettings,
+        TransferInfo,
         TransferResults,
         TransferStats,
     )
@@ -136,7 +137,6 @@ class VirtualWorker:
         # A string is hashed alike in every process.
         self._random = random.Random(f"{seed}/{settings.incarnation}")
         self.num_rows = 0
-        self._result: StepResult | None = None
         # Device seconds of the steps that `run_seconds` told of last.
         self._run_s: list[float] = []
         self._connector: P2PConnectorWorker | None = None
@@ -154,7 +154,7 @@ class VirtualWorker:
 
     def initialize_kv_cache(
         self, num_blocks: int, max_model_len: int
-    ) -> tuple[str, KVLayout] | None:
+    ) -> tuple[tuple[str, ...], KVLayout] | None:
         """See `Worker.initialize_kv_cache`."""
         config = self._config
         if self._models_kv:
@@ -169,7 +169,7 @@ class VirtualWorker:
         self._connector.register_kv_caches(
             SimulatedKVIO(cache, layout, self._timing, self._clock, keeps_rows=self._models_kv)
         )
-        return self._connector.endpoint, layout
+        return self._connector.endpoints, layout
 
     def warm_up(self) -> None:
         """Takes time before the engine is there; see `StepTiming.warm_up_s`."""
@@ -177,6 +177,10 @@ class VirtualWorker:
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """See `Worker.transfer_stats`."""
         return self._connector.stats(now_s) if self._connector is not None else None
+
+    def transfers(self, now_s: float) -> list[TransferInfo]:
+        """See `Worker.transfers`."""
+        return self._connector.transfers(now_s) if self._connector is not None else []
 
     def shutdown(self) -> None:
         """Close the connector."""
@@ -187,22 +191,19 @@ class VirtualWorker:
 
     def begin_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> None:
+    ) -> StepResult | None:
         """See `Worker.begin_step`; the clock tells how long it took."""
         self.num_rows = 0
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
-        self._result = self._run(batch) if batch is not None else None
+        return self._run(batch) if batch is not None else None
 
-    def end_step(
-        self, meta: ConnectorMeta | None, now_s: float
-    ) -> tuple[StepResult | None, TransferResults | None]:
+    def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """See `Worker.end_step`; the clock tells how long it took."""
-        if self._connector is None or meta is None:
-            return self._result, None
+        assert self._connector is not None
         self._connector.mark_ready(meta, now_s)
         self._connector.wait_for_save()
-        return self._result, self._connector.get_transfer_results(now_s)
+        return self._connector.get_transfer_results(now_s)
 
     def run_seconds(self, batch: ScheduledBatch, num_steps: int) -> list[float]:
         """Device seconds of each of `num_steps` repeats of a step that `begin_run` gave."""

@@ -1,19 +1,21 @@
 """Worker: owns one device (or one rank of a mesh), its model, KV memory and connector side.
 
 Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
-`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `begin_step` and
-`end_step`.
+`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `begin_step` and, if
+the KV connector has anything at stake, `end_step`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, cast
 
+import msgspec
 import torch
 
-from kv_transfer.connector import ConnectorSettings, load_connector
+from kv_transfer.connector import load_connector
 from kv_transfer.layout import KVLayout
-from replicas.engine.facts import model_facts
+from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
 from replicas.engine.runner import ModelRunner
 from replicas.generators.fingerprint import model_fingerprint
@@ -33,13 +35,14 @@ if TYPE_CHECKING:
         ConnectorMeta,
         KVConnectorWorker,
         KVDeviceIO,
+        TransferInfo,
         TransferResults,
         TransferStats,
     )
     from replicas.config import EngineConfig, SimulatedMeshConfig
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, KVCache
+    from replicas.generators.protocol import Generator, KVCache, SupportsLayerCallbacks
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _SIMULATED_GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
@@ -72,7 +75,9 @@ class Worker:
         self._notify = notify
         self._progress = progress
         self._connector: KVConnectorWorker | None = None
-        self._result: StepResult | None = None
+        # The generator, if it can tell of its layers; and whether it does.
+        self._layers: SupportsLayerCallbacks | None = None
+        self._tells_layers = False
 
     def init_device(self) -> None:
         """Open the device and build the communication groups; on the CPU, set the thread count."""
@@ -102,7 +107,7 @@ class Worker:
 
     def initialize_kv_cache(
         self, num_blocks: int, max_model_len: int
-    ) -> tuple[str, KVLayout] | None:
+    ) -> tuple[tuple[str, ...], KVLayout] | None:
         """Allocate the KV caches and, with a connector, start listening.
 
         Args:
@@ -110,7 +115,7 @@ class Worker:
             max_model_len: Longest sequence in tokens.
 
         Returns:
-            The connector's endpoint and the layout of its blocks, or None without a connector.
+            The connector's endpoints and the layout of its blocks, or None without a connector.
         """
         hf, config = self._hf_config, self._config
         shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
@@ -118,13 +123,16 @@ class Worker:
         self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len)
         if config.kv_connector is None:
             return None
-        settings = ConnectorSettings(
-            incarnation=self._incarnation, bind=config.kv_endpoint, link_faults=self._faults
+        unix_epoch_s = time.time() - time.monotonic()
+        settings = msgspec.structs.replace(
+            connector_settings(config, self._incarnation, unix_epoch_s), link_faults=self._faults
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         io = self._kv_io(kv_cache)
         self._connector.register_kv_caches(io)
-        return self._connector.endpoint, io.layout
+        if self._generator.model_capabilities.get("supports_layer_callbacks"):
+            self._layers = cast("SupportsLayerCallbacks", self._generator)
+        return self._connector.endpoints, io.layout
 
     def warm_up(self) -> None:
         """Run every shape once before the first request does."""
@@ -134,32 +142,39 @@ class Worker:
 
     def begin_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> None:
+    ) -> StepResult | None:
         """First half of a step: inject arrived KV, forward.
 
         Args:
             batch: What to compute; None when there are only transfers to serve.
             meta: The connector's part of the step; None when it has nothing at stake.
             now_s: Monotonic clock.
+
+        Returns:
+            What the forward pass gave, if there was one.
         """
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
-        self._result = self._runner.run(batch) if batch is not None else None
+        if batch is None:
+            return None
+        self._tell_layers(on=meta is not None)
+        return self._runner.run(batch)
 
-    def end_step(
-        self, meta: ConnectorMeta | None, now_s: float
-    ) -> tuple[StepResult | None, TransferResults | None]:
-        """Second half: extract new KV, see what has arrived and ended meanwhile.
+    def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
+        """Second half of a step with transfers: extract new KV, see what has arrived and ended.
 
         Args:
             meta: As in the first half.
             now_s: Monotonic clock.
         """
-        if self._connector is None or meta is None:
-            return self._result, None
+        assert self._connector is not None
         self._connector.mark_ready(meta, now_s)
         self._connector.wait_for_save()
-        return self._result, self._connector.get_transfer_results(now_s)
+        return self._connector.get_transfer_results(now_s)
+
+    def transfers(self, now_s: float) -> list[TransferInfo]:
+        """The KV transfers under way."""
+        return self._connector.transfers(now_s) if self._connector is not None else []
 
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """Totals of the KV connector, if there is one."""
@@ -170,6 +185,19 @@ class Worker:
         if self._connector is not None:
             self._connector.close(deadline_s=2.0)
 
+    def _tell_layers(self, *, on: bool) -> None:
+        """Let the forward pass call the connector around each layer, or leave it alone."""
+        if self._layers is None or on == self._tells_layers:
+            return
+        assert self._connector is not None
+        if on:
+            self._layers.set_layer_callbacks(
+                self._connector.wait_for_layer_load, self._connector.save_kv_layer
+            )
+        else:
+            self._layers.set_layer_callbacks(None, None)
+        self._tells_layers = on
+
     # --- the device ----------------------------------------------------------------------------
 
     def _cpu(self) -> CpuDevice:
@@ -179,6 +207,7 @@ class Worker:
             seed=self._config.weights_seed,
             attention=self._config.attention,
             progress=self._progress,
+            shares_kv=self._config.kv_connector is not None,
         )
 
     def _simulated_mesh(self, mesh: SimulatedMeshConfig) -> SimulatedMesh:

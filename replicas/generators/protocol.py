@@ -43,7 +43,7 @@ int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were 
 handles for ``read_decode_output`` when ``read_from_device`` is False."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
-"""Called with the layer index, 0-based, once that layer's KV of the current forward is written."""
+"""Called with the index of a layer, 0-based, in the middle of a forward."""
 
 KVCacheShape: TypeAlias = tuple[int, int, int, int]
 """(num_blocks, num_kv_heads, block_size, head_dim); num_blocks is per lane and counts block 0."""
@@ -71,7 +71,7 @@ class ModelCapabilities(TypedDict, total=False):
         tt_block_kv_extent_tokens: KV tokens that one block-output step may touch.
         required_block_size: The only KV block size the model takes; missing for any.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
-        supports_layer_callback: Has ``set_layer_callback``. Ours; default False.
+        supports_layer_callbacks: Has ``set_layer_callbacks``. Ours; default False.
     """
 
     supports_prefix_caching: bool
@@ -92,7 +92,7 @@ class ModelCapabilities(TypedDict, total=False):
     tt_block_kv_extent_tokens: int
     required_block_size: int
     supports_mixed_batch: bool
-    supports_layer_callback: bool
+    supports_layer_callbacks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ class CpuDevice:
         seed: Seed of the random weights; equal seeds give equal weights in every dtype.
         attention: "fast" batches decode rows; "reference" attends request by request.
         progress: Called while loading with (stage, fraction done in 0..1); must be quick.
+        shares_kv: Whether other processes of this host may be shown the KV cache's memory.
     """
 
     dtype: torch.dtype
@@ -113,6 +114,7 @@ class CpuDevice:
     seed: int = 0
     attention: Literal["fast", "reference"] = "fast"
     progress: Callable[[str, float], None] | None = None
+    shares_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,12 +463,18 @@ class SupportsMixedBatch(Protocol):
         ...
 
 
-class SupportsLayerCallback(Protocol):
-    """Capability ``supports_layer_callback``: tells when a layer's KV is in the cache."""
+class SupportsLayerCallbacks(Protocol):
+    """Capability ``supports_layer_callbacks``: tells when a layer needs KV and when it has it."""
 
-    def set_layer_callback(self, fn: LayerCallback | None) -> None:
-        """Call ``fn(layer)`` in later forwards after that layer's KV is written; None stops it.
+    def set_layer_callbacks(
+        self, before: LayerCallback | None, after: LayerCallback | None
+    ) -> None:
+        """Call these around the attention of every layer in later forwards; None stops it.
 
-        It runs on the calling thread, between layers, and not during warm-up.
+        They run on the calling thread, and not during warm-up.
+
+        Args:
+            before: Once the KV of earlier tokens, which attention reads, must be in the cache.
+            after: Once the layer's KV of this forward's tokens is in the cache.
         """
         ...

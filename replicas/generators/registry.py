@@ -30,7 +30,7 @@ REQUIRED_METHODS = (
 )
 _CAPABILITY_METHODS = {
     "supports_mixed_batch": "forward_mixed",
-    "supports_layer_callback": "set_layer_callback",
+    "supports_layer_callbacks": "set_layer_callbacks",
 }
 
 

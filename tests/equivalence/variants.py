@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kv_transfer.store import StoreConfig
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
+from tests.replicas.engine.shelf_connector import SHELVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,7 @@ class Variant:
         repeat: Run this often on one engine; the last time counts.
         must_preempt: The engine must have taken blocks away.
         must_hit: The engine must have found prompts in its prefix cache.
+        must_load: The engine must have got KV from a store.
     """
 
     settings: dict[str, object] = field(default_factory=dict)
@@ -45,6 +48,7 @@ class Variant:
     repeat: int = 1
     must_preempt: bool = False
     must_hit: bool = False
+    must_load: bool = False
 
 
 _MISS = {"enable_prefix_caching": False}
@@ -52,6 +56,16 @@ _CHUNKED = {"max_num_batched_tokens": 16}
 _WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
 _APART = {"mixed_batches": False}
 _FOUR_LANES = {"tt_data_parallel": 4}
+_POOLED = {
+    "kv_connector": "pooled",
+    "kv_store": StoreConfig(
+        backend="tests.kv_transfer.memory_store:MemoryStore",
+        address=__name__,
+        capacity_bytes=1 << 30,
+        unit_tokens=32,
+        timeout_s=20.0,
+    ),
+}
 
 VARIANTS = {
     "mixed, chunked": Variant({**_MISS, **_CHUNKED}),
@@ -76,6 +90,10 @@ VARIANTS = {
         must_preempt=True,
         must_hit=True,
     ),
+    "mixed, chunked, pooled": Variant({**_MISS, **_CHUNKED, **_POOLED}, repeat=2, must_load=True),
+    "apart, whole, four lanes, somebody else's connector": Variant(
+        {**_MISS, **_WHOLE, **_APART, **_FOUR_LANES, "kv_connector": SHELVES}, stagger=2, repeat=2
+    ),
 }
 
 
@@ -92,4 +110,5 @@ def run(
             outputs = generate(core, prompts, sampling, stagger=variant.stagger)
         assert not variant.must_preempt or num_preemptions(core)
         assert not variant.must_hit or num_prefix_hits(core)
+        assert not variant.must_load or core.metrics(0.0).transfer.store.hits
     return outputs

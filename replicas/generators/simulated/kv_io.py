@@ -1,8 +1,8 @@
-"""Read and write the simulated generator's KV blocks as bytes, for KV transfer.
+"""Read and write the simulated generator's KV blocks as rows of bytes, for KV transfer.
 
-A block's bytes are K of every token, then V. The seconds are those of the
-modelled model's bytes, which are thousands of times as many; the engine's core thread spends them,
-as it does with a real device's memory.
+A row's bytes are K of its 32 tokens, then V. The seconds are those of the modelled model's bytes,
+which are thousands of times as many; the engine's core thread spends them, as it does with a real
+device's memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_transfer.errors import InvalidLayoutError
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import ROW_TOKENS, KVLayout
 from replicas.generators.simulated.device import busy
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def simulated_kv_layout(block_size: int, fingerprint: str) -> KVLayout:
-    """How a simulated engine's blocks travel: of each token eight bytes of K and eight of V.
+    """How a simulated engine's KV travels: of each token eight bytes of K and eight of V.
 
     Args:
         block_size: Tokens per block.
@@ -70,10 +70,12 @@ class SimulatedKVIO:
         Raises:
             InvalidLayoutError: The layout is not the cache's; says both.
         """
-        told, found = layout.rows_shape, (2, kv_cache.block_size, BYTES_PER_TOKEN // 2)
+        told = (layout.num_pieces, layout.block_size, layout.unit_bytes)
+        found = (2, kv_cache.block_size, ROW_TOKENS * BYTES_PER_TOKEN // 2)
         if told != found:
             raise InvalidLayoutError(
-                f"layout of {told} of a simulated KV cache of {found} (planes, rows, bytes)"
+                f"layout of {told} of a simulated KV cache of {found} (planes, block size, bytes "
+                f"per unit)"
             )
         self._kv_cache = kv_cache
         self._layout = layout
@@ -83,49 +85,86 @@ class SimulatedKVIO:
 
     @property
     def layout(self) -> KVLayout:
-        """What a block's bytes mean."""
+        """What the bytes mean."""
         return self._layout
 
-    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy blocks out; see `KVDeviceIO.read_blocks`.
+    @property
+    def host_blocks(self) -> None:
+        """None: what takes the time of a link must go over it."""
+        return
+
+    @property
+    def shared_region(self) -> None:
+        """None, as for `host_blocks`."""
+        return
+
+    @property
+    def region_layout(self) -> None:
+        """None, as for `host_blocks`."""
+        return
+
+    def read_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
+    ) -> npt.NDArray[np.uint8]:
+        """Copy rows out; see `KVDeviceIO.read_rows`.
 
         Raises:
-            ValueError: A block id is out of range.
+            ValueError: A row is past the block table, or its block is out of range.
         """
-        self._check(block_ids, first=0)
-        shape = (len(block_ids), self._layout.bytes_per_block)
-        with busy(self._clock, self._seconds(len(block_ids))):
+        blocks, offsets = self._places(block_ids, first_row, num_rows, first_block=0)
+        shape = (num_rows, self._layout.row_bytes)
+        with busy(self._clock, self._seconds(num_rows)):
             if not self._keeps_rows:
                 return np.zeros(shape, np.uint8)
-            rows = self._kv_cache.read_blocks(lane, block_ids)
+            rows = self._as_rows(self._kv_cache.read_blocks(lane, blocks.tolist()))
+            rows = rows[np.arange(num_rows), offsets]
             return np.ascontiguousarray(rows.transpose(0, 2, 1)).view(np.uint8).reshape(shape)
 
-    def write_blocks(
-        self, lane: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: npt.NDArray[np.uint8]
     ) -> None:
-        """Copy blocks in; see `KVDeviceIO.write_blocks`.
+        """Copy rows in; see `KVDeviceIO.write_rows`.
 
         Raises:
-            ValueError: A block id is out of range, or `data` has another shape or dtype.
+            ValueError: A row is past the block table, or its block is out of range; or `data` has
+                another shape or dtype.
         """
-        self._check(block_ids, first=1)
-        wanted = (len(block_ids), self._layout.bytes_per_block)
+        wanted = (len(data), self._layout.row_bytes)
         if data.shape != wanted or data.dtype != np.uint8:
             raise ValueError(f"data of {data.shape} {data.dtype} instead of {wanted} uint8")
-        with busy(self._clock, self._seconds(len(block_ids))):
+        blocks, offsets = self._places(block_ids, first_row, len(data), first_block=1)
+        with busy(self._clock, self._seconds(len(data))):
             if self._keeps_rows:
                 planes = np.ascontiguousarray(data).view(np.uint64)
-                rows = planes.reshape(len(block_ids), 2, self._layout.block_size)
-                self._kv_cache.write_blocks(lane, block_ids, rows.transpose(0, 2, 1))
+                rows = planes.reshape(len(data), 2, ROW_TOKENS).transpose(0, 2, 1)
+                unique, inverse = np.unique(blocks, return_inverse=True)
+                content = self._kv_cache.read_blocks(lane, unique.tolist())
+                self._as_rows(content)[inverse, offsets] = rows
+                self._kv_cache.write_blocks(lane, unique.tolist(), content)
 
-    def _seconds(self, num_blocks: int) -> float:
-        num_tokens = num_blocks * self._layout.block_size
-        return self._timing.link.transfer_s(num_tokens * self._timing.bytes_per_token)
+    def _as_rows(self, blocks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Blocks (n, block_size, 2) seen as (n, rows of a block, 32, 2)."""
+        return blocks.reshape(len(blocks), self._layout.rows_per_block, ROW_TOKENS, 2)
 
-    def _check(self, block_ids: Sequence[int], first: int) -> None:
+    def _seconds(self, num_rows: int) -> float:
+        return self._timing.link.transfer_s(num_rows * ROW_TOKENS * self._timing.bytes_per_token)
+
+    def _places(
+        self, block_ids: Sequence[int], first_row: int, num_rows: int, *, first_block: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Block and row of the block of each of these rows, checked."""
+        rows = np.arange(first_row, first_row + num_rows)
+        rows_per_block = self._layout.rows_per_block
+        if first_row < 0 or first_row + num_rows > len(block_ids) * rows_per_block:
+            raise ValueError(
+                f"rows {first_row} to {first_row + num_rows} of a block table of "
+                f"{len(block_ids)} blocks of {rows_per_block} rows"
+            )
+        blocks = np.asarray(block_ids, np.int64)[rows // rows_per_block]
         last = self._kv_cache.num_blocks - 1
-        if self._keeps_rows and not all(first <= block <= last for block in block_ids):
-            raise ValueError(f"block ids {list(block_ids)} are not within {first}..{last}")
+        if self._keeps_rows and not ((first_block <= blocks) & (blocks <= last)).all():
+            raise ValueError(f"block ids {blocks.tolist()} are not within {first_block}..{last}")
+        return blocks, rows % rows_per_block
 
 
 if TYPE_CHECKING:  # fails type checking when the class and the protocol part ways

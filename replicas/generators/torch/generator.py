@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         KVCache,
         KVCacheShape,
         LayerCallback,
-        SupportsLayerCallback,
+        SupportsLayerCallbacks,
         SupportsMixedBatch,
         SupportsTokenBudget,
     )
@@ -48,7 +48,7 @@ _DEFAULT_TOKEN_BUDGET = 131072
 class TorchGenerator:
     """Llama, Mistral, Qwen2 and Qwen3 behind the generator interface.
 
-    Owner: the model's weights and the layer callback. The KV cache belongs to the caller.
+    Owner: the model's weights and the layer callbacks. The KV cache belongs to the caller.
     """
 
     model_capabilities: ClassVar[ModelCapabilities] = {
@@ -61,7 +61,7 @@ class TorchGenerator:
         "output_tokens_per_step": 1,
         "supports_spec_decode": False,
         "supports_mixed_batch": True,
-        "supports_layer_callback": True,
+        "supports_layer_callbacks": True,
     }
     decode_input_update_contract: ClassVar[int] = 1
 
@@ -72,6 +72,8 @@ class TorchGenerator:
         dtype: torch.dtype,
         max_batch_size: int,
         num_lanes: int,
+        *,
+        shares_kv: bool = False,
     ) -> None:
         """Wrap a loaded model; use ``initialize_vllm_model`` to load one."""
         self._config = config
@@ -80,7 +82,9 @@ class TorchGenerator:
         self._logits_dtype = torch.promote_types(dtype, torch.float32)
         self._max_batch_size = max_batch_size
         self._num_lanes = num_lanes
-        self._on_layer: LayerCallback | None = None
+        self._shares_kv = shares_kv
+        self._before_layer: LayerCallback | None = None
+        self._after_layer: LayerCallback | None = None
 
     @classmethod
     def initialize_vllm_model(
@@ -105,7 +109,14 @@ class TorchGenerator:
         weights = load_weights(config, mesh_device)
         attention = BACKENDS[mesh_device.attention]()
         model = PagedTransformer(config, weights, max_seq_len, attention)
-        return cls(config, model, mesh_device.dtype, max_batch_size, tt_data_parallel)
+        return cls(
+            config,
+            model,
+            mesh_device.dtype,
+            max_batch_size,
+            tt_data_parallel,
+            shares_kv=mesh_device.shares_kv,
+        )
 
     @classmethod
     def get_max_tokens_all_users(
@@ -127,6 +138,7 @@ class TorchGenerator:
 
         Raises:
             ConfigError: Heads, head size, layers or dtype are not the model's.
+            TransferError: The host gives no memory that can be shared.
         """
         config = self._config
         wanted = (config.num_key_value_heads, config.head_dim, config.num_hidden_layers)
@@ -136,7 +148,9 @@ class TorchGenerator:
                 f"KV cache of (kv heads, head size, layers) {given} in {dtype} for a model of "
                 f"{wanted} in {self._dtype}"
             )
-        return TorchKVCache(kv_cache_shape, dtype, num_layers, self._num_lanes)
+        return TorchKVCache(
+            kv_cache_shape, dtype, num_layers, self._num_lanes, shares=self._shares_kv
+        )
 
     def warmup_model_prefill(
         self,
@@ -151,7 +165,7 @@ class TorchGenerator:
         zeros = np.zeros((1, cache.block_size), dtype=np.int64)
         ends = np.array([cache.block_size])
         batch = from_prefill(zeros, zeros, 0 * ends, ends, 0 * ends, cache.block_size)
-        self._forward(batch, cache, None)
+        self._forward(batch, cache, is_warm_up=True)
 
     def warmup_model_decode(
         self,
@@ -167,7 +181,7 @@ class TorchGenerator:
         cache = _checked(kv_cache)
         zeros = np.zeros(max_batch_size, dtype=np.int64)
         batch = from_decode(zeros, zeros[:, None], zeros, zeros, cache.block_size)
-        self._forward(batch, cache, None)
+        self._forward(batch, cache, is_warm_up=True)
 
     def prefill_forward(
         self,
@@ -204,7 +218,7 @@ class TorchGenerator:
             self._space(cache).first_blocks(slots),
             cache.block_size,
         )
-        return self._forward(batch, cache, self._on_layer).unsqueeze(1)
+        return self._forward(batch, cache).unsqueeze(1)
 
     def decode_forward(
         self,
@@ -252,7 +266,7 @@ class TorchGenerator:
                 self._space(cache).first_blocks(live),
                 cache.block_size,
             )
-            logits[torch.from_numpy(live), 0] = self._forward(batch, cache, self._on_layer)
+            logits[torch.from_numpy(live), 0] = self._forward(batch, cache)
         return logits
 
     def forward_mixed(self, batch: FlatBatch, kv_cache: KVCache) -> torch.Tensor:
@@ -262,11 +276,13 @@ class TorchGenerator:
             (len(batch.logits_indices), V) float32, or float64 for a float64 model.
         """
         cache = _checked(kv_cache)
-        return self._forward(from_flat(batch, self._space(cache)), cache, self._on_layer)
+        return self._forward(from_flat(batch, self._space(cache)), cache)
 
-    def set_layer_callback(self, fn: LayerCallback | None) -> None:
-        """See ``SupportsLayerCallback.set_layer_callback``."""
-        self._on_layer = fn
+    def set_layer_callbacks(
+        self, before: LayerCallback | None, after: LayerCallback | None
+    ) -> None:
+        """See ``SupportsLayerCallbacks.set_layer_callbacks``."""
+        self._before_layer, self._after_layer = before, after
 
     def read_decode_output(
         self,
@@ -293,13 +309,14 @@ class TorchGenerator:
         return BlockSpace(cache.num_blocks, cache.block_size, slots_per_lane)
 
     def _forward(
-        self, batch: PagedBatch, cache: TorchKVCache, on_layer: LayerCallback | None
+        self, batch: PagedBatch, cache: TorchKVCache, *, is_warm_up: bool = False
     ) -> torch.Tensor:
+        before, after = (None, None) if is_warm_up else (self._before_layer, self._after_layer)
         # Made outside inference mode: callers may then change their logits in place.
         shape = (len(batch.logits_indices), self._config.vocab_size)
         logits = torch.empty(shape, dtype=self._logits_dtype)
         with torch.inference_mode():
-            logits.copy_(self._model.forward(batch, cache, on_layer))
+            logits.copy_(self._model.forward(batch, cache, before, after))
         return logits
 
 
@@ -354,5 +371,5 @@ def _int64(values: torch.Tensor | Sequence[int]) -> Int64Array:
 if TYPE_CHECKING:  # fails type checking when the class and the protocols part ways
     _generator: type[Generator] = TorchGenerator
     _mixed: type[SupportsMixedBatch] = TorchGenerator
-    _callback: type[SupportsLayerCallback] = TorchGenerator
+    _callback: type[SupportsLayerCallbacks] = TorchGenerator
     _budget: type[SupportsTokenBudget] = TorchGenerator

@@ -5,10 +5,12 @@ Dimensions: P = lanes * num_blocks blocks of all lanes, H KV heads, S block size
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from kv_transfer.shared_region import SharedRegion
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +30,19 @@ class TorchKVCache(list[LaneCache]):
         planes: Per layer (k, v), each (P, H, S, D), contiguous.
         num_blocks: Blocks per lane, with the null block.
         block_size: Tokens per block.
+        memory: The bytes of all planes, (n,) uint8: layer by layer, K before V.
+        offsets: Per lane, per layer and plane: where in ``memory`` the lane's first block is.
+        shared_region: Where ``memory`` is when other processes of this host may map it, else None.
     """
 
     def __init__(
-        self, shape: KVCacheShape, dtype: torch.dtype, num_layers: int, num_lanes: int
+        self,
+        shape: KVCacheShape,
+        dtype: torch.dtype,
+        num_layers: int,
+        num_lanes: int,
+        *,
+        shares: bool = False,
     ) -> None:
         """Allocate zeros.
 
@@ -40,18 +51,33 @@ class TorchKVCache(list[LaneCache]):
             dtype: Dtype of keys and values.
             num_layers: Layers.
             num_lanes: Lanes.
+            shares: Whether other processes of this host may map the cache.
 
         Raises:
             ConfigError: A dimension is not positive.
+            TransferError: The host gives no memory that can be shared.
         """
         if min(*shape, num_layers, num_lanes) < 1:
             raise ConfigError(f"KV cache {shape=} {num_layers=} {num_lanes=} must be positive")
         self.num_blocks, _, self.block_size, _ = shape
         whole = (num_lanes * shape[0], *shape[1:])
-        self.planes = [
-            (torch.zeros(whole, dtype=dtype), torch.zeros(whole, dtype=dtype))
-            for _ in range(num_layers)
+        num_items = math.prod(whole)
+        plane_bytes, lane_bytes = (n * dtype.itemsize for n in (num_items, math.prod(shape)))
+        self.shared_region = SharedRegion.create(2 * num_layers * plane_bytes) if shares else None
+        self.memory = (
+            torch.zeros(2 * num_layers * plane_bytes, dtype=torch.uint8).numpy()
+            if self.shared_region is None
+            else self.shared_region.memory
+        )
+        self.offsets = tuple(
+            tuple(piece * plane_bytes + lane * lane_bytes for piece in range(2 * num_layers))
+            for lane in range(num_lanes)
+        )
+        planes = [
+            torch.frombuffer(self.memory, dtype=dtype, count=num_items, offset=offset).view(whole)
+            for offset in self.offsets[0]
         ]
+        self.planes = list(zip(planes[::2], planes[1::2], strict=True))
         super().__init__(
             [
                 [

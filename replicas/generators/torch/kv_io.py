@@ -1,25 +1,26 @@
 """Read and write the torch generator's KV blocks as bytes, for KV transfer.
 
-A block's bytes run over (layer, K | V, KV head, token row, head size), as ``KVLayout`` says. The
-null block may be read but not written.
+A row's bytes run over (layer, K | V, KV head, token, head size), as ``KVLayout`` says. The null
+block may be read but not written.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from kv_transfer.errors import InvalidLayoutError
+from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.shared_region import RegionLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from kv_transfer.connector import KVDeviceIO
     from kv_transfer.layout import KVLayout
+    from kv_transfer.shared_region import SharedRegion
     from replicas.generators.torch.kv_cache import TorchKVCache
 
 
@@ -33,7 +34,7 @@ class TorchKVIO:
         """Look at the cache's memory as bytes.
 
         Args:
-            kv_cache: The cache; it must outlive this object and never move.
+            kv_cache: The cache.
             layout: What the other side was told; must describe this cache.
 
         Raises:
@@ -42,67 +43,77 @@ class TorchKVIO:
         k = kv_cache[0][0][0]
         _, num_kv_heads, block_size, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
-        found = (len(kv_cache[0]), num_kv_heads, head_dim, block_size, dtype)
-        told = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
-        if found != (*told, layout.dtype):
+        found = (len(kv_cache[0]), 2, num_kv_heads, head_dim, block_size, dtype)
+        told = (
+            layout.num_layers,
+            layout.num_planes,
+            layout.num_kv_heads,
+            layout.head_dim,
+            layout.block_size,
+            layout.dtype,
+        )
+        if found != told:
             raise InvalidLayoutError(
-                f"layout {(*told, layout.dtype)} of a KV cache of {found} (layers, KV heads, head "
-                "size, block size, dtype)"
+                f"layout {told} of a KV cache of {found} (layers, planes, KV heads, head size, "
+                "block size, dtype)"
             )
         self._layout = layout
-        self._num_blocks = kv_cache.num_blocks
-        # [lane][2 * layer + plane] -> (num_blocks, bytes of one block of one plane).
-        self._planes = [
-            [
-                plane.view(torch.uint8).numpy().reshape(kv_cache.num_blocks, -1)
-                for layer in lane
-                for plane in layer
-            ]
-            for lane in kv_cache
-        ]
+        self._host_blocks = tuple(
+            HostBlocks.within(layout, kv_cache.memory, offsets, kv_cache.num_blocks)
+            for offsets in kv_cache.offsets
+        )
+        self._shared_region = kv_cache.shared_region
+        self._region_layout = RegionLayout(
+            block_size=block_size,
+            num_blocks=kv_cache.num_blocks,
+            content_hash=layout.content_hash(),
+            offsets=kv_cache.offsets,
+        )
 
     @property
     def layout(self) -> KVLayout:
-        """What a block's bytes mean."""
+        """What the bytes mean."""
         return self._layout
 
-    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy blocks out; see ``KVDeviceIO.read_blocks``.
+    @property
+    def host_blocks(self) -> Sequence[HostBlocks]:
+        """The blocks of each lane."""
+        return self._host_blocks
+
+    @property
+    def shared_region(self) -> SharedRegion | None:
+        """The memory of ``host_blocks``, where other processes of this host may map it."""
+        return self._shared_region
+
+    @property
+    def region_layout(self) -> RegionLayout | None:
+        """Where the blocks are in ``shared_region``; None without one."""
+        return None if self._shared_region is None else self._region_layout
+
+    def read_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
+    ) -> npt.NDArray[np.uint8]:
+        """Copy rows out; see ``KVDeviceIO.read_rows``.
 
         Raises:
-            ValueError: A block id is out of range.
+            ValueError: A block id is out of range, or the table too short.
         """
-        ids = self._checked(block_ids, first=0)
-        data = np.empty((len(ids), self._layout.bytes_per_block), np.uint8)
-        for part, plane in zip(self._parts(data), self._planes[lane], strict=True):
-            part[:] = plane[ids]
-        return data
+        return self._host_blocks[lane].read_rows(block_ids, first_row, num_rows)
 
-    def write_blocks(
-        self, lane: int, block_ids: Sequence[int], data: npt.NDArray[np.uint8]
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: npt.NDArray[np.uint8]
     ) -> None:
-        """Copy blocks in; see ``KVDeviceIO.write_blocks``.
+        """Copy rows in; see ``KVDeviceIO.write_rows``.
 
         Raises:
-            ValueError: A block id is out of range, or ``data`` has another shape or dtype.
+            ValueError: A block id is out of range or the null block's, the table is too short, or
+                ``data`` has another shape or dtype.
         """
-        ids = self._checked(block_ids, first=1)
-        wanted = (len(ids), self._layout.bytes_per_block)
-        if data.shape != wanted or data.dtype != np.uint8:
-            raise ValueError(f"data of {data.shape} {data.dtype} instead of {wanted} uint8")
-        for part, plane in zip(self._parts(data), self._planes[lane], strict=True):
-            plane[ids] = part
-
-    def _parts(self, data: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        """Split (n, bytes_per_block) into views, one per layer and plane."""
-        return np.split(data, 2 * self._layout.num_layers, axis=1)
-
-    def _checked(self, block_ids: Sequence[int], first: int) -> npt.NDArray[np.int64]:
-        ids = np.asarray(block_ids, dtype=np.int64)
-        # numpy would take a negative index for a block from the end.
-        if len(ids) and (ids.min() < first or ids.max() >= self._num_blocks):
-            raise ValueError(f"block ids {ids} are not within {first}..{self._num_blocks - 1}")
-        return ids
+        per_block = self._layout.rows_per_block
+        end = -(-(first_row + len(data)) // per_block)
+        if len(data) and 0 in block_ids[first_row // per_block : end]:
+            raise ValueError("block 0 is the null block: it is no sequence's and not written")
+        self._host_blocks[lane].write_rows(block_ids, first_row, data)
 
 
 if TYPE_CHECKING:  # fails type checking when the class and the protocol part ways

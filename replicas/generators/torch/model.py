@@ -43,14 +43,19 @@ class PagedTransformer:
         self._rope = RopeTable(config.rope, config.head_dim, max_seq_len, weights.embedding.dtype)
 
     def forward(
-        self, batch: PagedBatch, cache: TorchKVCache, on_layer: LayerCallback | None = None
+        self,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
     ) -> torch.Tensor:
         """Compute every token, write its KV, and return the wanted logits.
 
         Args:
             batch: The tokens of the pass.
             cache: Written at ``batch.kv_positions``, read through ``batch.block_table``.
-            on_layer: Called with each layer's index once its KV is written.
+            before_layer: Called with each layer's index before its attention and any write.
+            after_layer: Called with each layer's index after its attention.
 
         Returns:
             (len(batch.logits_indices), V) in the model's dtype.
@@ -63,12 +68,14 @@ class PagedTransformer:
         for index, layer in enumerate(weights.layers):
             normed = _rms_norm(x, layer.input_norm, config.rms_norm_eps)
             q, k, v = self._project(normed, layer, cos, sin)
+            if before_layer is not None:
+                before_layer(index)
             k_plane, v_plane = cache.planes[index]
             _write(k_plane, kv_rows, k)
             _write(v_plane, kv_rows, v)
-            if on_layer is not None:
-                on_layer(index)
             x = x + _attention_output(attend, q, k_plane, v_plane, layer)
+            if after_layer is not None:
+                after_layer(index)
             x = x + _mlp(_rms_norm(x, layer.post_norm, config.rms_norm_eps), layer)
         last = x.index_select(0, batch.logits_indices)
         last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)

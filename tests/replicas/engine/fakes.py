@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_transfer.connector import ConnectorMeta, SaveProgress, TransferResults
+from kv_transfer.connector import (
+    ConnectorMeta,
+    SaveProgress,
+    TransferRequest,
+    TransferResults,
+)
 from kv_transfer.errors import TicketError
-from kv_transfer.ticket import Ticket
+from kv_transfer.ticket import KeyRing, Ticket
 from replicas.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.messages import EngineRequest, RequestMode
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
 EOS = 0
+KEYS = KeyRing((b"a secret of this cluster's router",))
+FOREVER_MS = 1 << 52
+"""An expiry that no clock of a test reaches."""
 
 
 def make_config(**changes: object) -> EngineConfig:
@@ -43,86 +51,125 @@ def make_sequence(
     mode: RequestMode = "local",
     dp_group: int = -1,
     client: bytes = b"client",
+    cache_salt: str = "",
     **sampling: object,
 ) -> Sequence:
-    """A new sequence, greedy unless told otherwise."""
+    """A new sequence, greedy unless told otherwise; one to prefill brings a ticket."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling})
-    request = EngineRequest(request_id, list(prompt), params)
-    return Sequence(request, mode, client, list(prompt), dp_group=dp_group)
+    request = EngineRequest(request_id, list(prompt), params, cache_salt)
+    ticket = make_ticket(request_id, len(prompt), producer="here") if mode == "prefill" else b""
+    transfer = TransferRequest(request_id, list(prompt), ticket, cache_salt)
+    return Sequence(request, mode, client, list(prompt), dp_group=dp_group, transfer=transfer)
 
 
-def make_ticket(request_id: str, num_tokens: int, epoch: int = 0, **changes: object) -> Ticket:
-    """A ticket from engine `prefill` to engine `decode`."""
-    fields: dict[str, object] = {
-        "transfer_id": request_id.encode().ljust(16, b".")[:15] + bytes([epoch % 256]),
-        "request_id": request_id,
-        "epoch": epoch,
-        "producer_endpoint": "tcp://127.0.0.1:1",
-        "producer_incarnation": "prefill",
-        "consumer": "decode",
-        "num_tokens": num_tokens,
-        "layout_hash": "0" * 32,
-    }
-    return Ticket(**{**fields, **changes})
+def make_ticket(
+    request_id: str, num_tokens: int, epoch: int = 0, *, producer: str = "there"
+) -> bytes:
+    """A sealed ticket; `FakeConnector` is `here`."""
+    ticket = Ticket(
+        transfer_id=request_id.encode().ljust(16, b".")[:15] + bytes([epoch % 256]),
+        request_id=request_id,
+        epoch=epoch,
+        producer_endpoints=("tcp://127.0.0.1:1",),
+        producer_incarnation=producer,
+        consumer="there" if producer == "here" else "here",
+        num_tokens=num_tokens,
+        layout_hash="0" * 32,
+        expires_ms=FOREVER_MS,
+    )
+    return KEYS.seal(ticket)
 
 
 @dataclass
 class FakeTransfer:
-    """A transfer that has not ended; `block_ids` and `start_block` are set for a load only."""
+    """A transfer that has not ended: to another engine, or from one, or from a store.
 
-    ticket: Ticket
+    Attributes:
+        request_id: The request.
+        num_tokens: Where it ends, counted from the prompt's first token.
+        is_load: Whether KV comes here.
+        num_saved_tokens: Of what leaves: computed so far.
+        lane: Of the blocks of a load.
+        block_ids: Of a load, once it has some.
+        start: First token that comes.
+    """
+
+    request_id: str
+    num_tokens: int
+    is_load: bool
     num_saved_tokens: int = 0
     lane: int = -1
     block_ids: tuple[int, ...] = ()
-    start_block: int = 0
-
-    @property
-    def is_load(self) -> bool:
-        return bool(self.block_ids)
+    start: int = 0
 
 
 class FakeConnector:
-    """Scheduler side of a connector whose transfers end when a test says so."""
+    """Scheduler side of a connector whose transfers end when a test says so.
+
+    Attributes:
+        transfers: Those that have not ended.
+        pool: Leading tokens of requests without a ticket that a store has; None: not known yet.
+        announced: Requests that it was told of without a ticket.
+        cancelled: Transfers that are to end.
+        preempted: Requests whose blocks were taken away.
+        refuse: Why tickets are refused, if they are.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.transfers: dict[str, FakeTransfer] = {}
+        self.pool: dict[str, int | None] = {}
+        self.announced: list[str] = []
         self.cancelled: set[str] = set()
         self.preempted: list[str] = []
         self.refuse: str | None = None
+        self._starts: dict[str, int] = {}
 
     @property
     def num_inflight(self) -> int:
         return len(self.transfers)
 
-    def on_new_request(self, request_id: str, ticket: Ticket) -> None:
+    def on_new_request(self, request: TransferRequest, now_s: float) -> None:
+        request_id = request.request_id
+        assert request_id not in self.transfers, f"{request_id} has a transfer already"
+        if not request.ticket:
+            self.announced.append(request_id)
+            return
         if self.refuse is not None:
             raise TicketError(self.refuse)
-        assert request_id not in self.transfers, f"{request_id} has a transfer already"
-        self.transfers[request_id] = FakeTransfer(ticket)
+        ticket = KEYS.unseal(request.ticket, now_s)
+        is_load = ticket.consumer == "here"
+        self.transfers[request_id] = FakeTransfer(request_id, ticket.num_tokens, is_load)
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self.transfers[request_id].ticket.num_tokens
-        return num_tokens - num_computed_tokens, num_tokens > num_computed_tokens
+        transfer = self.transfers.get(request_id)
+        if transfer is None or request_id in self.pool:
+            end = self.pool.get(request_id, 0)
+        else:
+            end = transfer.num_tokens if transfer.is_load else 0
+        if end is None:
+            return None, True
+        self._starts[request_id] = num_computed_tokens
+        return max(0, end - num_computed_tokens), end > num_computed_tokens
 
     def update_state_after_alloc(
         self, request_id: str, lane: int, block_ids: SequenceOf[int], num_external_tokens: int
     ) -> None:
+        start = self._starts.pop(request_id)
+        end = start + num_external_tokens
+        if request_id not in self.transfers:
+            self.transfers[request_id] = FakeTransfer(request_id, end, is_load=True)
         transfer = self.transfers[request_id]
-        transfer.lane = lane
-        num_blocks = -(-transfer.ticket.num_tokens // self._block_size)
-        transfer.block_ids = tuple(block_ids[:num_blocks])
-        transfer.start_block = (
-            transfer.ticket.num_tokens - num_external_tokens
-        ) // self._block_size
+        transfer.lane, transfer.start, transfer.num_tokens = lane, start, end
+        transfer.block_ids = tuple(block_ids[: -(-end // self._block_size)])
 
     def build_connector_meta(self, progress: SequenceOf[SaveProgress] = ()) -> ConnectorMeta:
         for save in progress:
             if save.request_id in self.transfers:
                 self.transfers[save.request_id].num_saved_tokens = save.num_computed_tokens
-        return ConnectorMeta(saves=tuple(progress))
+        return ConnectorMeta()
 
     def update_connector_output(self, results: TransferResults) -> None:
         for request_id in (*results.sent, *results.received, *results.failed):
@@ -135,14 +182,17 @@ class FakeConnector:
             self.preempted.append(request_id)
 
     def request_finished(self, request_id: str, block_ids: SequenceOf[int]) -> bool:
+        self.pool.pop(request_id, None)
         transfer = self.transfers.get(request_id)
         if transfer is None:
             return False
-        if transfer.is_load or transfer.num_saved_tokens < transfer.ticket.num_tokens:
+        if transfer.is_load or transfer.num_saved_tokens < transfer.num_tokens:
             self.cancelled.add(request_id)
         return True
 
     def cancel(self, request_id: str) -> None:
+        if self.pool.get(request_id, 0) is None:
+            self.pool[request_id] = 0
         if request_id in self.transfers:
             self.cancelled.add(request_id)
 

@@ -21,6 +21,7 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
+from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ class Pair:
         outputs: Tokens of each request, as its client has them.
         finished: Requests that ended, with their reasons.
         failures: Why KV did not come, per request.
+        errors: Why requests ended that failed.
     """
 
     def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
@@ -94,6 +96,7 @@ class Pair:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.failures: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self._requests: dict[str, EngineRequest] = {}
         self._is_activated: set[str] = set()
         self.activate_on_first_token = True
@@ -106,21 +109,23 @@ class Pair:
 
     # --- the client ----------------------------------------------------------------------------
 
-    def ticket(self, request_id: str, epoch: int = 0, num_tokens: int | None = None) -> Ticket:
-        """Permit for the decode core to fetch this request's prompt."""
+    def ticket(self, request_id: str, epoch: int = 0) -> bytes:
+        """Sealed permit for the decode core to fetch this request's prompt."""
         core = self.prefill.core
-        assert core.kv_endpoint is not None
+        assert core.kv_endpoints is not None
         assert core.kv_layout is not None
-        return Ticket(
+        ticket = Ticket(
             transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
             request_id=request_id,
             epoch=epoch,
-            producer_endpoint=core.kv_endpoint,
+            producer_endpoints=core.kv_endpoints,
             producer_incarnation=self.prefill.name,
             consumer=self.decode.name,
-            num_tokens=num_tokens or len(self._requests[request_id].prompt_token_ids),
-            layout_hash=core.kv_layout.layout_hash(),
+            num_tokens=len(self._requests[request_id].prompt_token_ids),
+            layout_hash=core.kv_layout.content_hash(),
+            expires_ms=FOREVER_MS,
         )
+        return KEYS.seal(ticket)
 
     def reserve(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Take a slot and blocks on the decode core."""
@@ -138,7 +143,7 @@ class Pair:
 
     def start_load(self, request_id: str, epoch: int = 0) -> None:
         """Let the decode core fetch."""
-        self.decode.handle(LoadKV(request_id, self.ticket(request_id, epoch)))
+        self.decode.handle(LoadKV(request_id, self.ticket(request_id, epoch), epoch))
 
     def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Everything that a router does at once."""
@@ -210,6 +215,8 @@ class Pair:
             known.extend(event.token_ids)
         if event.finish_reason is not None:
             self.finished[event.request_id] = event.finish_reason
+            if event.error is not None:
+                self.errors[event.request_id] = event.error
             if node is self.prefill:
                 self.decode.handle(Abort([event.request_id]))
         elif node is self.prefill and self.activate_on_first_token:

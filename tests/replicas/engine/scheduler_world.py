@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kv_transfer.connector import Failure
+from kv_transfer.errors import FailureReason
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.config import EngineConfig
+    from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch
+    from tests.replicas.engine.fakes import FakeTransfer
 
 Prefix = tuple[int, ...]
 
@@ -98,7 +102,7 @@ class World:
         """Schedule, run, update; returns whether anything ran."""
         # A peer's chunks may land until the transfer has ended, wanted or not.
         for transfer in self.connector.transfers.values():
-            if transfer.is_load:
+            if transfer.block_ids:
                 self._receive(transfer)
         batch = self.scheduler.schedule()
         if batch is None:
@@ -127,17 +131,25 @@ class World:
             assert output.finish_reason or len(known) < limit
         return True
 
-    def end_transfer(self, request_id: str, *, ok: bool) -> None:
-        """What the core does when the connector names a request."""
+    def end_transfer(self, request_id: str, *, ok: bool, num_verified: int = 0) -> None:
+        """What the core does when the connector names a request.
+
+        Args:
+            request_id: The request.
+            ok: Whether its KV was delivered.
+            num_verified: Of a load that failed: leading tokens that are here all the same.
+        """
         transfer = self.connector.transfers.pop(request_id)
         cancelled = request_id in self.connector.cancelled
         self.connector.cancelled.discard(request_id)
         if transfer.is_load:
-            if ok:
+            # What the store was asked for first has no blocks yet.
+            if ok and transfer.block_ids:
                 self._receive(transfer)
                 self.scheduler.kv_received(request_id)
             else:
-                self.scheduler.kv_failed(request_id)
+                self._spoil(transfer, num_verified)
+                self._fail(request_id, num_verified)
             return
         held = self.scheduler._held.get(request_id)
         if ok and held is not None and not cancelled:
@@ -147,7 +159,24 @@ class World:
         if ok:
             self.scheduler.release_held(request_id)
         else:
-            self.scheduler.kv_failed(request_id)
+            self._fail(request_id, 0)
+
+    def _fail(self, request_id: str, num_tokens: int) -> None:
+        self.connector.pool.pop(request_id, None)
+        failure = Failure(FailureReason.STALLED, num_tokens)
+        self._count_ended(self.scheduler.kv_failed(request_id, failure, self.now_s))
+
+    def activate(self, request_id: str, token_ids: list[int]) -> None:
+        """What the core does when a client says to start."""
+        self.outputs[request_id].extend(token_ids)
+        self._count_ended(self.scheduler.activate(request_id, token_ids, self.now_s))
+
+    def _count_ended(self, seq: Sequence | None) -> None:
+        """Take note of a sequence that a failure ended, if it did."""
+        if seq is not None and seq.status is SequenceStatus.FINISHED:
+            assert self.config.kv_load_failure_policy == "fail"
+            assert seq.num_output_tokens
+            self.ended[seq.request_id] += 1
 
     def expire(self, now_s: float) -> None:
         """Let time pass."""
@@ -164,9 +193,11 @@ class World:
     def finish_everything(self, sample: Callable[[], int]) -> None:
         """No new work: peers answer, clients activate, and a bounded number of steps ends it."""
         live = list(self.scheduler._sequences.values())
+        for request_id, found in self.connector.pool.items():
+            self.connector.pool[request_id] = found or 0
         for seq in live:
             if seq.status is SequenceStatus.RESERVED:
-                self.scheduler.activate(seq.request_id, [])
+                self.activate(seq.request_id, [])
         # Each preemption lets another sequence go on, which then never waits for the preempted one.
         steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
         for _ in range(10 + steps * (len(live) + 1)):
@@ -196,14 +227,22 @@ class World:
             assert pool._ref_counts == [counts[b] for b in range(self.num_blocks)]
 
     def _is_undisturbed(self) -> bool:
-        """Whether only waiting and running sequences hold anything."""
+        """Whether only waiting and running sequences hold anything, and the store has answered."""
         reserved = any(g.num_reserved for g in self.scheduler.group_snapshots())
-        return not reserved and not self.scheduler._held and not self.connector.transfers
+        return not (reserved or self.scheduler.awaits_connector or self.connector.transfers)
 
-    def _receive(self, transfer) -> None:
-        prompt = self._prompts[transfer.ticket.request_id]
-        start = transfer.start_block * self.config.block_size
-        self.write(transfer.lane, transfer.block_ids, prompt, start)
+    def _receive(self, transfer: FakeTransfer) -> None:
+        prompt = self._prompts[transfer.request_id][: transfer.num_tokens]
+        self.write(transfer.lane, transfer.block_ids, prompt, transfer.start)
+
+    def _spoil(self, transfer: FakeTransfer, num_verified: int) -> None:
+        """What was verified is here; the rest may be anything."""
+        if num_verified:
+            self._receive(transfer)
+        size = self.config.block_size
+        start = max(transfer.start, num_verified)
+        for position in range(start, len(transfer.block_ids) * size):
+            self.kv[transfer.lane, transfer.block_ids[position // size], position % size] = ()
 
     @property
     def _prompts(self) -> dict[str, Prefix]:

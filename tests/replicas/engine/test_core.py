@@ -27,7 +27,6 @@ from replicas.messages import (
 from replicas.sampling_params import SamplingParams
 from tests.engines import CLIENT, GREEDY, engine_core, generate, make_config
 from tests.models import VOCAB_SIZE, model_folder
-from tests.replicas.engine.fakes import make_ticket
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig
@@ -91,7 +90,7 @@ def run(core, num_steps=1000):
         ([1], {"dp_group": 2}, ["dp_group 2", "there are 2"]),
         ([1], {"dp_group": -2}, ["dp_group -2"]),
         ([1], {"mode": "prefill"}, ["ticket"]),
-        ([1], {"ticket": make_ticket("r", 1)}, ["ticket"]),
+        ([1], {"ticket": b"sealed"}, ["ticket"]),
         ([1], {"mode": "decode"}, ["kv_connector"]),
         ([1], {"sampling": SamplingParams(max_tokens=0)}, ["max_tokens", "0"]),
         ([1], {"sampling": SamplingParams(temperature=float("nan"))}, ["temperature", "nan"]),

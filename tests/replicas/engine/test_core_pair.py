@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from replicas.messages import (
+    KV_TRANSFER_FAILED,
+    Abort,
+    AddRequest,
+    EngineRequest,
+    KVLoaded,
+    LoadKV,
+)
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
-from tests.replicas.engine.pair import Pair
+from tests.replicas.engine.fakes import KEYS
+from tests.replicas.engine.pair import CLIENT, Pair
 
 PROMPTS = [[(11 * i + 5 * j + i * j) % 157 for j in range(3 + 4 * i)] for i in range(24)]
 LONG = [(3 * j + 7) % 151 for j in range(100)]
@@ -21,7 +30,13 @@ SEEDED = [
 def config(**changes):
     return make_config(
         model_folder("llama-gqa"),
-        **{"max_batch_size": 32, "num_blocks": 130, "kv_connector": "p2p", **changes},
+        **{
+            "max_batch_size": 32,
+            "num_blocks": 130,
+            "kv_connector": "p2p",
+            "kv_keys": KEYS,
+            **changes,
+        },
     )
 
 
@@ -46,8 +61,24 @@ def make_pair():
         pair.close()
 
 
-def num_transfers(node, direction):
-    return node.core.metrics(0.0).transfer.transfers[direction]
+def stats(node):
+    return node.core.metrics(0.0).transfer
+
+
+def num_sent(node):
+    """Delivered and failed transfers as producer."""
+    found = stats(node)
+    return sum(p.num_sent for p in found.paths.values()), sum(found.send_failures.values())
+
+
+def num_received(node):
+    """Delivered and failed transfers as consumer."""
+    found = stats(node)
+    return sum(p.num_received for p in found.paths.values()), sum(found.receive_failures.values())
+
+
+def bytes_received(node):
+    return sum(p.bytes_received for p in stats(node).paths.values())
 
 
 @pytest.mark.parametrize("sampling", [[GREEDY] * len(PROMPTS), SEEDED], ids=["greedy", "seeded"])
@@ -64,18 +95,16 @@ def test_tokens_equal_those_of_a_single_core(make_pair, local, prefill, decode, 
     pair = make_pair(prefill, decode)
     assert pair.generate(PROMPTS, sampling) == local(PROMPTS, sampling)
     assert pair.failures == {}
-    assert num_transfers(pair.prefill, "send") == {"ok": len(PROMPTS), "failed": 0}
-    assert num_transfers(pair.decode, "receive") == {"ok": len(PROMPTS), "failed": 0}
+    assert num_sent(pair.prefill) == num_received(pair.decode) == (len(PROMPTS), 0)
 
 
 def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):
     pair = make_pair(decode={"enable_prefix_caching": False})
     pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))
-    transfer = pair.decode.core.metrics(0.0).transfer
     blocks = sum(-(-len(prompt) // 32) for prompt in PROMPTS)
-    assert transfer.blocks["receive"] == blocks
-    assert transfer.bytes["receive"] == blocks * pair.decode.core.facts.bytes_per_block
-    assert pair.prefill.core.metrics(0.0).transfer.bytes["send"] == transfer.bytes["receive"]
+    assert bytes_received(pair.decode) == blocks * pair.decode.core.facts.bytes_per_block
+    num_bytes = sum(p.bytes_sent for p in stats(pair.prefill).paths.values())
+    assert num_bytes == bytes_received(pair.decode)
 
 
 def test_second_request_of_a_prompt_transfers_only_what_is_not_cached(make_pair, local):
@@ -84,7 +113,7 @@ def test_second_request_of_a_prompt_transfers_only_what_is_not_cached(make_pair,
     pair.start("again", LONG, GREEDY)
     pair.run_until(lambda: "again" in pair.finished, "finished")
     assert [pair.outputs["again"]] == first == local([LONG], GREEDY)
-    assert pair.decode.core.metrics(0.0).transfer.blocks["receive"] == 4 + 1
+    assert bytes_received(pair.decode) == (4 + 1) * pair.decode.core.facts.bytes_per_block
 
 
 def test_prefill_pool_smaller_than_the_work_serves_it_in_turn(make_pair, local):
@@ -239,3 +268,85 @@ def test_second_ticket_replaces_the_first(make_pair, local):
     assert [pair.outputs["r"]] == local([LONG], GREEDY)
     assert pair.failures == {}
     pair.run_until(pair.is_idle, "both cores idle")
+
+
+# --- KV that does not come ---------------------------------------------------------------------
+
+
+def two_rows_loaded(pair):
+    """Prefill stands still after two chunks of 32 tokens, which the decode core has."""
+    pair.activate_on_first_token = False
+    pair.start("r", LONG, GREEDY)
+    sequence = pair.prefill.core._scheduler.get("r")
+    pair.run_until(lambda: sequence.num_computed_tokens >= 64, "two chunks computed")
+    assert sequence.num_computed_tokens == 64
+    pair.prefill.core._scheduler.schedule = lambda: None
+
+    def num_rows():
+        [info] = pair.decode.core.kv_transfers(0.0).transfers
+        return info.done_rows
+
+    pair.run_until(lambda: num_rows() == 2, "two rows loaded")
+
+
+def test_the_verified_part_of_a_failed_transfer_is_not_computed_again(make_pair, local):
+    pair = make_pair(prefill={"max_num_batched_tokens": 32})
+    two_rows_loaded(pair)
+    pair.prefill.vanish()
+    pair.run_until(lambda: pair.failures == {"r": "peer_dead"}, "told")
+    pair.activate("r", [])
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    metrics = pair.decode.core.metrics(0.0)
+    assert metrics.kv_recompute_tokens == len(LONG) - 64
+    assert metrics.scheduled_tokens == len(LONG) - 64 + GREEDY.max_tokens - 1
+    pair.run_until(pair.is_idle, "decode core idle")
+
+
+def test_a_second_ticket_fetches_only_what_the_first_did_not_bring(make_pair, local):
+    pair = make_pair(prefill={"max_num_batched_tokens": 32})
+    two_rows_loaded(pair)
+    del pair.prefill.core._scheduler.schedule
+    pair.prefill.handle(Abort(["r"]))
+    pair.run_until(lambda: pair.prefill.core.num_live == 0, "given up")
+    pair.run_until(lambda: "r" in pair.failures, "told")
+    pair.activate_on_first_token = True
+    pair.ticket = lambda _id, _epoch=0, **_: Pair.ticket(pair, "r", 1)
+    pair.start_prefill("r")
+    pair.start_load("r", epoch=1)
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    assert pair.failures == {"r": "cancelled"}
+    assert bytes_received(pair.decode) == 2 * pair.decode.core.facts.bytes_per_block
+    assert pair.decode.core.metrics(0.0).kv_recompute_tokens == 0
+    pair.run_until(pair.is_idle, "both cores idle")
+
+
+def test_an_engine_that_must_not_recompute_ends_the_request_and_says_why(make_pair):
+    pair = make_pair(decode={"kv_load_failure_policy": "fail"})
+    activated_before_its_kv_came(pair)
+    pair.prefill.vanish()
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert pair.finished["r"] == "error"
+    assert pair.errors["r"] == f"{KV_TRANSFER_FAILED}: peer_dead"
+    assert pair.decode.core.metrics(0.0).kv_recompute_tokens == 0
+    pair.run_until(pair.is_idle, "decode core idle")
+
+
+def test_a_forged_ticket_is_refused_and_the_request_goes_on(make_pair, local):
+    pair = make_pair()
+    reserved(pair)
+    pair.activate_on_first_token = False
+    sealed = bytearray(pair.ticket("r"))
+    sealed[0] ^= 1
+    request = EngineRequest("p", LONG, GREEDY)
+    pair.prefill.handle(AddRequest(request, "prefill", ticket=bytes(sealed)))
+    [refused] = pair.prefill.core.take_events()[CLIENT]
+    assert (refused.reason, pair.prefill.core.num_live) == ("invalid", 0)
+    pair.decode.handle(LoadKV("r", bytes(sealed), 5))
+    [loaded] = pair.decode.core.take_events()[CLIENT]
+    assert loaded == KVLoaded("r", 5, "auth")
+    pair.activate("r", [])
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    assert pair.decode.core.metrics(0.0).kv_recompute_tokens == len(LONG)

@@ -36,6 +36,7 @@ from replicas.launch import start_engine
 from replicas.messages import Abort, AddRequest, EngineFrame, EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from tests.models import model_folder
+from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
 
 PROMPT = list(range(20, 90))
@@ -487,7 +488,11 @@ def test_a_slow_engine_takes_at_least_its_factor_longer():
 
 def kv_config(*faults, epoch_unix_s=0.0):
     return config(
-        *faults, epoch_unix_s=epoch_unix_s, kv_connector="p2p", max_num_batched_tokens=128
+        *faults,
+        epoch_unix_s=epoch_unix_s,
+        kv_connector="p2p",
+        kv_keys=KEYS,
+        max_num_batched_tokens=128,
     )
 
 

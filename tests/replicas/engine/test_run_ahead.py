@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.connector import TransferRequest
 from replicas.engine.core import EngineCore
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
@@ -124,8 +125,7 @@ class Engine:
         self.num_requests += 1
         prompt = prompt[: self.max_model_len - 1]
         seq = make_sequence(f"r{self.num_requests}", prompt, mode=mode, **fields)
-        ticket = make_ticket(seq.request_id, len(prompt)) if mode == "prefill" else None
-        assert self.scheduler.add(seq, ticket) is None
+        assert self.scheduler.add(seq, 0.0) is None
         self.outputs[seq.request_id] = []
 
     def reserve(self, prompt, fields, is_activated):
@@ -136,7 +136,7 @@ class Engine:
         if self.scheduler.reserve(seq, 0.0) is None:
             self.outputs[seq.request_id] = []
             if is_activated:
-                self.scheduler.activate(seq.request_id, [])
+                self.scheduler.activate(seq.request_id, [], 0.0)
 
     def abort(self, index):
         live = list(self.scheduler._sequences)
@@ -307,10 +307,7 @@ class FakeExecutor:
 
     def _begin_step(self, batch, _meta, _now_s):
         self._apply(batch)
-        self._result = StepResult(self._tokens(batch), STEP_S)
-
-    def _end_step(self, _meta, _now_s):
-        return self._result, None
+        return StepResult(self._tokens(batch), STEP_S)
 
     def _execute_run(self, batch, num_steps):
         self._apply(batch)
@@ -460,7 +457,7 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     assert core.core.begin_run(10.5) is not None
 
     connector = core.core._connector = FakeConnector(16)
-    connector.on_new_request("d", make_ticket("d", 5))
+    connector.on_new_request(TransferRequest("d", [1] * 5, make_ticket("d", 5)), 0.0)
     assert core.core.begin_run(10.5) is None, "a transfer is under way: news of it may come"
     connector.cancelled.add("d")
     assert core.core.begin_run(10.5) is None, "the connector has something to do"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.errors import TransferError
+from kv_transfer.connector import Failure
+from kv_transfer.errors import FailureReason, TransferError
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
@@ -47,7 +48,7 @@ def step(scheduler, token=1):
 def test_budget_is_spent_on_running_sequences_first_and_cuts_the_last_prompt():
     scheduler = make_scheduler(num_blocks=20, block_size=2, max_num_batched_tokens=10)
     for name, length in (("a", 3), ("b", 2), ("c", 8)):
-        scheduler.add(make_sequence(name, [1] * length))
+        scheduler.add(make_sequence(name, [1] * length), 0.0)
     assert step(scheduler) == {"a": 3, "b": 2, "c": 5}
     assert step(scheduler) == {"a": 1, "b": 1, "c": 3}
     assert step(scheduler) == {"a": 1, "b": 1, "c": 1}
@@ -55,8 +56,8 @@ def test_budget_is_spent_on_running_sequences_first_and_cuts_the_last_prompt():
 
 def test_calls_alternate_where_they_cannot_be_mixed():
     scheduler = make_scheduler(mixed_batches=False, max_num_batched_tokens=4)
-    scheduler.add(make_sequence("a", [1] * 3))
-    scheduler.add(make_sequence("b", [1] * 10))
+    scheduler.add(make_sequence("a", [1] * 3), 0.0)
+    scheduler.add(make_sequence("b", [1] * 10), 0.0)
     # b is cut by the budget; a decodes between its chunks.
     assert [step(scheduler) for _ in range(6)] == [
         {"a": 3, "b": 1},
@@ -72,16 +73,16 @@ def test_whole_prompt_waits_for_a_step_that_has_room_for_it():
     scheduler = make_scheduler(
         enable_chunked_prefill=False, max_num_batched_tokens=8, max_model_len=8
     )
-    scheduler.add(make_sequence("a", [1] * 6))
-    scheduler.add(make_sequence("b", [2] * 6))
+    scheduler.add(make_sequence("a", [1] * 6), 0.0)
+    scheduler.add(make_sequence("b", [2] * 6), 0.0)
     assert step(scheduler) == {"a": 6}
     assert step(scheduler) == {"a": 1, "b": 6}
 
 
 def test_prompt_that_does_not_fit_the_pool_waits_whole():
     scheduler = make_scheduler(num_blocks=5, max_model_len=16)
-    scheduler.add(make_sequence("a", [1] * 9, max_tokens=3))
-    scheduler.add(make_sequence("b", [2] * 9))
+    scheduler.add(make_sequence("a", [1] * 9, max_tokens=3), 0.0)
+    scheduler.add(make_sequence("b", [2] * 9), 0.0)
     assert step(scheduler) == {"a": 9}
     assert scheduler.num_waiting_tokens == 9
     assert [step(scheduler), step(scheduler)] == [{"a": 1}, {"a": 1}]
@@ -91,7 +92,7 @@ def test_prompt_that_does_not_fit_the_pool_waits_whole():
 def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
     scheduler = make_scheduler(num_blocks=5, max_model_len=16, enable_prefix_caching=False)
     for name in "ab":
-        scheduler.add(make_sequence(name, [1] * 7))
+        scheduler.add(make_sequence(name, [1] * 7), 0.0)
     assert step(scheduler) == {"a": 7, "b": 7}
     assert step(scheduler) == {"a": 1, "b": 1}
     assert step(scheduler) == {"a": 1}
@@ -107,8 +108,8 @@ def test_preempted_prefill_tells_the_connector():
     scheduler = make_scheduler(
         num_blocks=5, max_model_len=16, max_num_batched_tokens=6, connector=connector
     )
-    scheduler.add(make_sequence("a", [1] * 3))
-    scheduler.add(make_sequence("b", [2] * 12, mode="prefill"), make_ticket("b", 12))
+    scheduler.add(make_sequence("a", [1] * 3), 0.0)
+    scheduler.add(make_sequence("b", [2] * 12, mode="prefill"), 0.0)
     assert step(scheduler) == {"a": 3, "b": 3}
     assert step(scheduler) == {"a": 1, "b": 5}
     assert step(scheduler) == {"a": 1}
@@ -118,7 +119,7 @@ def test_preempted_prefill_tells_the_connector():
 def test_full_group_holds_up_only_those_that_ask_for_it():
     scheduler = make_scheduler(max_batch_size=2, tt_data_parallel=2)
     for name, group in (("a", 0), ("b", 0), ("c", 1)):
-        scheduler.add(make_sequence(name, [1], dp_group=group))
+        scheduler.add(make_sequence(name, [1], dp_group=group), 0.0)
     assert step(scheduler) == {"a": 1, "c": 1}
 
 
@@ -129,11 +130,11 @@ def test_small_requests_do_not_starve_a_large_one_that_waits_for_its_group():
     for i in range(2):
         seq = make_sequence(f"other{i}", [1], mode="decode", dp_group=1)
         assert scheduler.reserve(seq, 0.0) is None
-    scheduler.add(make_sequence("small", [3] * 3, max_tokens=2))
+    scheduler.add(make_sequence("small", [3] * 3, max_tokens=2), 0.0)
     step(scheduler)
-    scheduler.add(make_sequence("large", [2] * 13, dp_group=0, max_tokens=2))
+    scheduler.add(make_sequence("large", [2] * 13, dp_group=0, max_tokens=2), 0.0)
     for i in range(30):
-        scheduler.add(make_sequence(f"small{i}", [3] * 3, max_tokens=3))
+        scheduler.add(make_sequence(f"small{i}", [3] * 3, max_tokens=3), 0.0)
         if "large" in step(scheduler):
             return
     raise AssertionError("others took the blocks that the large request waited for")
@@ -144,11 +145,11 @@ def test_idle_group_is_used_in_the_step_in_which_another_preempts_itself():
     scheduler = make_scheduler(
         num_blocks=4, max_model_len=12, tt_data_parallel=2, connector=connector
     )
-    scheduler.add(make_sequence("a", [1] * 4, dp_group=0))
+    scheduler.add(make_sequence("a", [1] * 4, dp_group=0), 0.0)
     assert scheduler.reserve(make_sequence("r", [2] * 6, mode="decode", dp_group=0), 0.0) is None
     assert step(scheduler) == {"a": 4}
     # Every block of group 0 is taken: its only running sequence must give its own up.
-    scheduler.add(make_sequence("b", [3], dp_group=1))
+    scheduler.add(make_sequence("b", [3], dp_group=1), 0.0)
     assert step(scheduler) == {"b": 1}
 
 
@@ -183,8 +184,8 @@ def test_loaded_prompt_goes_on_with_one_token():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8))
-    scheduler.activate("r", [5])
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.activate("r", [5], 0.0)
     assert step(scheduler) == {}
     del connector.transfers["r"]
     scheduler.kv_received("r")
@@ -195,8 +196,8 @@ def test_tokens_that_the_client_has_already_are_computed_after_a_load():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8))
-    scheduler.activate("r", [5, 6, 7])
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.activate("r", [5, 6, 7], 0.0)
     del connector.transfers["r"]
     scheduler.kv_received("r")
     assert step(scheduler) == {"r": 3}
@@ -206,40 +207,51 @@ def test_failed_load_of_an_activated_prompt_is_computed_here():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8))
-    scheduler.activate("r", [5])
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.activate("r", [5], 0.0)
     del connector.transfers["r"]
-    scheduler.kv_failed("r")
+    scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
     assert step(scheduler) == {"r": 9}
 
 
-def test_ticket_for_another_number_of_tokens_is_refused():
-    # Else the tokens that are not in it would count as computed.
-    scheduler = make_scheduler(connector=FakeConnector(4))
+def test_only_the_tokens_of_a_ticket_count_as_computed():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    with pytest.raises(TransferError, match=r"4 tokens.* 8"):
-        scheduler.load("r", make_ticket("r", 4))
-    assert not scheduler.get("r").is_loading
+    scheduler.load("r", make_ticket("r", 4), 0, 0.0)
+    scheduler.activate("r", [5], 0.0)
+    del connector.transfers["r"]
+    scheduler.kv_received("r")
+    assert step(scheduler) == {"r": 5}
+
+
+def test_a_ticket_for_more_than_the_prompt_loads_nothing():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
+    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 9), 0, 0.0)
+    assert connector.cancelled == {"r"}
+    assert connector.transfers["r"].block_ids == ()
 
 
 def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8))
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
     scheduler.abort("r")
     [group] = scheduler.group_snapshots()
     assert (group.num_empty_slots, group.num_free_blocks) == (4, 5)
-    assert scheduler.add(make_sequence("r", [1])) == "duplicate"
+    assert scheduler.add(make_sequence("r", [1]), 0.0) == "duplicate"
     del connector.transfers["r"]
-    scheduler.kv_failed("r")
+    scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
     assert scheduler.group_snapshots()[0].num_free_blocks == 8
 
 
 def test_handed_over_blocks_stay_until_they_are_sent():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
-    scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), make_ticket("p", 8))
+    scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), 0.0)
     connector.transfers["p"].num_saved_tokens = 8
     assert step(scheduler) == {"p": 8}
     [group] = scheduler.group_snapshots()
@@ -253,7 +265,7 @@ def test_refused_ticket_queues_nothing():
     connector.refuse = "not for this engine"
     scheduler = make_scheduler(connector=connector)
     with pytest.raises(TransferError, match="not for this engine"):
-        scheduler.add(make_sequence("p", [1], mode="prefill"), make_ticket("p", 1))
+        scheduler.add(make_sequence("p", [1], mode="prefill"), 0.0)
     assert (scheduler.num_live, scheduler.num_waiting) == (0, 0)
 
 
@@ -264,8 +276,8 @@ def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_promp
     )
     prompt = [1, 2, 3]
     # Both compute the same first block in one step, so a's copy of it stays private.
-    scheduler.add(make_sequence("lent", prompt, mode="prefill"), make_ticket("lent", num_tokens=3))
-    scheduler.add(make_sequence("a", prompt))
+    scheduler.add(make_sequence("lent", prompt, mode="prefill"), 0.0)
+    scheduler.add(make_sequence("a", prompt), 0.0)
     connector.transfers["lent"].num_saved_tokens = 3
     assert step(scheduler) == {"lent": 3, "a": 3}
     assert step(scheduler) == {"a": 1}
@@ -277,10 +289,354 @@ def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_promp
 
 def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slots():
     scheduler = make_scheduler(num_blocks=5, block_size=2, max_batch_size=8, tt_data_parallel=2)
-    scheduler.add(make_sequence("long", [1] * 7, dp_group=0))
+    scheduler.add(make_sequence("long", [1] * 7, dp_group=0), 0.0)
     for name in ("b", "c"):
-        scheduler.add(make_sequence(name, [2], dp_group=1))
+        scheduler.add(make_sequence(name, [2], dp_group=1), 0.0)
     step(scheduler)
-    scheduler.add(make_sequence("new", [3] * 3))
+    scheduler.add(make_sequence("new", [3] * 3), 0.0)
     assert "new" in step(scheduler)
     assert scheduler.get("new").dp_group == 1
+
+
+# --- prompts that a store knows ----------------------------------------------------------------
+
+
+def with_store(found, **changes):
+    """A scheduler whose connector's store has so many leading tokens of these requests."""
+    connector = FakeConnector(changes.get("block_size", 4))
+    connector.pool.update(found)
+    return make_scheduler(connector=connector, **changes), connector
+
+
+def arrive(scheduler, connector, request_id):
+    del connector.transfers[request_id]
+    assert scheduler.kv_received(request_id) is None
+
+
+def fail(scheduler, connector, request_id, num_tokens, reason=FailureReason.STORE):
+    del connector.transfers[request_id]
+    return scheduler.kv_failed(request_id, Failure(reason, num_tokens), 0.0)
+
+
+def test_every_request_is_announced_with_its_prompt_and_salt():
+    connector = FakeConnector(4)
+    seen = []
+    connector.on_new_request = lambda request, now_s: seen.append((request, now_s))
+    scheduler = make_scheduler(connector=connector)
+    scheduler.add(make_sequence("a", [1, 2], cache_salt="s"), 3.0)
+    [(request, now_s)] = seen
+    assert (request.request_id, list(request.prompt_token_ids)) == ("a", [1, 2])
+    assert (request.ticket, request.cache_salt, now_s) == (b"", "s", 3.0)
+
+
+def test_a_prompt_that_a_store_knows_is_loaded_and_not_computed():
+    scheduler, connector = with_store({"a": 8})
+    scheduler.add(make_sequence("a", [1] * 10), 0.0)
+    assert step(scheduler) == {}
+    seq = scheduler.get("a")
+    assert (seq.status, len(seq.block_ids), seq.slot) == (SequenceStatus.LOADING, 3, 0)
+    transfer = connector.transfers["a"]
+    assert (transfer.start, transfer.block_ids) == (0, tuple(seq.block_ids[:2]))
+    [group] = scheduler.group_snapshots()
+    assert (group.num_running, group.num_reserved, group.num_free_blocks) == (0, 1, 5)
+    assert step(scheduler) == {}
+    arrive(scheduler, connector, "a")
+    assert (seq.status, seq.num_cached_tokens) == (SequenceStatus.RUNNING, 8)
+    assert [step(scheduler), step(scheduler)] == [{"a": 2}, {"a": 1}]
+    [group] = scheduler.group_snapshots()
+    assert (group.num_running, group.num_reserved) == (1, 0)
+
+
+def test_the_last_token_of_a_prompt_that_a_store_knows_whole_is_computed():
+    scheduler, connector = with_store({"a": 8})
+    scheduler.add(make_sequence("a", [1] * 8), 0.0)
+    step(scheduler)
+    arrive(scheduler, connector, "a")
+    assert step(scheduler) == {"a": 1}
+
+
+def test_only_what_is_not_cached_here_is_loaded():
+    scheduler, connector = with_store({"b": 12})
+    scheduler.add(make_sequence("a", [1] * 9, max_tokens=1), 0.0)
+    step(scheduler)
+    scheduler.add(make_sequence("b", [1] * 14), 0.0)
+    step(scheduler)
+    assert connector.transfers["b"].start == 8
+    arrive(scheduler, connector, "b")
+    assert step(scheduler) == {"b": 2}
+
+
+def test_loaded_blocks_are_found_only_once_they_are_here():
+    scheduler, connector = with_store({"a": 8})
+    scheduler.add(make_sequence("a", [1] * 9), 0.0)
+    step(scheduler)
+    scheduler.add(make_sequence("b", [1] * 9), 0.0)
+    assert step(scheduler) == {"b": 9}
+    arrive(scheduler, connector, "a")
+    scheduler.abort("b")
+    scheduler.add(make_sequence("c", [1] * 9), 0.0)
+    assert step(scheduler) == {"a": 1, "c": 1}
+
+
+@pytest.mark.parametrize(("num_tokens", "left"), [(0, 14), (3, 14), (11, 6), (12, 2), (99, 2)])
+def test_of_a_failed_load_whole_verified_blocks_are_kept(num_tokens, left):
+    scheduler, connector = with_store({"a": 12})
+    scheduler.add(make_sequence("a", [1] * 14), 0.0)
+    step(scheduler)
+    assert fail(scheduler, connector, "a", num_tokens) is None
+    assert scheduler.get("a").num_cached_tokens == 14 - left
+    assert step(scheduler) == {"a": left}
+    assert scheduler.num_recompute_tokens == left - 2
+
+
+def test_a_failed_load_keeps_what_was_cached_here():
+    scheduler, connector = with_store({"b": 12})
+    scheduler.add(make_sequence("a", [1] * 9, max_tokens=1), 0.0)
+    step(scheduler)
+    scheduler.add(make_sequence("b", [1] * 14), 0.0)
+    step(scheduler)
+    fail(scheduler, connector, "b", 0)
+    assert step(scheduler) == {"b": 6}
+    assert scheduler.num_recompute_tokens == 4
+
+
+def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
+    connector = FakeConnector(4)
+    connector.pool["a"] = 8
+    scheduler = Scheduler(
+        make_config(), num_blocks=9, max_model_len=32, eos_token_ids=frozenset({EOS}),
+        connector=connector, resumes_prefill=False,
+    )  # fmt: skip
+    scheduler.add(make_sequence("a", [1] * 10), 0.0)
+    assert step(scheduler) == {"a": 10}
+    scheduler.reserve(make_sequence("r", [2] * 8, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.activate("r", [5], 0.0)
+    fail(scheduler, connector, "r", 4)
+    assert step(scheduler) == {"a": 1, "r": 9}
+
+
+def test_a_lookup_under_way_holds_up_nobody_else():
+    scheduler, connector = with_store({"a": None})
+    scheduler.add(make_sequence("a", [1] * 10), 0.0)
+    scheduler.add(make_sequence("b", [2] * 3), 0.0)
+    assert step(scheduler) == {"b": 3}
+    assert (scheduler.num_waiting, scheduler.awaits_connector) == (1, True)
+    assert step(scheduler) == {"b": 1}
+    connector.pool["a"] = 0
+    assert step(scheduler) == {"b": 1, "a": 10}
+    assert not scheduler.awaits_connector
+
+
+def test_a_lookup_that_nobody_waits_for_any_more_is_forgotten():
+    scheduler, _ = with_store({"a": None})
+    scheduler.add(make_sequence("a", [1] * 10), 0.0)
+    step(scheduler)
+    scheduler.abort("a")
+    scheduler.check_invariants()
+    assert (scheduler.num_live, scheduler.awaits_connector) == (0, False)
+
+
+def test_a_load_waits_for_room_for_its_whole_prompt():
+    scheduler, connector = with_store({"b": 8}, num_blocks=5, max_model_len=16)
+    scheduler.add(make_sequence("a", [1] * 9, max_tokens=3), 0.0)
+    scheduler.add(make_sequence("b", [2] * 9), 0.0)
+    assert [step(scheduler) for _ in range(3)] == [{"a": 9}, {"a": 1}, {"a": 1}]
+    assert "b" not in connector.transfers
+    step(scheduler)
+    assert "b" in connector.transfers
+
+
+def test_a_loading_sequence_is_not_preempted_and_two_do_not_wait_for_each_other():
+    scheduler, connector = with_store({"b": 4}, num_blocks=5, max_model_len=16)
+    scheduler.add(make_sequence("a", [1] * 7, max_tokens=4), 0.0)
+    assert step(scheduler) == {"a": 7}
+    scheduler.add(make_sequence("b", [2] * 7), 0.0)
+    assert step(scheduler) == {"a": 1}
+    # a needs a third block: it gives up its own rather than those that KV is written to.
+    assert step(scheduler) == {}
+    assert scheduler.get("a").status is SequenceStatus.WAITING
+    assert scheduler.get("b").status is SequenceStatus.LOADING
+    arrive(scheduler, connector, "b")
+    assert step(scheduler) == {"b": 3}
+
+
+def test_an_aborted_load_holds_its_blocks_until_the_connector_has_let_go():
+    scheduler, connector = with_store({"a": 8})
+    scheduler.add(make_sequence("a", [1] * 10), 0.0)
+    step(scheduler)
+    scheduler.abort("a")
+    [group] = scheduler.group_snapshots()
+    assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (4, 5, 0)
+    assert connector.cancelled == {"a"}
+    fail(scheduler, connector, "a", 8, FailureReason.CANCELLED)
+    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == (8, 0)
+    # Nobody can find what was never known to be whole.
+    scheduler.add(make_sequence("b", [1] * 10), 0.0)
+    assert step(scheduler) == {"b": 10}
+
+
+def test_a_preempted_sequence_asks_the_store_again():
+    scheduler, connector = with_store({}, num_blocks=5, max_model_len=16)
+    for name in "ab":
+        scheduler.add(make_sequence(name, [1] * 7, ignore_eos=True), 0.0)
+    step(scheduler)
+    step(scheduler)
+    connector.pool["b"] = 4
+    assert step(scheduler) == {"a": 1}
+    scheduler.reset_prefix_cache()
+    scheduler.abort("a")
+    assert step(scheduler) == {}
+    assert scheduler.get("b").status is SequenceStatus.LOADING
+    arrive(scheduler, connector, "b")
+    assert scheduler.get("b").num_cached_tokens == 0
+    assert step(scheduler) == {"b": 5}
+
+
+# --- KV that does not come ---------------------------------------------------------------------
+
+
+def loading(tokens=(), policy="recompute"):
+    """A reserved sequence of twelve tokens whose KV is on its way, activated with `tokens`."""
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector, kv_load_failure_policy=policy)
+    scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 12), 7, 0.0)
+    if tokens:
+        scheduler.activate("r", list(tokens), 0.0)
+    return scheduler, connector
+
+
+@pytest.mark.parametrize(("num_tokens", "left"), [(0, 13), (7, 9), (8, 5), (12, 1)])
+def test_of_a_failed_transfer_whole_verified_blocks_are_kept(num_tokens, left):
+    scheduler, connector = loading([5])
+    seq = fail(scheduler, connector, "r", num_tokens, FailureReason.PEER_DEAD)
+    assert (seq.load_failure, seq.load_epoch) == ("peer_dead", 7)
+    assert step(scheduler) == {"r": left}
+    assert scheduler.num_recompute_tokens == left - 1
+
+
+def test_the_next_ticket_fetches_only_what_is_missing():
+    scheduler, connector = loading()
+    fail(scheduler, connector, "r", 8)
+    scheduler.load("r", make_ticket("r", 12, 1), 1, 0.0)
+    assert connector.transfers["r"].start == 8
+    del connector.transfers["r"]
+    scheduler.kv_received("r")
+    scheduler.activate("r", [5], 0.0)
+    assert step(scheduler) == {"r": 1}
+    assert scheduler.num_recompute_tokens == 0
+
+
+def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
+    scheduler, connector = loading([5], policy="fail")
+    seq = fail(scheduler, connector, "r", 8)
+    assert (seq.status, seq.load_failure) == (SequenceStatus.FINISHED, "store")
+    assert scheduler.num_live == 0
+    assert scheduler.group_counters()[0].requests_finished == {"error": 1}
+    assert scheduler.num_recompute_tokens == 0
+
+
+def test_a_request_that_must_not_be_recomputed_ends_when_it_is_activated_without_its_kv():
+    scheduler, connector = loading(policy="fail")
+    seq = fail(scheduler, connector, "r", 0)
+    assert seq.status is SequenceStatus.RESERVED, "another ticket may come"
+    assert scheduler.activate("r", [5], 0.0) is seq
+    assert (seq.status, scheduler.num_live) == (SequenceStatus.FINISHED, 0)
+
+
+def test_a_client_may_ask_for_the_prompt_to_be_computed_whatever_failed():
+    scheduler, connector = loading(policy="fail")
+    fail(scheduler, connector, "r", 4)
+    assert scheduler.activate("r", [], 0.0) is None
+    assert step(scheduler) == {"r": 8}
+
+
+def test_kv_that_is_here_in_spite_of_a_failure_is_used():
+    scheduler, connector = loading([5], policy="fail")
+    fail(scheduler, connector, "r", 12)
+    assert step(scheduler) == {"r": 1}
+
+
+def test_a_refused_ticket_is_a_failure_too():
+    scheduler, connector = loading(policy="fail")
+    fail(scheduler, connector, "r", 0)
+    connector.refuse = "forged"
+    with pytest.raises(TransferError):
+        scheduler.load("r", make_ticket("r", 12, 1), 8, 0.0)
+    ended = scheduler.activate("r", [5], 0.0)
+    assert (ended.status, ended.load_failure) == (SequenceStatus.FINISHED, "bad_ticket")
+
+
+def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
+    connector.pool["r"] = None
+    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.activate("r", [5], 0.0)
+    assert step(scheduler) == {}
+    scheduler.check_invariants()
+    assert connector.transfers["r"].block_ids == ()
+    connector.pool["r"] = 8
+    assert step(scheduler) == {}
+    assert len(connector.transfers["r"].block_ids) == 2
+    del connector.transfers["r"]
+    assert scheduler.kv_received("r").request_id == "r"
+    assert step(scheduler) == {"r": 1}
+
+
+def test_news_of_what_a_live_sequence_sends_concern_no_client():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
+    scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), 0.0)
+    assert fail(scheduler, connector, "p", 0, FailureReason.EXPIRED) is None
+    assert step(scheduler) == {"p": 8}
+    assert scheduler.num_live == 0
+
+
+def test_what_a_finished_request_computed_may_still_be_kept():
+    # Only a request that is given up has its transfer ended.
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
+    cancelled = []
+    connector.cancel = cancelled.append
+    for name in ("done", "given up"):
+        scheduler.add(make_sequence(name, [1] * 4, max_tokens=1), 0.0)
+    scheduler.abort("given up")
+    step(scheduler)
+    assert (cancelled, scheduler.num_live) == (["given up"], 0)
+
+
+def test_cache_salts_keep_equal_prompts_apart():
+    scheduler = make_scheduler()
+    cached = {}
+    for i, salt in enumerate(["", "one", "two", "one", ""]):
+        seq = make_sequence(f"{i}", [1] * 9, max_tokens=1, cache_salt=salt)
+        scheduler.add(seq, 0.0)
+        step(scheduler)
+        cached[i] = seq.num_cached_tokens
+    assert list(cached.values()) == [0, 0, 0, 8, 8]
+
+
+def test_a_reserved_prompt_that_is_computed_here_may_be_kept():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector)
+    for name in ("here", "there"):
+        scheduler.reserve(make_sequence(name, [1] * 8, mode="decode"), 0.0)
+    scheduler.load("there", make_ticket("there", 8), 0, 0.0)
+    for name in ("here", "there"):
+        scheduler.activate(name, [], 0.0)
+    assert connector.announced == ["here"]
+    assert connector.cancelled == {"there"}
+
+
+def test_a_draining_scheduler_finishes_what_it_loads():
+    scheduler, connector = with_store({"a": 8})
+    scheduler.add(make_sequence("a", [1] * 10, max_tokens=1), 0.0)
+    step(scheduler)
+    scheduler.drain()
+    assert scheduler.add(make_sequence("b", [1]), 0.0) == "draining"
+    arrive(scheduler, connector, "a")
+    assert step(scheduler) == {"a": 2}
+    assert scheduler.num_live == 0

@@ -40,6 +40,7 @@ def worlds(draw):
         enable_prefix_caching=draw(st.booleans()),
         mixed_batches=draw(st.booleans()),
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
+        kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
     return World(config, num_blocks, max_model_len)
 
@@ -76,10 +77,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         found = [s for s in self.scheduler._sequences.values() if s.status is status]
         return data.draw(st.sampled_from(found)) if found else None
 
-    def _ticket(self, seq):
-        self.epoch += 1
-        return make_ticket(seq.request_id, seq.num_prompt_tokens, self.epoch)
-
     @rule(data=st.data(), remote=st.booleans(), count=st.integers(1, 4))
     def add(self, data, remote, count):
         for _ in range(count):
@@ -87,10 +84,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _add_one(self, data, remote):
         seq = self._new(data, "prefill" if remote else "local")
-        refusal = self.scheduler.add(seq, self._ticket(seq) if remote else None)
+        pool = self.world.connector.pool
+        if not remote:
+            known = st.none() | st.integers(0, seq.num_prompt_tokens)
+            pool[seq.request_id] = data.draw(known, label="tokens in the store")
+        refusal = self.scheduler.add(seq, self.world.now_s)
         if refusal is None:
             self._accept(seq)
         else:
+            pool.pop(seq.request_id, None)
             assert refusal == ("draining" if self.scheduler.is_draining else "queue_full")
             assert seq.request_id not in self.world.connector.transfers
 
@@ -110,7 +112,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def load(self, data):
         seq = self._pick(data, SequenceStatus.RESERVED)
         if seq is not None:
-            self.scheduler.load(seq.request_id, self._ticket(seq))
+            if data.draw(st.booleans(), label="a store is asked first"):
+                self.world.connector.pool.setdefault(seq.request_id, None)
+            self.epoch += 1
+            ticket = make_ticket(seq.request_id, seq.num_prompt_tokens, self.epoch)
+            self.scheduler.load(seq.request_id, ticket, self.epoch, self.world.now_s)
+
+    @precondition(lambda self: None in self.world.connector.pool.values())
+    @rule(data=st.data())
+    def lookup_ends(self, data):
+        pool = self.world.connector.pool
+        request_id = data.draw(st.sampled_from(sorted(r for r, n in pool.items() if n is None)))
+        seq = self.scheduler.get(request_id)
+        pool[request_id] = data.draw(st.integers(0, seq.num_prompt_tokens), label="tokens found")
 
     @rule(data=st.data(), with_tokens=st.booleans())
     def activate(self, data, with_tokens):
@@ -121,8 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = min(self.scheduler._max_model_len - seq.num_tokens, seq.request.sampling.max_tokens)
         tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
         tokens = tokens[: max(room - 1, 0)] if with_tokens else []
-        self.scheduler.activate(seq.request_id, tokens)
-        self.world.outputs[seq.request_id].extend(tokens)
+        self.world.activate(seq.request_id, tokens)
 
     @precondition(lambda self: self.world.connector.transfers)
     @rule(data=st.data(), ok=st.booleans())
@@ -130,9 +143,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         transfers = self.world.connector.transfers
         request_id = data.draw(st.sampled_from(sorted(transfers)))
         transfer = transfers[request_id]
-        if not transfer.is_load and transfer.num_saved_tokens < transfer.ticket.num_tokens:
+        if not transfer.is_load and transfer.num_saved_tokens < transfer.num_tokens:
             ok = False
-        self.world.end_transfer(request_id, ok=ok)
+        num_verified = 0
+        if transfer.block_ids and not ok:
+            some = st.integers(transfer.start, transfer.num_tokens)
+            num_verified = data.draw(st.just(0) | some, label="verified")
+        self.world.end_transfer(request_id, ok=ok, num_verified=num_verified)
 
     @rule(data=st.data())
     def abort(self, data):

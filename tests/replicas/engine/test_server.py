@@ -253,7 +253,7 @@ def test_an_engine_describes_itself(core):
     facts = core.facts
     assert msgspec.structs.asdict(description) == {
         "incarnation": "e.1", "input_endpoint": "tcp://in", "output_endpoint": "tcp://out",
-        "kv_endpoint": None, "kv_layout_hash": None, "bytes_per_block": facts.bytes_per_block,
+        "kv_endpoints": None, "kv_layout_hash": None, "bytes_per_block": facts.bytes_per_block,
         "model": core.config.model, "max_model_len": 128, "vocab_size": facts.vocab_size,
         "eos_token_ids": facts.eos_token_ids, "block_size": 32, "dp_groups": 2,
         "slots_per_group": 2, "blocks_per_group": 63, "max_num_batched_tokens": 2048, "pid": 42,

@@ -17,6 +17,7 @@ from replicas.generators.simulated.timing import LinkTiming
 from replicas.sampling_params import SamplingParams
 from tests.engines import generate, num_preemptions, num_prefix_hits
 from tests.kv_transfer.virtual_wire import Net
+from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.virtual import (
     CountingClock,
     LoopPair,
@@ -154,7 +155,7 @@ def test_a_prompt_computed_elsewhere_costs_both_the_same(prefill, decode, monkey
     real, virtual = pairs
     assert_same(real.prefill, virtual.prefill)
     assert_same(real.decode, virtual.decode)
-    assert virtual.decode.core.metrics(0.0).transfer.blocks["receive"] > 0
+    assert virtual.decode.core.metrics(0.0).transfer.paths["inline"].num_received > 0
     for pair in pairs:
         pair.prefill.core.shutdown()
         pair.decode.core.shutdown()
@@ -232,9 +233,7 @@ def run(worker, kind, slots, counts, new_sequences=()):
 
 
 def execute(worker, batch):
-    worker.begin_step(batch, None, 0.0)
-    result, _ = worker.end_step(None, 0.0)
-    return result
+    return worker.begin_step(batch, None, 0.0)
 
 
 def test_each_kind_of_step_costs_its_own():
@@ -317,7 +316,7 @@ def test_a_step_without_a_batch_has_no_rows():
 def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():
     """What thousands of replicas do: transfers take their time and carry nothing."""
     net, sides = Net(), {}
-    config = simulated_config(kv_connector="p2p")
+    config = simulated_config(kv_connector="p2p", kv_keys=KEYS)
     for name in ("prefill", "decode"):
         clock = CountingClock()
         worker = virtual_worker(config, clock, models_kv=False, net=net, name=name)
@@ -325,8 +324,8 @@ def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():
     pair = LoopPair(sides["prefill"], sides["decode"], net)
     found = pair.generate([LONG[:70]], sampling())
     assert len(found[0]) == NUM_NEW
-    blocks = pair.decode.core.metrics(0.0).transfer.blocks
-    assert blocks == {"send": 0, "receive": 3}
+    inline = pair.decode.core.metrics(0.0).transfer.paths["inline"]
+    assert (inline.num_received, inline.bytes_received) == (1, 3 * 512)
     timing = engine_timing(config, FOUR_CHIPS, 0.0)
     transfer_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
     assert pair.decode.clock.spent[0] == transfer_s

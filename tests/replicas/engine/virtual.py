@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from kv_transfer.connector import ConnectorSettings
 from kv_transfer.p2p import P2PConnector
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.ticket import Ticket
 from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
+from replicas.engine.facts import connector_settings
 from replicas.engine.virtual_worker import VirtualWorker
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
@@ -28,12 +28,14 @@ from replicas.messages import (
 )
 from replicas.virtual_engine import simulated_facts
 from tests.kv_transfer.virtual_wire import Net, Wire
+from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import pytest
 
+    from kv_transfer.connector import ConnectorSettings
     from replicas.config import EngineConfig
     from replicas.engine.step import ModelFacts
     from replicas.faults import ReplicaFaults
@@ -104,7 +106,7 @@ def virtual_worker(
         clock=clock,
         faults=faults,
         models_kv=models_kv,
-        settings=ConnectorSettings(incarnation=name),
+        settings=connector_settings(config, name, 0.0),
         make_transport=Wire(net or Net(), name).make,
         notify=lambda: None,
     )
@@ -126,7 +128,7 @@ def real_side(
     monkeypatch.setattr(worker_module, "WallClock", lambda: clock)
     if net is not None:
         LoopConnector.net = net
-        config = msgspec.structs.replace(config, kv_connector=LOOP)
+        config = msgspec.structs.replace(config, kv_connector=LOOP, kv_keys=KEYS)
     return Side(EngineCore(config, UniProcExecutor(config, name), name), clock)
 
 
@@ -134,7 +136,7 @@ def virtual_side(config: EngineConfig, net: Net | None = None, name: str = "e") 
     """The simulator's worker for the same mesh."""
     clock = CountingClock()
     if net is not None:
-        config = msgspec.structs.replace(config, kv_connector=LOOP)
+        config = msgspec.structs.replace(config, kv_connector=LOOP, kv_keys=KEYS)
     worker = virtual_worker(config, clock, net=net, name=name)
     return Side(EngineCore(config, OneWorker(worker), name), clock)
 
@@ -157,14 +159,14 @@ class LoopPair:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[int]]:
         """Output tokens of each prompt, all sent together."""
-        for i, prompt in enumerate(prompts):
+        for prompt in prompts:
             request = EngineRequest(f"r{len(self.outputs)}", list(prompt), sampling)
             self.outputs[request.request_id] = []
             self._num_open += 1
-            ticket = self._ticket(request, i)
+            ticket = self._ticket(request)
             self.decode.core.handle(CLIENT, AddRequest(request, "decode"), 0.0)
             self.prefill.core.handle(CLIENT, AddRequest(request, "prefill", ticket=ticket), 0.0)
-            self.decode.core.handle(CLIENT, LoadKV(request.request_id, ticket), 0.0)
+            self.decode.core.handle(CLIENT, LoadKV(request.request_id, ticket, 0), 0.0)
         for _ in range(10_000):
             for side in (self.prefill, self.decode):
                 side.core.step(0.0)
@@ -178,20 +180,22 @@ class LoopPair:
                 return list(self.outputs.values())
         raise AssertionError(f"{self._num_open} requests did not end")
 
-    def _ticket(self, request: EngineRequest, number: int) -> Ticket:
+    def _ticket(self, request: EngineRequest) -> bytes:
         prefill = self.prefill.core
-        assert prefill.kv_endpoint is not None
+        assert prefill.kv_endpoints is not None
         assert prefill.kv_layout is not None
-        return Ticket(
+        ticket = Ticket(
             transfer_id=len(self.outputs).to_bytes(16, "little"),
             request_id=request.request_id,
             epoch=0,
-            producer_endpoint=prefill.kv_endpoint,
+            producer_endpoints=prefill.kv_endpoints,
             producer_incarnation="prefill",
             consumer="decode",
             num_tokens=len(request.prompt_token_ids),
-            layout_hash=prefill.kv_layout.layout_hash(),
+            layout_hash=prefill.kv_layout.content_hash(),
+            expires_ms=FOREVER_MS,
         )
+        return KEYS.seal(ticket)
 
     def _take(self, side: Side, event: object) -> None:
         if isinstance(event, KVLoaded):

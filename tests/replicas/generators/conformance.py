@@ -56,8 +56,8 @@ def check_generator(
             assert _outputs(loop, chunk=5, mixed=True) == whole, "mixed batches change tokens"
     if capabilities.get("supports_prefix_caching"):
         _check_prefix_hit(maker, block_size, dtype)
-    if capabilities.get("supports_layer_callback"):
-        _check_layer_callback(maker, block_size, dtype)
+    if capabilities.get("supports_layer_callbacks"):
+        _check_layer_callbacks(maker, block_size, dtype)
     _check_padding_rows(maker, block_size, dtype)
     _check_warm_up(maker, block_size, dtype)
 
@@ -101,20 +101,23 @@ def _check_prefix_hit(maker: Maker, block_size: int, dtype: torch.dtype) -> None
     assert hit.output == first.output, "a prefix hit changes tokens"
 
 
-def _check_layer_callback(maker: Maker, block_size: int, dtype: torch.dtype) -> None:
+def _check_layer_callbacks(maker: Maker, block_size: int, dtype: torch.dtype) -> None:
     loop, generator = _loop(maker, 1, block_size, dtype)
-    calls: list[int] = []
-    generator.set_layer_callback(calls.append)
+    calls: list[tuple[str, int]] = []
+    generator.set_layer_callbacks(
+        lambda layer: calls.append(("before", layer)), lambda layer: calls.append(("after", layer))
+    )
     sequence = loop.add(PROMPTS[0], 3)
     loop.step_prefill([sequence])
-    layers = list(range(len(calls)))
+    num_layers = len(calls) // 2
+    layers = [(when, layer) for layer in range(num_layers) for when in ("before", "after")]
     assert calls == layers
     assert layers
     loop.step_decode([sequence])
     assert calls == layers * 2
-    generator.set_layer_callback(None)
+    generator.set_layer_callbacks(None, None)
     loop.step_decode([sequence])
-    assert calls == layers * 2, "the callback outlives its removal"
+    assert calls == layers * 2, "the callbacks outlive their removal"
 
 
 def _check_padding_rows(maker: Maker, block_size: int, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ for _name in REQUIRED_METHODS:
 class Mixing(Complete):
     model_capabilities: ClassVar[dict[str, Any]] = {
         "supports_mixed_batch": True,
-        "supports_layer_callback": True,
+        "supports_layer_callbacks": True,
     }
 
 
@@ -96,7 +96,7 @@ def test_missing_methods_are_named():
 
 
 def test_a_promised_capability_needs_its_method():
-    with pytest.raises(ConfigError, match="lacks forward_mixed, set_layer_callback"):
+    with pytest.raises(ConfigError, match="lacks forward_mixed, set_layer_callbacks"):
         resolve_generator(f"{__name__}:Mixing")
 
 

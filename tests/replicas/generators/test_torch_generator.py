@@ -100,7 +100,7 @@ def test_warm_up_touches_the_null_block_only(config):
     loop.fill(7.0)
     generator = loop.generator
     calls = []
-    generator.set_layer_callback(calls.append)
+    generator.set_layer_callbacks(calls.append, calls.append)
     generator.warmup_model_prefill(
         kv_cache=loop.cache, enable_trace=True, can_sample_on_device=False, greedy_only=True
     )
@@ -112,23 +112,47 @@ def test_warm_up_touches_the_null_block_only(config):
     assert all((plane == 7.0).all() for layer in loop.cache[1] for plane in layer)
 
 
-def test_layer_callback_comes_when_the_layer_is_written_and_the_next_is_not(config):
+def test_layer_callbacks_come_before_a_layer_is_touched_and_after_it_is_done(config):
     loop = make_loop(config)
     sequence = loop.add(PROMPTS[0], 1)
     first_block = sequence.block_ids[0]
     seen = []
 
-    def record(layer):
-        written = [bool(k[first_block].all()) for k, _ in loop.cache[0]]
-        seen.append((layer, written))
+    def written():
+        return [bool(k[first_block].all()) for k, _ in loop.cache[0]]
 
-    loop.generator.set_layer_callback(record)
+    loop.generator.set_layer_callbacks(
+        lambda layer: seen.append(("before", layer, written())),
+        lambda layer: seen.append(("after", layer, written())),
+    )
     loop.step_prefill([sequence])
     assert seen == [
-        (0, [True, False, False]),
-        (1, [True, True, False]),
-        (2, [True, True, True]),
+        ("before", 0, [False, False, False]),
+        ("after", 0, [True, False, False]),
+        ("before", 1, [True, False, False]),
+        ("after", 1, [True, True, False]),
+        ("before", 2, [True, True, False]),
+        ("after", 2, [True, True, True]),
     ]
+
+
+def test_what_is_loaded_just_before_a_layer_is_attended_to(config):
+    """KV of a prefix may arrive layer by layer while the forward runs."""
+    whole, late = make_loop(config), make_loop(config)
+    block_size = whole.cache.block_size
+    prompt = [(7 * i + 3) % 100 for i in range(2 * block_size + 3)]
+    source = whole.add(prompt, 1)
+    whole.step_prefill([source])
+    hit = late.add(prompt, 1)
+    hit.num_computed_tokens = 2 * block_size
+
+    def load(layer):
+        for there, here in zip(whole.cache[0][layer], late.cache[0][layer], strict=True):
+            here[hit.block_ids[:2]] = there[source.block_ids[:2]]
+
+    late.generator.set_layer_callbacks(load, None)
+    late.step_prefill([hit])
+    assert hit.output == source.output
 
 
 def test_logits_may_be_changed_in_place(config):

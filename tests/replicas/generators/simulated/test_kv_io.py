@@ -1,4 +1,4 @@
-"""Simulated KV as bytes: exact, in the order that the layout says, and in the time of the link."""
+"""Simulated KV as rows: exact, in the order that the layout says, and in the time of the link."""
 
 import numpy as np
 import pytest
@@ -15,17 +15,17 @@ LINK = LinkTiming(0.001, 1e9)
 TIMING = mesh_profile("n150", "Llama-3.1-8B").timing(block_size=32, link=LINK)
 
 
-def make(lanes=2, num_blocks=6, **options):
-    cache, clock = PagedKVCache(lanes, num_blocks, 32), FakeClock()
-    layout = simulated_kv_layout(simulated_config().block_size, "test")
+def make(lanes=2, num_blocks=6, block_size=32, **options):
+    cache, clock = PagedKVCache(lanes, num_blocks, block_size), FakeClock()
+    layout = simulated_kv_layout(block_size, "test")
     return cache, clock, SimulatedKVIO(cache, layout, TIMING, clock, **options)
 
 
-def test_bytes_are_k_of_every_token_and_then_v():
+def test_a_row_is_k_of_its_tokens_and_then_v():
     cache, _, io = make()
-    cache.write_tokens(1, [0, 4], list(range(64)), 0)
-    data = io.read_blocks(1, [4])
-    assert data.shape == (1, io.layout.bytes_per_block) == (1, 32 * 16)
+    cache.write_tokens(1, [2, 4], list(range(64)), 0)
+    data = io.read_rows(1, [2, 4], 1, 1)
+    assert data.shape == (1, io.layout.row_bytes) == (1, 32 * 16)
     k, v = data.view(np.uint64).reshape(2, 32)
     rows = kv_rows(range(32, 64), range(32, 64))
     assert (k == rows[:, 0]).all()
@@ -34,28 +34,38 @@ def test_bytes_are_k_of_every_token_and_then_v():
     assert cache.rows[1, 4].all(), "the bytes are the cache's own"
 
 
-def test_a_round_trip_between_lanes_is_exact_and_touches_only_its_blocks():
-    source, _, reader = make(lanes=1)
-    target, _, writer = make(lanes=4)
-    source.write_tokens(0, [2, 5], list(range(64)), 0)
-    writer.write_blocks(3, [1, 4], reader.read_blocks(0, [2, 5]))
-    assert (target.rows[3, [1, 4]] == source.rows[0, [2, 5]]).all()
-    target.rows[3, [1, 4]] = 0
-    assert not target.rows.any()
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 128), (128, 32), (64, 96)])
+@pytest.mark.parametrize(("first", "count"), [(0, 12), (3, 1), (1, 7)])
+def test_rows_go_from_blocks_of_one_size_to_blocks_of_another(sizes, first, count):
+    ids, num_tokens = [9, 4, 7, 2, 11, 5, 3, 8, 1, 12, 6, 10], 12 * 32
+    source, _, reader = make(1, 13, sizes[0])
+    target, _, writer = make(2, 13, sizes[1])
+    tables = [ids[: num_tokens // size] for size in sizes]
+    tokens = list(range(num_tokens))
+    source.write_tokens(0, tables[0], tokens, 0)
+    writer.write_rows(1, tables[1], first, reader.read_rows(0, tables[0], first, count))
+    wanted = PagedKVCache(1, 13, sizes[1])
+    wanted.write_tokens(0, tables[1], tokens[first * 32 : (first + count) * 32], first * 32)
+    assert (target.rows[1] == wanted.rows[0]).all()
+    assert not target.rows[0].any()
+    # The sums that decoding reads are those of the rows.
+    lanes, table = np.array([1]), np.array([tables[1]])
+    total = target.context_sums(lanes, table, np.array([num_tokens]))
+    assert total[0] == wanted.rows.sum(dtype=np.uint64)
 
 
 def test_a_transfer_takes_the_time_of_the_real_models_bytes_on_either_side():
     _, clock, io = make()
-    data = io.read_blocks(0, [1, 2, 3])
-    io.write_blocks(0, [3, 2, 1], data)
+    data = io.read_rows(0, [1, 2, 3, 4], 1, 3)
+    io.write_rows(0, [3, 2, 1], 0, data)
     seconds = 0.001 + 3 * 32 * 69_632 / 1e9
     assert clock.spent == [pytest.approx(seconds)] * 2
 
 
 def test_without_rows_the_time_is_the_same_and_nothing_is_kept():
     cache, clock, io = make(num_blocks=1, keeps_rows=False)
-    data = io.read_blocks(7, [100, 200])
-    io.write_blocks(7, [100, 200], data)
+    data = io.read_rows(7, [100, 200], 0, 2)
+    io.write_rows(7, [100, 200], 0, data)
     assert data.shape == (2, 32 * 16)
     assert clock.spent == [pytest.approx(LINK.transfer_s(2 * 32 * 69_632))] * 2
     assert not cache.rows.any()
@@ -65,21 +75,35 @@ def test_without_rows_the_time_is_the_same_and_nothing_is_kept():
 def test_blocks_that_are_not_there_are_refused(ids):
     _, _, io = make()
     with pytest.raises(ValueError, match=r"0\.\.5"):
-        io.read_blocks(0, ids)
+        io.read_rows(0, ids, 0, len(ids))
     with pytest.raises(ValueError, match=r"1\.\.5"):
-        io.write_blocks(0, ids, np.zeros((len(ids), 512), np.uint8))
+        io.write_rows(0, ids, 0, np.zeros((len(ids), 512), np.uint8))
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (2, 3), (4, 1)])
+def test_rows_past_the_block_table_are_refused(first, count):
+    _, _, io = make(block_size=64)
+    with pytest.raises(ValueError, match="2 blocks of 2 rows"):
+        io.read_rows(0, [1, 2], first, count)
+    with pytest.raises(ValueError, match="2 blocks of 2 rows"):
+        io.write_rows(0, [1, 2], first, np.zeros((count, 512), np.uint8))
 
 
 def test_the_null_block_is_not_written():
     _, _, io = make()
     with pytest.raises(ValueError, match=r"1\.\.5"):
-        io.write_blocks(0, [0], np.zeros((1, 512), np.uint8))
+        io.write_rows(0, [0], 0, np.zeros((1, 512), np.uint8))
 
 
 def test_data_of_another_shape_is_refused():
     _, _, io = make()
     with pytest.raises(ValueError, match="instead of"):
-        io.write_blocks(0, [1], np.zeros((1, 511), np.uint8))
+        io.write_rows(0, [1], 0, np.zeros((1, 511), np.uint8))
+
+
+def test_a_devices_memory_is_shown_to_nobody():
+    _, _, io = make()
+    assert (io.host_blocks, io.shared_region, io.region_layout) == (None, None, None)
 
 
 def test_another_layout_is_refused():

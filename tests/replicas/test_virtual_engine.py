@@ -1,0 +1,116 @@
+"""A virtual engine's turns: what is sent when, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.ticket import Ticket
+from replicas.faults import NO_FAULTS
+from replicas.generators.simulated.profiles import engine_timing
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    AddRequest,
+    EngineRequest,
+    Hello,
+    KVLoaded,
+    LoadKV,
+    TokenOutput,
+)
+from replicas.sampling_params import SamplingParams
+from replicas.virtual_engine import VirtualDevice, VirtualEngine, simulated_facts
+from tests.kv_transfer.virtual_wire import Net, Wire
+from tests.replicas.engine.fakes import FOREVER_MS, KEYS
+from tests.replicas.generators.simulated.engines import FOUR_CHIPS, simulated_config
+
+CLIENT = b"client"
+PROMPT = list(range(20, 90))
+SAMPLING = SamplingParams(max_tokens=4, temperature=0.0, seed=0, ignore_eos=True)
+
+
+def make_engine(net, name):
+    config = simulated_config(kv_connector="p2p", kv_keys=KEYS)
+    device = VirtualDevice(
+        timing=engine_timing(config, FOUR_CHIPS, 0.0),
+        facts=simulated_facts(config),
+        faults=NO_FAULTS,
+        models_kv=True,
+        run_ahead=True,
+    )
+    engine = VirtualEngine(config, device, name, Wire(net, name).make, lambda: None)
+    engine.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
+    engine.end(engine.begin(0.0), 0, 0.0)
+    return engine, device.timing
+
+
+def ticket(prefill):
+    description = prefill.description
+    return KEYS.seal(
+        Ticket(
+            transfer_id=bytes(16),
+            request_id="r",
+            epoch=0,
+            producer_endpoints=description.kv_endpoints,
+            producer_incarnation="prefill",
+            consumer="decode",
+            num_tokens=len(PROMPT),
+            layout_hash=description.kv_layout_hash,
+            expires_ms=FOREVER_MS,
+        )
+    )
+
+
+def tokens(frames):
+    return [e for _, frame in frames for e in frame.events if isinstance(e, TokenOutput)]
+
+
+def whole_turn(engine, now_s):
+    """A turn at an instant, as far as it goes there."""
+    turn = engine.begin(now_s)
+    assert turn.half is None
+    return engine.end(turn, len(turn.end_times_s), now_s)
+
+
+def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
+    net = Net()
+    (decode, _), (prefill, timing) = (make_engine(net, name) for name in ("decode", "prefill"))
+    request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
+    decode.take(CLIENT, AddRequest(request, "decode"), 0.0)
+    decode.take(CLIENT, LoadKV("r", sealed, 0), 0.0)
+    whole_turn(decode, 0.0)
+    prefill.take(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
+    net.run()
+    first = prefill.begin(0.0)
+    forward_s = timing.prefill_s([(0, 0, len(PROMPT))]) + timing.host_s + timing.host_row_s
+    assert first.end_times_s == [pytest.approx(forward_s)]
+    assert first.half is not None
+    net.run(first.end_times_s[0])
+    second, frames = prefill.go_on(first, net.now_s)
+    assert [(output.index, output.finish_reason) for output in tokens(frames)] == [(0, None)]
+    copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
+    assert second.end_times_s == [pytest.approx(forward_s + copy_s)]
+    assert second.half is None
+    assert tokens(prefill.end(second, 1, second.end_times_s[0])) == []
+
+
+def test_a_turn_of_transfers_alone_takes_their_time_and_no_more():
+    net = Net()
+    (decode, timing), (prefill, _) = (make_engine(net, name) for name in ("decode", "prefill"))
+    request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
+    decode.take(CLIENT, AddRequest(request, "decode"), 0.0)
+    decode.take(CLIENT, LoadKV("r", sealed, 0), 0.0)
+    whole_turn(decode, 0.0)
+    prefill.take(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
+    net.run()
+    half = prefill.begin(0.0)
+    net.run(half.end_times_s[0])
+    prefill.go_on(half, net.now_s)
+    net.run()
+    turn = decode.begin(net.now_s)
+    copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
+    assert turn.end_times_s[0] - net.now_s == pytest.approx(copy_s + timing.host_s)
+    loaded = []
+    if turn.half is not None:
+        turn, frames = decode.go_on(turn, turn.end_times_s[0])
+        loaded += frames
+    loaded += decode.end(turn, 1, turn.end_times_s[0])
+    assert [e for _, f in loaded for e in f.events] == [KVLoaded("r", 0, None)]
