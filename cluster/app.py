@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import load_cluster_config
 from cluster.deployments import ingress_deployment, pool_deployment
+from cluster.tickets import new_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,11 @@ def build(args: Mapping[str, Any]) -> Application:
     if config.faults:
         # Here and not in a replica: one that is started again must not live its faults again.
         plain["fault_epoch_unix_s"] = time.time()
+    # Beside the args, not in them: nothing that shows a configuration can show a secret. A file's
+    # secrets each process reads itself.
+    made_secrets = [] if config.kv_key_file is not None else [new_secret()]
     pools = {
-        role: pool_deployment(role, pool).bind(plain, role) for role, pool in config.pools.items()
+        role: pool_deployment(role, pool).bind(plain, role, made_secrets)
+        for role, pool in config.pools.items()
     }
-    return ingress_deployment(config).bind(plain, **pools)
+    return ingress_deployment(config).bind(plain, made_secrets, **pools)

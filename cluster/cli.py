@@ -21,6 +21,8 @@ app = typer.Typer(
 
 _BAD_CONFIG = 2
 _FAILED = 1
+_LOOK_TIMEOUT_S = 5.0
+_IS_IT_SERVED = "is a cluster of this version served there?"
 
 
 @app.command()
@@ -44,6 +46,7 @@ def serve(
     from cluster.errors import ClusterConfigError
     from cluster.supervisor import ServeOptions
     from cluster.supervisor import serve as supervise
+    from cluster.tickets import key_ring
 
     path = _demo_config() if config is None else config.absolute()
     model = None if model is None else _absolute_model(model)
@@ -51,7 +54,7 @@ def serve(
     try:
         # Checked here too: a mistake costs no start of Ray.
         file = load_serve_file(path).override(model=model, host=host, port=port, faults=plan)
-        load_cluster_config(file.args)
+        key_ring(load_cluster_config(file.args).kv_key_file)
         options = ServeOptions(config=str(path), model=model, host=host, port=port, faults=plan)
         code = supervise(options, file.host, file.port)
     except ClusterConfigError as error:
@@ -188,6 +191,35 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         run(config, options)
     except SimulateError as error:
         _fail(str(error), _BAD_CONFIG)
+
+
+@app.command()
+def kv(
+    url: Annotated[str, typer.Option(help="Where the cluster serves.")] = "http://127.0.0.1:8000",
+    json: Annotated[bool, typer.Option("--json", help="Print what the cluster sent.")] = False,
+) -> None:
+    """Show the KV transfers under way, and the blocks that they keep, of every replica."""
+    import urllib.error
+    import urllib.request
+
+    import msgspec
+
+    from cluster.transfers import TransfersView, transfers_text
+
+    address = f"{url.rstrip('/')}/kv"
+    if not address.startswith(("http://", "https://")):
+        _fail(f"--url must begin with http:// or https://, got {url!r}", _BAD_CONFIG)
+    try:
+        with urllib.request.urlopen(address, timeout=_LOOK_TIMEOUT_S) as response:
+            body = response.read()
+        view = msgspec.json.decode(body, type=TransfersView)
+    except urllib.error.HTTPError as error:
+        with error:
+            _fail(f"{address}: {error.code} {error.reason}; {_IS_IT_SERVED}", _FAILED)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        _fail(f"{address}: {reason}; {_IS_IT_SERVED}", _FAILED)
+    typer.echo(body.decode() if json else transfers_text(view), nl=json)
 
 
 @app.command()

@@ -17,6 +17,7 @@ import configs
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.store import StoreConfig
 from replicas.config import EngineConfig
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import FaultPlan
@@ -30,13 +31,28 @@ PolicyName = Literal["most_empty_slots", "round_robin"]
 """most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
 round_robin: in turn, whatever the load; a baseline to compare others with."""
 
+OrderName = Literal["decode_first", "prefill_first"]
+"""decode_first: a decode slot is reserved before the prompt is computed. Nothing is computed for a
+request that finds no slot, and its KV moves as soon as it is there; but the slot and its blocks
+stand idle meanwhile. Better where prompts are short, prefill seldom queues, or an error after the
+first token is worse than a late one.
+prefill_first: the prompt is computed at once, and its KV waits with the prefill replica for a slot.
+A first token never waits for a slot, and slots only hold what decodes; but KV that waits takes
+prefill blocks, a client may get one token and then an error, and whoever waits longer than
+`TransferConfig.rendezvous_s` has the prompt computed again. Better where prompts are long, prefill
+queues, or decode slots are what there is too little of."""
+
 DEMO_MODEL = "demo"
 NODE_HOST = "node"
 IMPORT_PATH = "cluster.app:build"
 
+_CONNECTORS = ("p2p", "pooled", "multi")
+_STORE_CONNECTORS = ("pooled", "multi")
+_STORE_BACKENDS = ("shm", "ray", "mooncake")
+
 T = TypeVar("T")
 
-_OWN_ENGINE_KEYS = ("model", "kv_connector", "kv_endpoint")
+_OWN_ENGINE_KEYS = ("model", "kv_connector", "kv_endpoint", "kv_store", "kv_keys")
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,11 +77,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How requests are placed.
 
     Attributes:
-        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429.
+        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429. With
+            `prefill_first` only before their prompt is computed: with a first token they wait.
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
         policy: Which DP group a request gets, see `cluster.placement`.
+        order: Whether a decode slot or the prompt comes first, see `OrderName`.
     """
 
     max_queued_requests: int = 256
@@ -73,6 +91,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_attempts: int = 3
     min_remote_prefill_tokens: int = 0
     policy: PolicyName = "most_empty_slots"
+    order: OrderName = "decode_first"
 
 
 class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +118,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         model_name: Name that requests give; None takes the folder's.
         data_host: Address on which engines listen for ingresses and for each other; "node" takes
             each host's own, as Ray knows it, which a cluster of several hosts needs.
-        kv_connector: How KV moves between pools: "p2p", or "module:Class".
+        kv_connector: How KV moves: "p2p" between the pools, "pooled" through a store, "multi" by
+            either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
+        kv_store: The store of "pooled" and "multi", one for all replicas; fields of
+            `kv_transfer.store.StoreConfig`.
+        kv_key_file: File of the secrets that seal tickets between the pools, on every host, for one
+            of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
+            the first seals, each of them opens (`KeyRing` says how to change it). None makes one
+            for each version of the application: while one version replaces another, replicas of
+            the two hand nothing over, and prompts are computed where they are decoded.
         engine: Fields of every engine's configuration.
         pools: Either `prefill` and `decode`, or `both` alone.
         router: How requests are placed.
@@ -114,6 +141,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model_name: str | None = None
     data_host: str = "127.0.0.1"
     kv_connector: str = "p2p"
+    kv_store: StoreConfig | None = None
+    kv_key_file: str | None = None
     engine: dict[str, Any] = {}
     router: RouterConfig = RouterConfig()
     ingress: IngressConfig = IngressConfig()
@@ -146,8 +175,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether prefill and decode have pools of their own."""
         return "both" not in self.pools
 
+    @property
+    def _engine_connector(self) -> str | None:
+        """Between pools any; within one pool nothing goes from one engine to another."""
+        return (
+            None
+            if self.kv_connector == "p2p" and not self.is_disaggregated
+            else (self.kv_connector)
+        )
+
     def engine_config(self, role: Role) -> EngineConfig:
-        """Configuration of the engines of one pool.
+        """Configuration of the engines of one pool, without the keys of tickets.
 
         Raises:
             ClusterConfigError: An engine field is unknown, mistyped, or set by the cluster itself.
@@ -164,8 +202,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             **self.engine,
             **pool.engine,
             "model": str(self.model_folder),
-            "kv_connector": self.kv_connector if self.is_disaggregated else None,
+            "kv_connector": self._engine_connector,
             "kv_endpoint": f"tcp://{self.data_host}:*",
+            "kv_store": self.kv_store,
         }
         # Alone first: a mistake in what all pools share is named where it stands.
         _convert({**self.engine, "model": ""}, EngineConfig, "args.engine")
@@ -366,6 +405,7 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
             f"args.model {config.model!r} is a relative path, and replicas run in folders of their "
             f"own: give an absolute path, or {DEMO_MODEL!r}"
         )
+    _check_kv(config)
     try:
         for role in config.pools:
             _check_engine(config.engine_config(role))
@@ -404,26 +444,81 @@ def _check_engine(engine: EngineConfig) -> None:
     longest_sequence(engine, load_hf_config(engine.model))
 
 
+def _check_kv(config: ClusterConfig) -> None:
+    """How KV moves fits the pools, and names what it needs."""
+    name = config.kv_connector
+    if config.kv_key_file is not None and not Path(config.kv_key_file).is_absolute():
+        raise ClusterConfigError(
+            f"args.kv_key_file {config.kv_key_file!r} is a relative path, and replicas run in "
+            "folders of their own: give an absolute path"
+        )
+    if name not in _CONNECTORS and ":" not in name:
+        raise ClusterConfigError(
+            f"args.kv_connector must be one of {', '.join(_CONNECTORS)}, or module:Class; "
+            f"got {name!r}"
+        )
+    if name == "pooled" and config.is_disaggregated:
+        raise ClusterConfigError(
+            "args.kv_connector pooled hands no request from one pool to the other: use multi for "
+            "prefill and decode, or the pool both"
+        )
+    if name == "multi" and not config.is_disaggregated:
+        raise ClusterConfigError(
+            "args.kv_connector multi is for prefill and decode pools: use pooled for the pool both"
+        )
+    if config.kv_store is not None:
+        _check_store(config, config.kv_store)
+    elif name in _STORE_CONNECTORS:
+        raise ClusterConfigError(
+            f"args.kv_connector {name} needs args.kv_store, for one "
+            "{backend: shm, capacity_bytes: 1073741824}"
+        )
+
+
+def _check_store(config: ClusterConfig, store: StoreConfig) -> None:
+    if config.kv_connector == "p2p":
+        raise ClusterConfigError(
+            "args.kv_store is for kv_connector pooled and multi; set one of them, or remove it"
+        )
+    if store.backend not in _STORE_BACKENDS and ":" not in store.backend:
+        raise ClusterConfigError(
+            f"args.kv_store.backend must be one of {', '.join(_STORE_BACKENDS)}, or module:Class; "
+            f"got {store.backend!r}"
+        )
+    for role in config.pools:
+        block_size = config.engine_config(role).block_size
+        if store.unit_tokens % block_size:
+            raise ClusterConfigError(
+                f"args.kv_store.unit_tokens {store.unit_tokens} is no multiple of block_size "
+                f"{block_size} of pool {role}; use a common multiple of every pool's"
+            )
+
+
 def _check_pools_agree(config: ClusterConfig) -> None:
-    """KV blocks move between pools only if both mean the same by one."""
+    """KV moves between engines that mean the same by a row of it."""
+    for role in config.pools:
+        engine = config.engine_config(role)
+        if engine.kv_connector is not None and engine.block_size % ROW_TOKENS:
+            raise ClusterConfigError(
+                f"block_size {engine.block_size} of pool {role} is no multiple of {ROW_TOKENS}, "
+                "the tokens of a row that KV transfer moves"
+            )
     if not config.is_disaggregated:
         return
     prefill, decode = config.engine_config("prefill"), config.engine_config("decode")
-    model = load_hf_config(prefill.model)
-    for key, of_prefill, of_decode in (
-        ("block_size", prefill.block_size, decode.block_size),
-        ("simulated_mesh.model", _simulated_model(prefill), _simulated_model(decode)),
-        ("dtype", resolve_dtype(prefill, model), resolve_dtype(decode, model)),
-    ):
-        if of_prefill != of_decode:
-            raise ClusterConfigError(
-                f"{key} is {of_prefill} in the prefill pool and {of_decode} in the decode pool; "
-                "make them equal"
-            )
-    if prefill.block_size % ROW_TOKENS:
+    of_prefill, of_decode = _simulated_model(prefill), _simulated_model(decode)
+    if of_prefill != of_decode:
         raise ClusterConfigError(
-            f"block_size {prefill.block_size} is no multiple of {ROW_TOKENS}, the rows that KV "
-            "transfer moves"
+            f"simulated_mesh.model is {of_prefill} in the prefill pool and {of_decode} in the "
+            "decode pool; make them equal"
+        )
+    model = load_hf_config(prefill.model)
+    of_prefill, of_decode = resolve_dtype(prefill, model), resolve_dtype(decode, model)
+    if of_prefill != of_decode and of_prefill not in decode.kv_accept_dtypes:
+        raise ClusterConfigError(
+            f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool; make "
+            f"them equal, or let decode convert: args.pools.decode.engine.kv_accept_dtypes: "
+            f"[{of_prefill}]"
         )
 
 

@@ -26,17 +26,20 @@ from cluster.drain import drain_engine
 from cluster.ingress import IngressLimits, create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
+from cluster.tickets import key_ring
+from kv_transfer.stores.shm import ensure_server
 from replicas.launch import start_engine
 from replicas.messages import EngineDescription
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from ray.serve import Deployment
     from ray.serve.handle import DeploymentHandle
     from starlette.applications import Starlette
 
     from cluster.config import ClusterConfig, PoolConfig, Role
+    from kv_transfer.store import StoreConfig
     from replicas.config import EngineConfig
     from replicas.launch import EngineHandle
 
@@ -65,15 +68,17 @@ class PoolReplica:
     Args:
         args: The application's `args`.
         role: The pool that it belongs to.
+        made_secrets: What seals tickets, where no file says it.
 
     Raises:
         EngineStartError: The engine could not start; carries its reason.
+        ClusterConfigError: The file of secrets cannot be used.
     """
 
     _engine: EngineHandle | None = None
     _is_stopping = False
 
-    def __init__(self, args: Mapping[str, Any], role: Role) -> None:
+    def __init__(self, args: Mapping[str, Any], role: Role, made_secrets: Sequence[bytes]) -> None:
         config = load_cluster_config(args)
         if config.data_host == NODE_HOST:
             address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -84,6 +89,10 @@ class PoolReplica:
         if config.faults:
             rank = serve.get_replica_context().rank.rank
             engine_config = config.replica_config(role, rank)
+        keys = key_ring(config.kv_key_file, made_secrets)
+        engine_config = msgspec.structs.replace(engine_config, kv_keys=keys)
+        if config.kv_store is not None:
+            _ensure_store(config.kv_store)
         self._stage = ""
         self._engine = start_engine(
             engine_config,
@@ -139,11 +148,21 @@ class IngressReplica:
 
     Args:
         args: The application's `args`.
+        made_secrets: What seals tickets, where no file says it.
         **pools: Handle of each pool's deployment, by role.
+
+    Raises:
+        ClusterConfigError: The file of secrets cannot be used.
     """
 
-    def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        made_secrets: Sequence[bytes],
+        **pools: DeploymentHandle[Any],
+    ) -> None:
         self._config = load_cluster_config(args)
+        self._keys = key_ring(self._config.kv_key_file, made_secrets)
         self._directory = PoolDirectory(pools)
         self._following: asyncio.Task[None] | None = None
 
@@ -157,7 +176,7 @@ class IngressReplica:
             raise RuntimeError("discovery has ended")
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        service = ClusterService(self._config)
+        service = ClusterService(self._config, self._keys)
         app = create_app(
             service,
             version=importlib.metadata.version("ttserve"),
@@ -220,6 +239,18 @@ class PoolDirectory:
             logger.info("pool %s has no replica that answers: %s", role, error)
             return []
         return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
+
+
+def _ensure_store(config: StoreConfig) -> None:
+    """Start this node's store, if it is one of a node, now and not with the first request.
+
+    An engine works without one: its prompts are computed.
+    """
+    if config.backend == "shm":
+        try:
+            ensure_server(config)
+        except OSError:
+            logger.exception("cannot start the store of this node")
 
 
 def _tell(line: str) -> None:

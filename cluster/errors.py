@@ -84,6 +84,14 @@ class ReplicaLostError(ServingError):
     code = "replica_lost"
 
 
+class KVTransferFailedError(ServingError):
+    """The prompt's KV did not come, and the replica was told not to compute it again."""
+
+    status = 503
+    type = "KVTransferFailedError"
+    code = "kv_transfer_failed"
+
+
 class InternalError(ServingError):
     """A bug or an engine error; the log has the details under the request's id."""
 

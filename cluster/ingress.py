@@ -20,6 +20,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from cluster.openai import GenerateRequest, GenerationEvent, ModelCard
     from cluster.openai_requests import Prompt
     from cluster.openai_responses import Shape
+    from cluster.transfers import TransfersView
     from replicas.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,9 @@ class ServingService(Protocol):
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
 
+    async def transfers(self) -> TransfersView:
+        """What moves between the replicas now."""
+
 
 @dataclass(frozen=True, slots=True)
 class IngressLimits:
@@ -151,6 +156,7 @@ def create_app(
             Route("/health", routes.health),
             Route("/live", routes.live),
             Route("/metrics", routes.metrics),
+            Route("/kv", routes.kv),
             Route("/version", routes.version),
         ],
         middleware=[Middleware(_Edge)],
@@ -235,6 +241,10 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         del request
         return Response(await self._service.metrics_text(), media_type=_METRICS_TYPE)
+
+    async def kv(self, request: Request) -> Response:
+        del request
+        return _json(msgspec.to_builtins(await self._service.transfers()))
 
     async def version(self, request: Request) -> Response:
         del request

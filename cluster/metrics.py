@@ -6,18 +6,27 @@ any ingress shows every engine, labelled by pool, replica and DP group.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from kv_transfer.connector import STAGE_BOUNDS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from prometheus_client.core import Metric
 
     from cluster.pools import Member
+    from kv_transfer.connector import StageHistogram
     from replicas.messages import EngineMetrics, GroupCounters
 
 _TTFT_BUCKETS = (
@@ -182,44 +191,101 @@ class _EngineCollector(Collector):
         yield from counters.values()
 
     def _transfer_families(self) -> Iterable[Metric]:
-        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-            return CounterMetricFamily(name, text, labels=(*_ENGINE_LABELS, *labels))
-
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
-
-        transfers = counter(
-            "ttserve_kv_transfers", "KV transfers that ended", "direction", "outcome"
+        transfers = _counter(
+            "ttserve_kv_transfers", "KV transfers that ended", "role", "path", "outcome"
         )
-        failures = counter("ttserve_kv_transfer_failures", "KV transfers that failed", "reason")
-        num_bytes = counter(
-            "ttserve_kv_transfer_bytes", "KV bytes of delivered transfers", "direction"
+        failures = _counter(
+            "ttserve_kv_transfer_failures", "KV transfers that failed", "role", "reason"
         )
-        blocks = counter(
-            "ttserve_kv_transfer_blocks", "KV blocks of delivered transfers", "direction"
+        num_bytes = _counter("ttserve_kv_transfer_bytes", "KV bytes delivered", "role", "path")
+        leases = _counter("ttserve_kv_leases", "Leases on KV blocks, by what happened", "event")
+        stages = HistogramMetricFamily(
+            "ttserve_kv_transfer_stage_seconds",
+            "Time of the stages of a KV transfer",
+            labels=(*_ENGINE_LABELS, "stage"),
         )
-        seconds = counter(
-            "ttserve_kv_transfer_stage_seconds", "Time of received transfers", "stage"
+        inflight = GaugeMetricFamily(
+            "ttserve_kv_inflight_transfers",
+            "KV transfers that have not ended",
+            labels=(*_ENGINE_LABELS, "role"),
         )
-        inflight = gauge("ttserve_kv_inflight_transfers", "KV transfers that have not ended")
-        leased = gauge("ttserve_kv_leased_blocks", "KV blocks lent to transfers that send")
-        block_bytes = gauge("ttserve_kv_block_bytes", "Bytes of one KV block")
-        for member, metrics in self._engines:
-            labels = self._labels(member)
-            transfer = metrics.transfer
-            for direction, outcomes in transfer.transfers.items():
-                for outcome, count in outcomes.items():
-                    transfers.add_metric((*labels, direction, outcome), count)
-            for family, counts in (
-                (failures, transfer.failures), (num_bytes, transfer.bytes),
-                (blocks, transfer.blocks), (seconds, transfer.seconds),
+        for labels, metrics in self._each_engine():
+            stats = metrics.transfer
+            for path, counts in stats.paths.items():
+                transfers.add_metric((*labels, "producer", path, "ok"), counts.num_sent)
+                transfers.add_metric((*labels, "consumer", path, "ok"), counts.num_received)
+                num_bytes.add_metric((*labels, "producer", path), counts.bytes_sent)
+                num_bytes.add_metric((*labels, "consumer", path), counts.bytes_received)
+            for role, reasons in (
+                ("producer", stats.send_failures), ("consumer", stats.receive_failures),
             ):  # fmt: skip
-                for key, value in counts.items():
-                    family.add_metric((*labels, key), value)
-            inflight.add_metric(labels, transfer.num_inflight)
-            leased.add_metric(labels, transfer.num_leased_blocks)
-            block_bytes.add_metric(labels, member.description.bytes_per_block)
-        yield from (transfers, failures, num_bytes, blocks, seconds, inflight, leased, block_bytes)
+                # One that failed may never have had a path.
+                transfers.add_metric((*labels, role, "", "failed"), sum(reasons.values()))
+                for reason, count in reasons.items():
+                    failures.add_metric((*labels, role, reason), count)
+            for event, count in stats.leases.items():
+                leases.add_metric((*labels, event), count)
+            for stage, histogram in stats.stages.items():
+                stages.add_metric((*labels, stage), _buckets(histogram), histogram.total_s)
+            inflight.add_metric((*labels, "producer"), stats.num_inflight_sends)
+            inflight.add_metric((*labels, "consumer"), stats.num_inflight_loads)
+        yield from (transfers, failures, num_bytes, leases, stages, inflight)
+        yield from self._transfer_numbers()
+
+    def _transfer_numbers(self) -> Iterable[Metric]:
+        """What is one number for each engine."""
+        for name, text, field in (
+            ("retransmits", "KV chunks that were asked for again", "num_retransmits"),
+            ("checksum_failures", "KV chunks that arrived damaged", "num_checksum_failures"),
+            ("dropped_chunks", "KV chunks that came late, twice or for another attempt",
+             "num_dropped_chunks"),
+            ("unknown_ids", "Messages about KV transfers that nobody here knows",
+             "num_unknown_ids"),
+            ("malformed_messages", "Frames that are no message", "num_malformed"),
+            ("bad_tickets", "Fetches with a forged, foreign or old ticket", "num_bad_tickets"),
+            ("credit_stalled_seconds", "Time in which computed KV waited for credit, summed over "
+             "transfers", "credit_stalled_s"),
+        ):  # fmt: skip
+            yield self._numbers(_counter(f"ttserve_kv_{name}", text), lambda m: m.transfer, field)
+        for name, text, field in (
+            ("leased_blocks", "KV blocks kept for transfers that send", "num_leased_blocks"),
+            ("reserved_blocks", "KV blocks that wait for KV to come", "num_reserved_blocks"),
+            ("quarantined_blocks", "KV blocks that nobody may have yet, for a write may still land "
+             "there", "num_quarantined_blocks"),
+            ("oldest_lease_seconds", "Age of the oldest transfer that sends", "oldest_lease_s"),
+        ):  # fmt: skip
+            yield self._numbers(_gauge(f"ttserve_kv_{name}", text), lambda m: m.transfer, field)
+        for name, text in (
+            ("hits", "Units of KV that a load got from the store"),
+            ("misses", "Units of KV that the store was asked for in vain"),
+            ("puts", "Units of KV that were saved in the store"),
+            ("drops", "Units of KV that were not saved: the store was slow, full or away"),
+            ("errors", "Calls that the store did not answer as it should"),
+        ):
+            family = _counter(f"ttserve_kv_store_{name}", text)
+            yield self._numbers(family, lambda m: m.transfer.store, name)
+        yield self._numbers(
+            _counter(
+                "ttserve_kv_recompute_tokens",
+                "Prompt tokens computed because their KV did not come",
+            ),
+            lambda m: m,
+            "kv_recompute_tokens",
+        )
+        block_bytes = _gauge("ttserve_kv_block_bytes", "Bytes of one KV block")
+        for member, _ in self._engines:
+            block_bytes.add_metric(self._labels(member), member.description.bytes_per_block)
+        yield block_bytes
+
+    def _numbers(
+        self,
+        family: CounterMetricFamily | GaugeMetricFamily,
+        owner: Callable[[EngineMetrics], object],
+        field: str,
+    ) -> Metric:
+        for labels, metrics in self._each_engine():
+            family.add_metric(labels, getattr(owner(metrics), field))
+        return family
 
     def _groups(
         self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, field: str
@@ -248,3 +314,17 @@ class _EngineCollector(Collector):
 
     def _labels(self, member: Member) -> tuple[str, ...]:
         return self._model_name, member.role, member.replica_id
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, labels=(*_ENGINE_LABELS, *labels))
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
+
+
+def _buckets(histogram: StageHistogram) -> list[tuple[str, float]]:
+    """Bounds and cumulative counts, as the format has them."""
+    bounds = [*map(floatToGoString, STAGE_BOUNDS_S), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))

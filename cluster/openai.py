@@ -47,6 +47,7 @@ class GenerateRequest:
         include_usage: Whether a stream ends with a chunk of token counts.
         continuous_usage_stats: Whether each chunk of a stream has token counts.
         return_token_ids: Whether the answer has the token ids of prompt and output.
+        cache_salt: Cached KV is shared with requests of the same salt only.
     """
 
     model: str
@@ -56,6 +57,7 @@ class GenerateRequest:
     include_usage: bool = False
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

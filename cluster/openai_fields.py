@@ -21,6 +21,7 @@ Check = Callable[[object, str], Any]
 """Gets a value and its path in the body; returns the value to use or raises BadRequestError."""
 
 MAX_STOP_STRINGS = 16
+MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
 
 
@@ -119,6 +120,17 @@ def stop_strings(value: object, path: str) -> tuple[str, ...]:
     return stops
 
 
+def salt(value: object, path: str) -> str:
+    """The salt of cached KV: whoever does not know it finds nothing that was computed under it."""
+    given: str = string(value, path)
+    if not 1 <= len(given) <= MAX_SALT_CHARS:
+        # The value itself is a secret of the client's.
+        raise BadRequestError(
+            f"{path} must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}", param=path
+        )
+    return given
+
+
 def token_ids(value: object, path: str) -> list[int]:
     """A list of integers; whether they are in the vocabulary is checked with the tokenizer."""
     ids: list[int] = array(value, path)
@@ -194,6 +206,7 @@ GENERATION_FIELDS: dict[str, Field] = {
     "skip_special_tokens": _supported(boolean),
     "add_special_tokens": _supported(boolean),
     "return_token_ids": _supported(boolean),
+    "cache_salt": _supported(salt),
     # Names for the client's own records, and hints about cost that nothing here reads.
     "user": _no_effect(string),
     "request_id": _no_effect(string),  # the x-request-id header names a request
@@ -221,7 +234,6 @@ GENERATION_FIELDS: dict[str, Field] = {
     "priority": _not_yet(integer, 0),
     "return_tokens_as_token_ids": _not_yet(boolean, False),
     "return_token_offsets": _not_yet(boolean, False),
-    "cache_salt": _not_yet(string),
     "kv_transfer_params": _not_yet(object_),
     "ec_transfer_params": _not_yet(object_),
     "vllm_xargs": _not_yet(object_, {}),

@@ -269,6 +269,7 @@ def build_generate_request(
         include_usage=parsed.stream_options.get("include_usage", False),
         continuous_usage_stats=parsed.stream_options.get("continuous_usage_stats", False),
         return_token_ids=values.get("return_token_ids", False),
+        cache_salt=values.get("cache_salt", ""),
     )
 
 

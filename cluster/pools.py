@@ -72,7 +72,7 @@ class PoolState:
         self._first_view: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
         self._is_listed = False
-        # How many replicas have KV blocks of a size.
+        # How many replicas that decode have KV blocks of a size.
         self._block_sizes: dict[int, int] = {}
         self.num_snapshots = 0
 
@@ -147,7 +147,7 @@ class PoolState:
 
     @property
     def block_size(self) -> int:
-        """Smallest KV block of any replica, in tokens: a request's needs are counted in it."""
+        """Smallest KV block of what decodes, in tokens: a request's needs are counted in it."""
         return min(self._block_sizes, default=1)
 
     def members(self) -> list[Member]:
@@ -197,6 +197,8 @@ class PoolState:
             assert view.num_free_blocks >= 0
 
     def _count_block_size(self, member: Member, sign: int) -> None:
+        if member.role == "prefill":
+            return
         size = member.description.block_size
         self._block_sizes[size] = self._block_sizes.get(size, 0) + sign
         if not self._block_sizes[size]:

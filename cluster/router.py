@@ -1,37 +1,46 @@
 """Router shell: reserve a decode slot, have the prompt prefilled, activate, pass tokens on.
 
-Owner: one ingress's event loop. The order of one disaggregated request (decode slot first, so that
-a finished prefill never waits for a decoder):
+Owner: one ingress's event loop. A disaggregated request in the order `decode_first`, in which a
+finished prefill never waits for a decoder:
 
 1. wait for a DP group with room, hold it, send RESERVE; refused or dead: another group
-2. choose a prefill engine, mint a ticket, send PREFILL to it and LOAD to the decode engine
+2. choose a prefill engine, seal a ticket, send PREFILL to it and LOAD to the decode engine
 3. the first token comes from prefill: pass it on at once, ACTIVATE the reservation with it
 4. the decode engine says that the KV is loaded: let go of prefill. Its tokens start at index 1
 
-A prefill engine that refuses or dies before step 3 costs another ticket, at last a local prefill on
-the decode engine. A decode engine that dies costs a new reservation as long as the client has no
-token yet.
+In the order `prefill_first` no decode slot waits for a prefill:
+
+1. choose a prefill engine, seal a ticket that names no consumer, send PREFILL
+2. the first token comes from prefill, which keeps the KV: pass it on at once
+3. wait for a DP group with room, hold it, send RESERVE; refused or dead: another group
+4. seal a ticket of the same transfer for it, send LOAD and ACTIVATE; further as above
+
+A prefill engine that refuses or dies before the first token costs another ticket, at last a local
+prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
+engine that dies costs a new reservation as long as it has generated nothing: what prefill gave
+stays, and its KV too if it was offered to whichever decode engine comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import (
     BadRequestError,
     InternalError,
+    KVTransferFailedError,
     QueueTimeoutError,
     ReplicaLostError,
     SaturatedError,
 )
 from cluster.placement import make_policy
 from cluster.slot_queue import RETRY_AFTER_S, SlotQueue
-from kv_transfer.ticket import Ticket
 from replicas.errors import EngineDeadError
 from replicas.messages import (
+    KV_TRANSFER_FAILED,
     LAPSED,
     Accepted,
     Activate,
@@ -43,15 +52,16 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator
 
     from cluster.config import RouterConfig
+    from cluster.errors import ServingError
     from cluster.metrics import RouterMetrics
     from cluster.placement import Placement
     from cluster.pools import PoolState
+    from cluster.tickets import TicketOffice, Transfer
     from replicas.messages import (
         ClientMessage,
-        EngineDescription,
         EngineEvent,
         EngineRequest,
         RequestMode,
@@ -60,10 +70,6 @@ if TYPE_CHECKING:
 
 _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
 """Refusals that mean that somebody else was faster: the request waits on, where it stood."""
-
-
-def _random_transfer_id() -> bytes:
-    return secrets.token_bytes(16)
 
 
 class EngineClient(Protocol):
@@ -88,7 +94,7 @@ class Router:
         pools: What this ingress believes of them.
         config: Bounds and thresholds.
         metrics: Counts what is decided.
-        new_transfer_id: Makes 16 bytes that nobody can guess, for a ticket.
+        tickets: Seals what lets a decode engine fetch from a prefill engine.
     """
 
     def __init__(
@@ -97,13 +103,13 @@ class Router:
         pools: PoolState,
         config: RouterConfig,
         metrics: RouterMetrics,
-        new_transfer_id: Callable[[], bytes] = _random_transfer_id,
+        tickets: TicketOffice,
     ) -> None:
         self.client = client
         self.pools = pools
         self.config = config
         self.metrics = metrics
-        self.new_transfer_id = new_transfer_id
+        self.tickets = tickets
         self.policy = make_policy(config.policy)
         self.queue = SlotQueue(
             pools, self.policy, config.max_queued_requests, config.queue_timeout_s
@@ -152,28 +158,30 @@ class _Run:
         self._prefill: EngineStream | None = None
         # What the decode engine said while prefill was waited for.
         self._early: deque[EngineEvent] = deque()
-        # Of the last ticket: news of an earlier one must not end the transfer under way.
-        self._epoch = 0
-        self._has_output = False
+        # Of the last transfer: news of an earlier one must not end the one under way.
+        self._epoch = -1
+        # What prefill computed, and the client has.
+        self._first: TokenOutput | None = None
+        # The transfer that prefill keeps for whichever decode engine comes.
+        self._offered: Transfer | None = None
 
     async def outputs(self) -> AsyncGenerator[TokenOutput, None]:
-        """Tokens until the finish; starts over while nothing has been passed on."""
+        """Tokens until the finish; a decode engine that is lost in time is replaced."""
         for _ in range(self._router.config.max_attempts):
-            is_remote = await self._reserve()
+            has_decoded = False
             try:
-                if is_remote:
-                    output = await self._prefill_remotely()
-                    if output is not None:
-                        self._has_output = True
-                        yield output
-                        if output.finish_reason is not None:
+                for begin in (self._prefill_first, self._start_decode):
+                    first = await begin()
+                    if first is not None:
+                        yield first
+                        if first.finish_reason is not None:
                             return
                 async for output in self._decode_outputs():
-                    self._has_output = True
+                    has_decoded = True
                     yield output
             except _DecodeLostError as error:
-                self.close()
-                if self._has_output:
+                self._lose_decode()
+                if has_decoded:
                     raise ReplicaLostError(
                         f"the decode replica was lost mid-request: {error}"
                     ) from None
@@ -188,17 +196,60 @@ class _Run:
     def close(self) -> None:
         """Abort what is still open and drop every hold. Idempotent."""
         self._pools.release_everywhere(self._id)
-        for stream in (self._decode, self._prefill):
-            if stream is not None:
-                stream.close(abort=True)
-        self._decode = self._prefill = None
-        self._early.clear()
-        self._inbox = asyncio.Queue()
+        self._drop_decode(abort=True)
+        self._drop_prefill(abort=True)
+
+    # --- both sides ----------------------------------------------------------------------------
+
+    async def _prefill_first(self) -> TokenOutput | None:
+        """In that order: have the prompt computed while there is no decode slot yet.
+
+        Returns:
+            The first token, unless the client has it already or no prefill engine gave one.
+
+        Raises:
+            ServingError: There will be no decode slot for it.
+        """
+        is_first = self._router.config.order == "prefill_first" and self._has_prefill
+        if self._first is not None or not is_first:
+            return None
+        self._router.queue.check_open()
+        self._first = await self._prefill_remotely()
+        return self._first
+
+    async def _start_decode(self) -> TokenOutput | None:
+        """Get a decode slot and let it run: from the first token, or on its own.
+
+        Returns:
+            The first token, if a prefill engine gave it meanwhile.
+
+        Raises:
+            _DecodeLostError: The decode engine died.
+            ServingError: There is no slot to be had.
+        """
+        if not await self._reserve():
+            return None
+        if self._first is not None:
+            self._hand_over(self._first)
+            return None
+        self._first = await self._prefill_remotely()
+        if self._first is None:
+            self._send_decode(Activate(self._id, []))
+        elif self._first.finish_reason is None:
+            self._send_decode(Activate(self._id, self._first.token_ids))
+        return self._first
+
+    @property
+    def _has_prefill(self) -> bool:
+        """Whether a prefill engine takes requests, and the prompt is long enough to move."""
+        num_tokens = len(self._request.prompt_token_ids)
+        is_long = num_tokens >= self._router.config.min_remote_prefill_tokens
+        return is_long and self._pools.has_open(("prefill",))
 
     # --- decode side ---------------------------------------------------------------------------
 
     async def _reserve(self) -> bool:
-        """Get a decode slot; returns whether the prompt is to be prefilled elsewhere.
+        """Get a decode slot; returns whether the engine leaves the prompt to another one.
 
         Raises:
             ServingError: There is none to be had.
@@ -206,7 +257,7 @@ class _Run:
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
         num_blocks = -(-(len(self._request.prompt_token_ids) + 1) // self._pools.block_size)
-        place = self._router.queue.new_place()
+        place = self._router.queue.new_place(is_promised=self._first is not None)
         num_failures = 0
         while True:
             placement = await self._router.queue.hold(self._id, num_blocks, place)
@@ -215,7 +266,7 @@ class _Run:
             if isinstance(answer, Accepted):
                 self._router.metrics.queue_time.observe(now_s() - started_s)
                 return is_remote
-            self._drop_decode()
+            self._drop_decode(abort=False)
             self._router.metrics.refusals.labels(answer.reason).inc()
             if answer.reason == "invalid":
                 raise BadRequestError(answer.message, param="prompt")
@@ -244,14 +295,13 @@ class _Run:
             self._router.capacity_changed()
 
     def _is_remote(self, placement: Placement) -> bool:
-        """Whether another engine prefills: there is one, and the prompt is long enough to move."""
+        """Whether the engine waits to be activated instead of computing the prompt at once."""
+        if self._first is not None:
+            return True
         member = self._pools.member(placement.incarnation)
-        return (
-            member is not None
-            and member.role == "decode"
-            and len(self._request.prompt_token_ids) >= self._router.config.min_remote_prefill_tokens
-            and self._pools.has_open(("prefill",))
-        )
+        is_decode = member is not None and member.role == "decode"
+        # In the other order prefill engines have been asked, and gave nothing.
+        return is_decode and self._router.config.order == "decode_first" and self._has_prefill
 
     async def _answer(self, stream: EngineStream) -> Accepted | Refused:
         """Wait for an engine's answer to `AddRequest`.
@@ -284,52 +334,65 @@ class _Run:
             elif isinstance(event, TokenOutput):
                 yield event
                 if event.finish_reason is not None:
-                    self._drop_decode()
+                    self._drop_decode(abort=False)
                     return
+
+    def _hand_over(self, first: TokenOutput) -> None:
+        """Let the reservation go on from the first token, with the KV if prefill keeps it for us.
+
+        An engine that gets no KV, or finds that the transfer is over, computes the prompt itself.
+        """
+        assert self._decode is not None
+        if self._offered is not None:
+            ticket = self._router.tickets.seal(self._offered, self._decode.incarnation)
+            self._send_decode(LoadKV(self._id, ticket, self._offered.epoch))
+        self._send_decode(Activate(self._id, first.token_ids))
 
     # --- prefill side --------------------------------------------------------------------------
 
     async def _prefill_remotely(self) -> TokenOutput | None:
-        """Have the prompt computed by the prefill pool and activate the reservation.
+        """Have the prompt computed by the prefill pool, for the decode engine if there is one yet.
 
         Returns:
-            The first token; None when no prefill engine gave one and the decode engine does it all.
+            The first token; None when no prefill engine gave one.
 
         Raises:
             _DecodeLostError: The decode engine died.
         """
-        assert self._decode is not None
         tried: set[str] = set()
-        for epoch in range(self._router.config.max_attempts):
+        for _ in range(self._router.config.max_attempts):
             target = self._router.policy.place_prefill(self._pools.prefill_views(), tried)
             if target is None:
                 break
-            output = await self._first_token(target, epoch)
-            if output is None:
-                tried.add(target)
-                self._router.metrics.retries.labels("prefill").inc()
-                continue
-            if output.finish_reason is None:
-                self._send_decode(Activate(self._id, output.token_ids))
-            return output
-        self._send_decode(Activate(self._id, []))
+            output = await self._first_token(target)
+            if output is not None:
+                return output
+            tried.add(target)
+            self._router.metrics.retries.labels("prefill").inc()
         return None
 
-    async def _first_token(self, target: str, epoch: int) -> TokenOutput | None:
+    async def _first_token(self, target: str) -> TokenOutput | None:
         """Ask one prefill engine; None when it refuses or dies.
 
         Raises:
             _DecodeLostError: The decode engine died.
         """
-        ticket = self._mint(target, epoch)
-        if ticket is None:
+        member = self._pools.member(target)
+        if member is None or not member.description.kv_endpoints:
             return None
+        self._epoch += 1
+        tickets = self._router.tickets
+        transfer = tickets.begin(self._request, self._epoch, member.description)
+        ticket = tickets.seal(transfer, self._decode.incarnation if self._decode else "")
         self._pools.hold_prefill(self._id, target, len(self._request.prompt_token_ids))
         try:
             self._prefill = self._client.open_stream(
                 target, self._id, AddRequest(self._request, "prefill", -1, ticket), self._inbox
             )
-            self._send_decode(LoadKV(self._id, ticket))
+            if self._decode is None:
+                self._offered = transfer
+            else:
+                self._send_decode(LoadKV(self._id, ticket, transfer.epoch))
             while True:
                 event = await self._next_of(self._prefill)
                 if isinstance(event, TokenOutput):
@@ -345,29 +408,6 @@ class _Run:
         self._drop_prefill(abort=True)
         return None
 
-    def _mint(self, target: str, epoch: int) -> Ticket | None:
-        """A ticket from a prefill engine to the decode engine; None if one is unknown by now."""
-        assert self._decode is not None
-        producer = self._description(target)
-        consumer = self._description(self._decode.incarnation)
-        if producer is None or consumer is None or producer.kv_endpoint is None:
-            return None
-        self._epoch = epoch
-        return Ticket(
-            transfer_id=self._router.new_transfer_id(),
-            request_id=self._id,
-            epoch=epoch,
-            producer_endpoint=producer.kv_endpoint,
-            producer_incarnation=producer.incarnation,
-            consumer=consumer.incarnation,
-            num_tokens=len(self._request.prompt_token_ids),
-            layout_hash=consumer.kv_layout_hash or "",
-        )
-
-    def _description(self, incarnation: str) -> EngineDescription | None:
-        member = self._pools.member(incarnation)
-        return member.description if member is not None else None
-
     # --- streams -------------------------------------------------------------------------------
 
     async def _next_of(self, wanted: EngineStream) -> EngineEvent:
@@ -376,50 +416,65 @@ class _Run:
         Raises:
             _DecodeLostError: The decode engine died.
             EngineDeadError: The wanted prefill engine died.
-            QueueTimeoutError: The reservation lapsed before it was activated.
-            InternalError: An engine gave the request up.
+            ServingError: An engine gave the request up.
         """
         if wanted is self._decode and self._early:
             return self._early.popleft()
         while True:
             stream, event = await self._inbox.get()
+            if stream is not self._decode and stream is not self._prefill:
+                continue  # It was dropped; this was on its way.
             if isinstance(event, EngineDeadError):
                 if stream is self._decode:
                     raise _DecodeLostError(str(event))
                 if stream is wanted:
                     raise event
-            elif (
-                isinstance(event, TokenOutput)
-                and event.finish_reason == "error"
-                and stream is self._decode
-                and (wanted is self._prefill or event.error == LAPSED)
-            ):
-                # It lapsed while the prompt waited for a prefill engine; that may be heard of only
-                # after the activation was sent.
-                raise QueueTimeoutError(
-                    f"decoding did not start in time: {event.error}; retry later",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+                self._drop_prefill(abort=False)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
-                raise InternalError(event.error or "the engine ended the request")
+                is_waiting = stream is self._decode and wanted is self._prefill
+                raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
             elif stream is wanted:
                 return event
             elif stream is self._decode:
                 self._early.append(event)
 
     def _send_decode(self, message: LoadKV | Activate) -> None:
+        """Send a message about the reservation; if its engine is gone the stream will tell."""
         assert self._decode is not None
-        try:
+        with contextlib.suppress(EngineDeadError):
             self._client.send(self._decode.incarnation, message)
-        except EngineDeadError as error:
-            raise _DecodeLostError(str(error)) from None
 
-    def _drop_decode(self) -> None:
+    def _lose_decode(self) -> None:
+        """Drop a decode engine that died, and the transfer that only it could fetch."""
+        self._drop_decode(abort=True)
+        if self._offered is None:
+            self._drop_prefill(abort=True)
+
+    def _drop_decode(self, *, abort: bool) -> None:
         if self._decode is not None:
-            self._decode.close(abort=False)
+            self._decode.close(abort=abort)
             self._decode = None
+        self._early.clear()
 
     def _drop_prefill(self, *, abort: bool) -> None:
         if self._prefill is not None:
             self._prefill.close(abort=abort)
             self._prefill = None
+        self._offered = None
+
+
+def _error(text: str, *, is_waiting: bool) -> ServingError:
+    """What a client is told of a request that an engine gave up.
+
+    Args:
+        text: What the engine said.
+        is_waiting: Whether it was a reservation that had not been activated.
+    """
+    # It may be heard of only after the activation was sent.
+    if is_waiting or text == LAPSED:
+        return QueueTimeoutError(
+            f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
+        )
+    if text.startswith(KV_TRANSFER_FAILED):
+        return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
+    return InternalError(text)

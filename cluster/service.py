@@ -20,6 +20,8 @@ from cluster.metrics import RouterMetrics, render
 from cluster.openai import Finished, ModelCard, TextDelta, Usage
 from cluster.pools import PoolState
 from cluster.router import Router
+from cluster.tickets import TicketOffice
+from cluster.transfers import transfers_view
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, EngineError
 from replicas.generators.model_config import load_hf_config
@@ -34,12 +36,15 @@ if TYPE_CHECKING:
     from cluster.config import ClusterConfig
     from cluster.openai import GenerateRequest, GenerationEvent
     from cluster.pools import Member
-    from replicas.messages import EngineMetrics, EngineSnapshot
+    from cluster.transfers import TransfersView
+    from kv_transfer.ticket import KeyRing
+    from replicas.messages import EngineMetrics, EngineSnapshot, KVTransfers
     from replicas.output_processor import OutputDelta
 
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
+_LOOK_TIMEOUT_S = 1.0
 
 
 class ClusterService:
@@ -47,16 +52,19 @@ class ClusterService:
 
     Args:
         config: The cluster's configuration.
+        keys: What seals tickets; the engines have the same.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.max_model_len = _max_model_len(config)
         self.metrics = RouterMetrics(config.served_model_name)
         self._pools = PoolState()
         self._client = AsyncMPClient(self._take_snapshot, self._lose)
-        self._router = Router(self._client, self._pools, config.router, self.metrics)
+        self._router = Router(
+            self._client, self._pools, config.router, self.metrics, TicketOffice(keys)
+        )
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._created_s = int(time.time())
         self._was_complete = False
@@ -77,7 +85,9 @@ class ClusterService:
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-        engine_request = EngineRequest(request_id, request.prompt_token_ids, sampling)
+        engine_request = EngineRequest(
+            request_id, request.prompt_token_ids, sampling, request.cache_salt
+        )
         processor = OutputProcessor(self.tokenizer, engine_request, self.tokenizer.eos_token_ids)
         with _Watch(self.metrics) as watch:
             async with contextlib.aclosing(self._router.generate(engine_request)) as outputs:
@@ -115,6 +125,12 @@ class ClusterService:
         answers = await asyncio.gather(*(self._scrape(m.description.incarnation) for m in members))
         engines = [(m, a) for m, a in zip(members, answers, strict=True) if a is not None]
         return render(self.metrics, engines, self._config.served_model_name)
+
+    async def transfers(self) -> TransfersView:
+        """What moves between the replicas now; one that does not answer soon is silent."""
+        members = self._pools.members()
+        answers = await asyncio.gather(*(self._look(m.description.incarnation) for m in members))
+        return transfers_view(list(zip(members, answers, strict=True)))
 
     # --- members -------------------------------------------------------------------------------
 
@@ -170,6 +186,12 @@ class ClusterService:
     async def _scrape(self, incarnation: str) -> EngineMetrics | None:
         try:
             return await asyncio.wait_for(self._client.metrics(incarnation), _SCRAPE_TIMEOUT_S)
+        except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
+            return None
+
+    async def _look(self, incarnation: str) -> KVTransfers | None:
+        try:
+            return await asyncio.wait_for(self._client.kv_transfers(incarnation), _LOOK_TIMEOUT_S)
         except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
             return None
 

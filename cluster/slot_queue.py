@@ -37,10 +37,12 @@ class QueuePlace:
         deadline_s: When it has waited too long, on the event loop's clock; None before it waits.
         is_late: Whether it has.
         num_blocks: KV blocks that it waits for; 0 before it waits.
+        is_promised: Whether it may wait although the queue is full.
     """
 
-    def __init__(self, order: int) -> None:
+    def __init__(self, order: int, *, is_promised: bool) -> None:
         self.order = order
+        self.is_promised = is_promised
         self.refused: set[Placement] = set()
         self.num_snapshots = 0
         self.news = asyncio.Event()
@@ -81,9 +83,25 @@ class SlotQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def new_place(self) -> QueuePlace:
-        """A place behind everybody who came before."""
-        return QueuePlace(next(self._orders))
+    def new_place(self, *, is_promised: bool = False) -> QueuePlace:
+        """A place behind everybody who came before.
+
+        Args:
+            is_promised: Whether the request was let in by `check_open`: work has been done for it,
+                and it may wait whoever has come since.
+        """
+        return QueuePlace(next(self._orders), is_promised=is_promised)
+
+    def check_open(self) -> None:
+        """Whether a request that will want a slot later should be let in.
+
+        Raises:
+            NotReadyError: No replica can decode now.
+            SaturatedError: The queue is full.
+        """
+        self._check_ready()
+        if len(self._queue) >= self._max_queued_requests and self._queue:
+            raise self._full()
 
     def capacity_changed(self) -> None:
         """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
@@ -119,11 +137,8 @@ class SlotQueue:
                 return placement
         loop = asyncio.get_running_loop()
         if place.deadline_s is None:
-            if len(self._queue) >= self._max_queued_requests:
-                raise SaturatedError(
-                    f"all decode slots are taken and {len(self._queue)} requests wait; retry later",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+            if len(self._queue) >= self._max_queued_requests and not place.is_promised:
+                raise self._full()
             place.deadline_s = loop.time() + self._timeout_s
         place.num_blocks = num_blocks
         bisect.insort(self._queue, place, key=lambda p: p.order)
@@ -156,11 +171,20 @@ class SlotQueue:
             if placement is not None:
                 return placement
 
-    def _try_hold(self, request_id: str, num_blocks: int, place: QueuePlace) -> Placement | None:
+    def _full(self) -> SaturatedError:
+        return SaturatedError(
+            f"all decode slots are taken and {len(self._queue)} requests wait; retry later",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _check_ready(self) -> None:
         if not self._pools.has_open(_DECODING):
             raise NotReadyError(
                 "no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S
             )
+
+    def _try_hold(self, request_id: str, num_blocks: int, place: QueuePlace) -> Placement | None:
+        self._check_ready()
         placement = self._policy.place_decode(num_blocks, self._pools.decode_views(), place.refused)
         if placement is not None:
             place.num_snapshots = self._pools.num_snapshots

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
+from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.messages import Data
 from kv_transfer.transports.virtual import VirtualTransport
 from replicas.virtual_engine import Turn, VirtualEngine
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from cluster.config import Role
     from cluster.simulation.client import VirtualLink
     from cluster.simulation.network import Network
-    from kv_transfer.connector import ConnectorSettings
-    from kv_transfer.layout import KVLayout
+    from kv_transfer.connector import ConnectorSettings, KVDeviceIO
     from kv_transfer.messages import ToConsumer, ToProducer
     from replicas.config import EngineConfig
     from replicas.engine.server import Frames
@@ -83,7 +83,7 @@ class VirtualHost:
         self._loop = network.loop
         self.started_s = self._loop.time()
         self._faults = faults
-        self._bytes_per_block = device.timing.bytes_per_token * config.block_size
+        self._row_bytes = device.timing.bytes_per_token * ROW_TOKENS
         self._transport: VirtualTransport | None = None
         self._inbox: list[tuple[bytes, ClientMessage | None]] = []
         self._turn = _NO_TURN
@@ -98,7 +98,8 @@ class VirtualHost:
         self._num_busy_slots = 0
         self._slots_since_s = self.started_s
         self.engine = VirtualEngine(config, device, incarnation, self._make_transport, self._wake)
-        self.kv_endpoint = self.engine.description.kv_endpoint or f"none://{incarnation}"
+        endpoints = self.engine.description.kv_endpoints
+        self.kv_endpoint = endpoints[0] if endpoints else f"none://{incarnation}"
 
     def __repr__(self) -> str:
         state = "dead" if self.stopped_s is not None else "frozen" if self._is_frozen else "up"
@@ -224,10 +225,11 @@ class VirtualHost:
             self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
 
     def _go_on(self) -> None:
-        """The forward pass is over: transfers next, then the end."""
+        """The forward pass is over: its tokens leave, transfers next, then the end."""
         self._is_stepping = True
-        self._turn = self.engine.go_on(self._turn, self._loop.time())
+        self._turn, frames = self.engine.go_on(self._turn, self._loop.time())
         self._is_stepping = False
+        self._send(frames, [])
         self._timer = self.call_at(self._turn.end_times_s[-1], self._end)
 
     def _cut_turn(self, num_steps: int) -> None:
@@ -271,9 +273,9 @@ class VirtualHost:
     # --- KV ------------------------------------------------------------------------------------
 
     def _make_transport(
-        self, settings: ConnectorSettings, layout: KVLayout, notify: Callable[[], None]
+        self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
     ) -> VirtualTransport:
-        self._transport = VirtualTransport(settings, layout, notify, self)
+        self._transport = VirtualTransport(settings, io, notify, self)
         return self._transport
 
     def now_s(self) -> float:
@@ -288,14 +290,13 @@ class VirtualHost:
         self, peer: bytes, message: ToConsumer, payload: NDArray[np.uint8] | None
     ) -> None:
         """See `VirtualWire`."""
-        num_blocks = message.num_blocks if isinstance(message, Data) else 0
-        num_bytes = num_blocks * self._bytes_per_block
+        num_bytes = message.num_rows * self._row_bytes if isinstance(message, Data) else 0
         self._network.to_consumer(self, peer, message, payload, num_bytes)
 
     def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
         """A message of a consumer has arrived."""
         if self._network.kv_observer is not None:
-            self._network.kv_observer.kv_arrived(self, message)
+            self._network.kv_observer.kv_arrived(self, peer, message)
         if self._transport is not None:
             self._transport.receive_from_consumer(peer, message)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.simulation.client import Observer
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.network import Network
+    from cluster.tickets import TicketOffice
     from replicas.messages import EngineSnapshot
 
 
@@ -31,7 +32,7 @@ class VirtualIngress:
         config: How requests are placed.
         network: What carries its messages.
         observer: Who keeps the record.
-        new_transfer_id: Makes 16 bytes that no other ticket has.
+        tickets: Begins transfers and seals their tickets.
         on_lost: Called with the incarnation of an engine that it has lost.
     """
 
@@ -42,15 +43,14 @@ class VirtualIngress:
         network: Network,
         observer: Observer,
         *,
-        new_transfer_id: Callable[[], bytes],
+        tickets: TicketOffice,
         on_lost: Callable[[VirtualIngress, str], None],
     ) -> None:
         self.name = name
         self.pools = PoolState()
         self.client = VirtualClient(name, network, observer, self._take_snapshot, self._lose)
-        self.router = Router(
-            self.client, self.pools, config, RouterMetrics("simulated"), new_transfer_id
-        )
+        metrics = RouterMetrics("simulated")
+        self.router = Router(self.client, self.pools, config, metrics, tickets)
         self._on_lost = on_lost
 
     def add(self, host: VirtualHost) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cluster.placement import GroupView, PrefillView
 from cluster.simulation.client import SILENCE_S
-from cluster.simulation.monitors import LeaseMonitor, ProtocolMonitor
+from cluster.simulation.monitors import ProtocolMonitor
 from cluster.simulation.records import ABORTED, OK
 from replicas.generators.simulated.tokens import expected_tokens
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.ingress import VirtualIngress
     from cluster.simulation.loop import VirtualLoop
+    from cluster.simulation.monitors import LeaseMonitor
     from cluster.simulation.network import Network
     from cluster.simulation.recorder import Recorder
     from cluster.simulation.records import RequestRecord
@@ -45,11 +46,15 @@ class Invariants:
         network: What the hosts talk over.
         hosts: Every start of a replica; grows.
         recorder: Who keeps the record.
-        lease_s: How long a KV lease lasts.
+        leases: Watches the KV messages.
     """
 
     def __init__(
-        self, network: Network, hosts: list[VirtualHost], recorder: Recorder, lease_s: float
+        self,
+        network: Network,
+        hosts: list[VirtualHost],
+        recorder: Recorder,
+        leases: LeaseMonitor,
     ) -> None:
         self._loop: VirtualLoop = network.loop
         self._hosts = hosts
@@ -58,7 +63,7 @@ class Invariants:
         self._ingresses: list[VirtualIngress] = []
         self._moment_s = float("-inf")
         self._num_at_once = 0
-        network.kv_observer = LeaseMonitor(self._loop, lease_s)
+        network.kv_observer = leases
         self._loop.after_event = self._after_event
 
     def monitor(self, ingress: str) -> ProtocolMonitor:
@@ -135,8 +140,9 @@ def _is_idle(host: VirtualHost, now_s: float) -> bool:
     """Whether an engine has nothing to do, and has had the time to say so."""
     since_s = host.idle_since_s
     is_quiet = since_s is not None and now_s - since_s > _QUIET_S
-    # Of one that is cut off frames are missing, until its connections break when that is over.
-    return is_quiet and not host.is_frozen and not host.is_cut
+    # Of one that is cut off frames are missing, until its connections break when that is over; of
+    # one that has just died nobody has heard yet.
+    return is_quiet and host.is_alive and not host.is_frozen and not host.is_cut
 
 
 def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
@@ -177,8 +183,11 @@ def _check_empty(host: VirtualHost, now_s: float) -> None:
         assert group.num_free_blocks == group.num_blocks, f"{host!r}: {group}"
     transfer = metrics.transfer
     assert not metrics.num_waiting, f"{host!r}: {metrics.num_waiting=}"
-    assert not transfer.num_inflight, f"{host!r}: {transfer}"
+    assert not transfer.num_inflight_sends, f"{host!r}: {transfer}"
+    assert not transfer.num_inflight_loads, f"{host!r}: {transfer}"
     assert not transfer.num_leased_blocks, f"{host!r}: {transfer}"
+    assert not transfer.num_reserved_blocks, f"{host!r}: {transfer}"
+    assert not transfer.num_quarantined_blocks, f"{host!r}: {transfer}"
     assert not host.num_open_transfers, f"{host!r}: {host.num_open_transfers=}"
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.loop import VirtualLoop
     from kv_transfer.messages import ToConsumer, ToProducer
+    from kv_transfer.ticket import KeyRing
     from replicas.messages import ClientMessage, EngineEvent, RequestMode
 
 _MILLISECOND_S = 0.001
@@ -60,8 +61,8 @@ class ProtocolMonitor:
                 asked[host.incarnation] = _Asked(host, message.mode)
             case LoadKV():
                 reserved = self._reserved(host, message.request_id)
-                assert message.ticket.epoch > reserved.epoch, f"an old ticket: {message}"
-                reserved.epoch = message.ticket.epoch
+                assert message.epoch > reserved.epoch, f"an old ticket: {message}"
+                reserved.epoch = message.epoch
             case Activate():
                 reserved = self._reserved(host, message.request_id)
                 assert not reserved.is_activated, (
@@ -116,39 +117,54 @@ class ProtocolMonitor:
 
 
 class LeaseMonitor:
-    """What producers send: KV leaves only within `lease_s` of a sign of life of its consumer.
+    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life.
 
     A `KVObserver`.
 
     Args:
         loop: Virtual time.
         lease_s: See `TransferConfig`.
+        keys: Those of the tickets.
     """
 
-    def __init__(self, loop: VirtualLoop, lease_s: float) -> None:
+    def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
         self._loop = loop
         self._lease_s = lease_s
-        self._end_s: dict[tuple[str, bytes], float] = {}
+        self._keys = keys
+        # By producer, transfer and consumer: when the lease ends; None before it begins.
+        self._end_s: dict[tuple[str, bytes, bytes], float | None] = {}
 
-    def kv_sent(self, host: VirtualHost, message: ToConsumer) -> None:
+    def kv_sent(self, host: VirtualHost, peer: bytes, message: ToConsumer) -> None:
         """See `KVObserver`."""
-        key = (host.incarnation, message.transfer_id)
+        key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
+        end_s = self._end_s.get(key)
         if isinstance(message, LeaseInfo):
-            if message.state is LeaseState.SERVING and key not in self._end_s:
+            is_first = key in self._end_s and end_s is None
+            if is_first and message.state is LeaseState.SERVING:
                 self._end_s[key] = now_s + message.left_ms / 1000 + _MILLISECOND_S
         elif isinstance(message, Data):
-            end_s = self._end_s.get(key)
+            assert key in self._end_s, f"{host.incarnation} sends KV to {peer!r} without a ticket"
             assert end_s is not None, f"{host.incarnation} sends KV that nobody has fetched"
             assert now_s <= end_s, (
                 f"{host.incarnation} sends KV at {now_s:.6f} s, and the lease ended at {end_s:.6f}"
             )
 
-    def kv_arrived(self, host: VirtualHost, message: ToProducer) -> None:
+    def kv_arrived(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
         """See `KVObserver`."""
+        key = (host.incarnation, message.transfer_id, peer)
+        now_s = self._loop.time()
+        if isinstance(message, Fetch) and self._is_good(host, peer, message):
+            self._end_s.setdefault(key, None)
         if isinstance(message, Fetch | Credit | Renew):
-            key = (host.incarnation, message.transfer_id)
             end_s = self._end_s.get(key)
-            now_s = self._loop.time()
             if end_s is not None and now_s < end_s:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
+
+    def _is_good(self, host: VirtualHost, peer: bytes, fetch: Fetch) -> bool:
+        ticket = self._keys.unseal(fetch.ticket, self._loop.time())
+        return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
+            fetch.transfer_id,
+            host.incarnation,
+            peer,
+        )

@@ -80,11 +80,11 @@ class Channel:
 class KVObserver(Protocol):
     """Who watches what passes between the KV connectors."""
 
-    def kv_sent(self, host: VirtualHost, message: ToConsumer) -> None:
-        """A producer sends a message."""
+    def kv_sent(self, host: VirtualHost, peer: bytes, message: ToConsumer) -> None:
+        """A producer sends a consumer a message."""
         ...
 
-    def kv_arrived(self, host: VirtualHost, message: ToProducer) -> None:
+    def kv_arrived(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
         """A message of a consumer reaches a producer."""
         ...
 
@@ -168,7 +168,7 @@ class Network:
         if payload is not None and sender.corrupts():
             payload = self._damage(payload)
         if self.kv_observer is not None:
-            self.kv_observer.kv_sent(sender, message)
+            self.kv_observer.kv_sent(sender, peer, message)
         pair = _pair(sender, host)
         for arrival_s in self._arrivals(sender, host, num_bytes + _MESSAGE_BYTES):
             self.loop.call_at(

@@ -144,7 +144,7 @@ class Recorder:
                 entry.num_sent += 1
             self.event("place", entry.request_id, message.mode, host.name, message.dp_group)
         elif isinstance(message, LoadKV):
-            self.event("load", message.request_id, host.name, message.ticket.epoch)
+            self.event("load", message.request_id, host.name, message.epoch)
         elif isinstance(message, Activate):
             self.event("activate", message.request_id, host.name, len(message.token_ids))
         elif isinstance(message, Abort):

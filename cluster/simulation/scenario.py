@@ -341,7 +341,7 @@ class _Dice:
             transfer = msgspec.structs.replace(transfer, lease_s=1.2, renew_s=0.4)
             timing = msgspec.structs.replace(timing, prefill_token_s=4e-3)
             faults = self._stopped_producers(pools, [r.arrival_s for r in requests])
-        return Scenario(
+        scenario = Scenario(
             seed=self._seed,
             max_model_len=min(self._pick(500, 500, 500, 500, 200), longest),
             pools=pools,
@@ -361,6 +361,13 @@ class _Dice:
             restart_s=self._pick(0.1, 1.0, 4.0),
             deadline_s=600.0,
         )
+        # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
+        order = self._pick("decode_first", "prefill_first")
+        router = msgspec.structs.replace(scenario.router, order=order)
+        scenario = msgspec.structs.replace(scenario, router=router)
+        if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
+            return self._with_lost_consumers(scenario)
+        return scenario
 
     def _split_pools(self) -> tuple[ScenarioPool, ...]:
         return self._pool("prefill"), self._pool("decode")
@@ -512,6 +519,27 @@ class _Dice:
                     )
                     end_s = at_s + duration_s
         return tuple(faults)
+
+    def _with_lost_consumers(self, scenario: Scenario) -> Scenario:
+        """Slow transfers, and decode replicas that die in the middle of them, one after the other.
+
+        What they have not fetched another one may.
+        """
+        prefill, decode = scenario.pools
+        decode = msgspec.structs.replace(decode, replicas=3)
+        arrivals_s = [request.arrival_s for request in scenario.requests]
+        kills = []
+        for moment_s in sorted(self._rng.choice(arrivals_s, 12)):
+            at_s = float(moment_s + self._rng.exponential(0.3))
+            target = f"decode/{self._rng.integers(decode.replicas)}"
+            kills.append(Fault(at_s=at_s, target=target, kind="kill"))
+        return msgspec.structs.replace(
+            scenario,
+            pools=(prefill, decode),
+            network=msgspec.structs.replace(scenario.network, kv_bytes_per_s=1e7),
+            faults=tuple(sorted(kills, key=lambda kill: kill.at_s)),
+            restart_s=0.1,
+        )
 
     def _happens(self, share: float) -> bool:
         return bool(self._rng.random() < share)

@@ -26,10 +26,13 @@ from cluster.simulation.host import VirtualHost
 from cluster.simulation.ingress import VirtualIngress
 from cluster.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.simulation.loop import VirtualLoop
+from cluster.simulation.monitors import LeaseMonitor
 from cluster.simulation.network import Network, NetworkConfig
 from cluster.simulation.recorder import Recorder
 from cluster.simulation.records import ABORTED, OK, SimulationResult
+from cluster.tickets import TicketOffice
 from kv_transfer.config import TransferConfig
+from kv_transfer.ticket import KeyRing
 from replicas.faults import FaultPlan
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
@@ -48,6 +51,7 @@ DISCOVERY_S = 0.5
 """An ingress looks for replicas that it misses this often."""
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
+_KEYS = KeyRing((b"one secret for all that is virtual",))
 _DRAIN_S = 300.0
 """After the last request, what is still held must be free within this virtual time."""
 
@@ -148,9 +152,15 @@ class Simulation:
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
-            self._invariants = Invariants(self.network, self.hosts, self.recorder, lease_s)
+            self._invariants = Invariants(
+                self.network, self.hosts, self.recorder, LeaseMonitor(self.loop, lease_s, _KEYS)
+            )
         self._incarnations = itertools.count(1)
         self._transfer_ids = itertools.count(1)
+        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
+        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
+        # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
+        tickets = TicketOffice(_KEYS, longest, self._new_transfer_id, self.loop.time)
         self._replicas = [
             _Replica(f"{spec.role}/{rank}", spec)
             for spec in self._pools
@@ -162,7 +172,7 @@ class Simulation:
                 options.router,
                 self.network,
                 self._invariants.monitor(f"ingress/{i}") if self._invariants else self.recorder,
-                new_transfer_id=self._new_transfer_id,
+                tickets=tickets,
                 on_lost=self._on_lost,
             )
             for i in range(options.ingresses)
@@ -356,7 +366,7 @@ class Simulation:
             name=replica.name,
             role=spec.role,
             incarnation=f"{replica.name.replace('/', '-')}.{next(self._incarnations)}",
-            config=spec.engine,
+            config=msgspec.structs.replace(spec.engine, kv_keys=_KEYS),
             device=VirtualDevice(
                 timing=spec.timing,
                 facts=spec.facts,

@@ -27,6 +27,8 @@ from cluster.config import RouterConfig
 from cluster.metrics import RouterMetrics
 from cluster.pools import Member, PoolState
 from cluster.router import Router
+from cluster.tickets import TicketOffice
+from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
 from replicas.config import EngineConfig
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from replicas.launch import EngineHandle
     from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
 
+KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 8192
 DEADLINE_S = 20.0
@@ -124,6 +127,7 @@ def engine_config(role: Role, **changes: object) -> EngineConfig:
         "max_num_waiting": 64 if role == "prefill" else 0,
         "tt_data_parallel": 1 if role == "prefill" else 2,
         "kv_connector": None if role == "both" else "p2p",
+        "kv_keys": KEYS,
     }
     return EngineConfig(**{**fields, **changes})
 
@@ -189,7 +193,7 @@ class Rig:
         self.lost: list[str] = []
         self.client = AsyncMPClient(self._take_snapshot, self._lose)
         config = RouterConfig(**router)
-        self.router = Router(self.client, self.pools, config, self.metrics)
+        self.router = Router(self.client, self.pools, config, self.metrics, TicketOffice(KEYS))
         self._ids = iter(range(10**9))
 
     async def connect(self, *members: Member) -> None:
@@ -259,7 +263,9 @@ def is_idle(metrics: EngineMetrics) -> bool:
     """Whether slots, blocks, leases and transfers are back where they were at the start."""
     return (
         metrics.num_waiting == 0
-        and metrics.transfer.num_inflight == metrics.transfer.num_leased_blocks == 0
+        and metrics.transfer.num_inflight_sends == metrics.transfer.num_inflight_loads == 0
+        and metrics.transfer.num_leased_blocks == metrics.transfer.num_reserved_blocks == 0
+        and metrics.transfer.num_quarantined_blocks == 0
         and all(
             group.num_empty_slots == group.num_slots
             and group.num_free_blocks == group.num_blocks
@@ -291,7 +297,7 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
         "incarnation": incarnation,
         "input_endpoint": "tcp://127.0.0.1:1",
         "output_endpoint": "tcp://127.0.0.1:1",
-        "kv_endpoint": "tcp://127.0.0.1:1",
+        "kv_endpoints": ("tcp://127.0.0.1:1",),
         "kv_layout_hash": "0" * 16,
         "bytes_per_block": 1024,
         "model": "/models/tiny",
@@ -342,6 +348,10 @@ class ScriptedEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Break every connection, as the end of the process does. Idempotent."""
         for task in self._tasks:
             task.cancel()
         self._input.close(linger=0)
@@ -352,11 +362,13 @@ class ScriptedEngine:
         """Messages of one kind so far."""
         return [message for message in self.messages if isinstance(message, kind)]
 
-    def snapshot(self, num_empty_slots: int, num_free_blocks: int = 64) -> EngineSnapshot:
+    def snapshot(
+        self, num_empty_slots: int, num_free_blocks: int = 64, *, draining: bool = False
+    ) -> EngineSnapshot:
         """The next snapshot of one group."""
         self._seq += 1
         group = GroupSnapshot(num_empty_slots, num_free_blocks, 0, 0, 0)
-        return EngineSnapshot(self._seq, False, 0, 0, 0, [group])
+        return EngineSnapshot(self._seq, draining, 0, 0, 0, [group])
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
         """Send a frame to every client."""

@@ -4,6 +4,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.openai import Finished, ModelCard, TextDelta, Usage
+from cluster.transfers import ReplicaView, TransfersView
 from replicas.detokenizer import IncrementalDetokenizer
 from replicas.tokenizer import Tokenizer
 
@@ -73,3 +74,6 @@ class FakeService:
 
     async def metrics_text(self):
         return b"vllm:num_requests_running 0\n"
+
+    async def transfers(self):
+        return TransfersView(replicas=[ReplicaView(replica="decode-d", pool="decode")])

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.config import DeploymentOverride
 from cluster.errors import ClusterConfigError
+from kv_transfer.store import StoreConfig
 from tests.cluster.test_config import MODEL, changed
 
 with warnings.catch_warnings():
@@ -14,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from ray.serve.schema import DeploymentSchema
 
+    from cluster import deployments as deployments_module
     from cluster.app import build
 
 
@@ -63,8 +65,62 @@ def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
     }
     assert bound["prefill"].ray_actor_options["resources"] == {"TTNPU": 1}
     assert bound["prefill"].ray_actor_options["num_cpus"] == 0.5
-    assert bound["prefill"].init_args == (args, "prefill")
-    assert bound["ingress"].init_args == (args,)
+    assert bound["prefill"].init_args[:2] == (args, "prefill")
+    assert bound["ingress"].init_args[0] == args
+
+
+def test_every_build_makes_one_secret_that_all_deployments_share_and_no_args_hold(args):
+    bound = [deployments(build(args)) for _ in range(2)]
+    secrets = [{repr(d.init_args[-1]) for d in one.values()} for one in bound]
+    assert [len(shared) for shared in secrets] == [1, 1]
+    assert secrets[0] != secrets[1], "another deployment has another one"
+    [secret] = bound[0]["ingress"].init_args[-1]
+    assert len(secret) == 32
+    for deployment in bound[0].values():
+        assert deployment.init_args[0] == args
+
+
+def test_secrets_of_a_file_are_read_where_they_are_needed_and_passed_to_nobody(args, tmp_path):
+    bound = deployments(build({**args, "kv_key_file": str(tmp_path / "not here")}))
+    assert [d.init_args[-1] for d in bound.values()] == [[]] * 3
+
+
+@pytest.mark.parametrize(("store", "num_starts"), [(None, 0), ("shm", 1), ("my.stores:Mine", 0)])
+def test_replica_starts_the_store_of_its_node(args, monkeypatch, store, num_starts):
+    order = []
+
+    class Engine:
+        def call_at_exit(self, callback):
+            pass
+
+    def ensure_server(config):
+        order.append(config.backend)
+
+    def start_engine(config, **_):
+        order.append(config)
+        return Engine()
+
+    monkeypatch.setattr(deployments_module, "ensure_server", ensure_server)
+    monkeypatch.setattr(deployments_module, "start_engine", start_engine)
+    monkeypatch.delattr(deployments_module.PoolReplica, "__del__")  # nothing was started
+    args["pools"] = {"both": {}}
+    if store is not None:
+        args |= {"kv_connector": "pooled"}
+        args["kv_store"] = {"backend": store, "capacity_bytes": 2**20}
+    deployments_module.PoolReplica(args, "both", [bytes(16)])
+    *starts, engine = order
+    assert starts == [store] * num_starts, "and the store first"
+    assert engine.kv_keys.secrets == (bytes(16),)
+    assert (engine.kv_store is not None) == (store is not None)
+
+
+def test_replica_lives_without_a_store_that_cannot_be_started(monkeypatch, caplog):
+    def ensure_server(_config):
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(deployments_module, "ensure_server", ensure_server)
+    deployments_module._ensure_store(StoreConfig(backend="shm", capacity_bytes=2**20))
+    assert "no process can be started" in caplog.text
 
 
 def test_pools_outlive_their_drain_and_the_ingress_outlives_the_pools(args):

@@ -1,9 +1,14 @@
 """The command line without a cluster behind it."""
 
+import http.server
+import threading
+
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.transfers import ReplicaView, TransfersView, transfers_text
 
 GOOD = """\
 http_options: {{host: 127.0.0.1}}
@@ -42,6 +47,71 @@ def test_serve_refuses_a_bad_config_before_anything_starts(run, tmp_path):
     result = run("serve", "--config", path)
     assert result.exit_code == 2
     assert "relative" in result.output
+
+
+def test_serve_refuses_a_bad_key_file_before_anything_starts(run, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("too short")
+    path = tmp_path / "serve.yaml"
+    path.write_text(GOOD.format(model="demo").replace("pools", f"kv_key_file: {keys}, pools"))
+    result = run("serve", "--config", path)
+    assert result.exit_code == 2
+    assert f"{keys}, line 1" in result.output
+    assert "too short" not in result.output
+
+
+VIEW = TransfersView(
+    replicas=[
+        ReplicaView(replica="decode-d", pool="decode", is_silent=True),
+        ReplicaView(replica="prefill-p", pool="prefill", leased_blocks=3),
+    ]
+)
+
+
+@pytest.fixture
+def endpoint():
+    """Address of a server that answers GET /kv, and nothing else."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/kv" else 404)
+            self.end_headers()
+            if self.path == "/kv":
+                self.wfile.write(msgspec.json.encode(VIEW))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_kv_prints_what_the_cluster_says_as_tables_or_as_it_came(run, endpoint):
+    result = run("kv", "--url", f"{endpoint}/")
+    assert (result.exit_code, result.output) == (0, transfers_text(VIEW))
+    assert "silent" in result.output
+    result = run("kv", "--url", endpoint, "--json")
+    assert result.exit_code == 0
+    assert msgspec.json.decode(result.output, type=TransfersView) == VIEW
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "reason"),
+    [
+        ("127.0.0.1:8000", 2, "must begin with http"),
+        ("file:///etc", 2, "must begin with http"),
+        ("http://127.0.0.1:1", 1, "refused"),
+        ("{endpoint}/other", 1, "404 Not Found"),
+    ],
+)
+def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
+    result = run("kv", "--url", url.format(endpoint=endpoint))
+    assert result.exit_code == code
+    assert reason in result.output
 
 
 def test_generate_names_the_folder_that_holds_no_model(run, tmp_path):

@@ -39,6 +39,7 @@ MODEL = {
     "torch_dtype": "float32",
 }
 MISSING = object()
+STORE = {"backend": "shm", "capacity_bytes": 2**20}
 
 
 @pytest.fixture
@@ -172,9 +173,22 @@ FILE_MISTAKES = [
     ("applications[0].args.engine.max_batch_size", 0, "max_batch_size must be at least 1, got 0"),
     ("applications[0].args.pools.decode.engine.tt_data_parallel", 3, "32 .*multiple.* 3"),
     ("applications[0].args.pools.decode.engine.max_num_batched_tokens", 8, "8 is less than .* 32"),
-    ("applications[0].args.pools.decode.engine.block_size", 64, "block_size is 32 .* and 64 in"),
     ("applications[0].args.pools.decode.engine.dtype", "bfloat16", "dtype is float32 .* bfloat16"),
-    ("applications[0].args.engine.block_size", 48, "block_size 48 is no multiple of 32"),
+    ("applications[0].args.engine.block_size", 48, "block_size 48 of pool .* is no multiple of 32"),
+    ("applications[0].args.router.order", "decode", "args.router.order: Invalid enum value"),
+    # KV transfer
+    ("applications[0].args.kv_connector", "pushed", "kv_connector must be .* multi.* 'pushed'"),
+    ("applications[0].args.kv_connector", None, "args.kv_connector: Expected `str`"),
+    ("applications[0].args.kv_connector", "pooled", "pooled hands no request from .* use multi"),
+    ("applications[0].args.kv_connector", "multi", "multi needs args.kv_store, for one .*backend"),
+    ("applications[0].args.kv_store", STORE, "kv_store is for kv_connector pooled and multi"),
+    ("applications[0].args.kv_store", {"backend": "shm"}, "args.kv_store: .*`capacity_bytes`"),
+    ("applications[0].args.kv_store", STORE | {"capcity": 1}, "args.kv_store: .*`capcity`"),
+    ("applications[0].args.kv_store", STORE | {"unit_tokens": 48}, "multiple of 32, got 48"),
+    ("applications[0].args.kv_store", STORE | {"timeout_s": 0}, "timeout_s must be positive"),
+    ("applications[0].args.kv_key_file", "keys", "args.kv_key_file 'keys' is a relative path"),
+    ("applications[0].args.engine.kv_keys", ["x" * 16], "engine.kv_keys is set by the cluster"),
+    ("applications[0].args.pools.decode.engine.kv_store", STORE, "kv_store is set by the cluster"),
     ("applications[0].args.engine.num_blocks", 1, "num_blocks must be at least 2"),
     ("applications[0].args.engine.num_blocks", 5, "max_model_len 256 .* holds 128 tokens"),
     ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 holds no KV .* 16384 b"),
@@ -241,6 +255,58 @@ def test_combined_pool_needs_no_connector(good):
     assert config.engine_config("both").block_size == 16
 
 
+def test_pools_may_have_blocks_of_two_sizes(good):
+    config = load_cluster_config(changed(args_of(good), "pools.decode.engine.block_size", 64))
+    assert [config.engine_config(role).block_size for role in ("prefill", "decode")] == [32, 64]
+
+
+def test_decode_pool_may_convert_another_dtype(good):
+    args = changed(args_of(good), "pools.decode.engine.dtype", "bfloat16")
+    with pytest.raises(ClusterConfigError, match=r"kv_accept_dtypes: \[float32\]"):
+        load_cluster_config(args)
+    load_cluster_config(changed(args, "pools.decode.engine.kv_accept_dtypes", ["float32"]))
+
+
+@pytest.mark.parametrize(
+    ("pools", "name"), [({"both": {}}, "pooled"), (None, "multi"), ({"both": {}}, "a.b:C")]
+)
+def test_store_reaches_every_engine(good, pools, name):
+    args = {**args_of(good), "kv_connector": name, "kv_store": STORE}
+    args["pools"] = pools or args["pools"]
+    config = load_cluster_config(args)
+    for role in config.pools:
+        engine = config.engine_config(role)
+        assert engine.kv_connector == name
+        assert (engine.kv_store.backend, engine.kv_store.capacity_bytes) == ("shm", 2**20)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_connector": "multi", "kv_store": STORE}, "multi is for prefill and decode pools"),
+        ({"kv_connector": "pooled"}, "pooled needs args.kv_store"),
+        (
+            {"kv_connector": "pooled", "kv_store": STORE | {"unit_tokens": 96}},
+            "unit_tokens 96 is no multiple of block_size 64 of pool both",
+        ),
+        (
+            {"kv_connector": "pooled", "kv_store": STORE | {"backend": "redis"}},
+            "args.kv_store.backend must be one of .*shm.* got 'redis'",
+        ),
+        (
+            {"kv_connector": "pooled", "kv_store": STORE | {"unit_tokens": 480},
+             "engine": {"block_size": 48}},
+            "block_size 48 of pool both is no multiple of 32",
+        ),
+    ],
+)  # fmt: skip
+def test_mistake_about_the_store_of_a_combined_pool_is_refused(good, change, reason):
+    pools = {"both": {"engine": {}}}
+    args = {**args_of(good), "engine": {"block_size": 64}, "pools": pools, **change}
+    with pytest.raises(ClusterConfigError, match=reason):
+        load_cluster_config(args)
+
+
 def test_pool_engine_fields_go_over_those_of_all(good):
     args = changed(args_of(good), "engine.max_batch_size", 16)
     config = load_cluster_config(args)
@@ -286,7 +352,7 @@ def test_shipped_config_loads_as_it_is(path):
     assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 0
 
 
-def test_shipped_configs_are_the_three_shapes():
+def test_shipped_configs_are_the_four_shapes():
     shapes = {
         path.stem: {
             role: (pool.get("replicas", 1), pool["engine"].get("tt_data_parallel", 1))
@@ -296,6 +362,7 @@ def test_shipped_configs_are_the_three_shapes():
     }
     assert shapes["demo"] == {"prefill": (1, 1), "decode": (1, 2)}
     assert shapes["single"] == {"both": (1, 1)}
+    assert shapes["pooled"] == {"both": (2, 1)}
     assert {role: n for role, (n, _) in shapes["2p2d"].items()} == {"prefill": 2, "decode": 2}
 
 

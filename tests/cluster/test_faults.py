@@ -152,7 +152,7 @@ def test_a_replica_gets_its_own_faults_and_no_others(args):
 def test_faults_count_from_the_build(args):
     before_s = time.time()
     ingress = build(args)._bound_deployment
-    (of_ingress,) = ingress.init_args
+    of_ingress, _ = ingress.init_args
     epoch_s = of_ingress["fault_epoch_unix_s"]
     assert before_s <= epoch_s <= time.time()
     for pool in ingress.init_kwargs.values():
@@ -163,7 +163,7 @@ def test_faults_count_from_the_build(args):
 
 def test_without_faults_the_args_are_passed_on_as_they_are(args):
     del args["faults"]
-    assert build(args)._bound_deployment.init_args == (args,)
+    assert build(args)._bound_deployment.init_args[0] == args
 
 
 class Rank:
@@ -190,5 +190,6 @@ def test_a_pool_replica_knows_itself_by_the_rank_of_serve(args, monkeypatch, ran
     monkeypatch.setattr(deployments.serve, "get_replica_context", lambda: Context)
     monkeypatch.setattr(deployments, "start_engine", start_engine)
     monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
-    deployments.PoolReplica(args, "decode")
+    deployments.PoolReplica(args, "decode", [bytes(16)])
     assert [fault.kind for fault in started[0].simulated_mesh.faults] == kinds
+    assert started[0].kv_keys.secrets == (bytes(16),)

@@ -382,3 +382,64 @@ def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, pat
     assert response.status == status
     assert set(response.body["error"]) == {"message", "type", "param", "code"}
     assert "x-request-id" in response.headers
+
+
+def test_kv_says_what_moves_between_the_replicas():
+    client = call(FakeService(), "GET", "/kv")
+    assert client.status == 200
+    assert client.headers["content-type"] == "application/json"
+    [replica] = client.body["replicas"]
+    assert (replica["replica"], replica["is_silent"], replica["transfers"]) == (
+        "decode-d",
+        False,
+        [],
+    )
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
+        {"ec_transfer_params": {}},
+        {"vllm_xargs": {"kv_transfer_params": "{}"}},
+        {"ticket": "AAAA"},
+        {"kv_ticket": "AAAA"},
+        {"do_remote_prefill": True},
+        {"do_remote_decode": False},
+        {"remote_block_ids": [1]},
+        {"remote_engine_id": "x"},
+        {"bootstrap_room": 1},
+        {"transfer_id": "0" * 32},
+        {"producer_endpoints": ["tcp://10.0.0.1:1"]},
+        {"stream_options": {"kv_transfer_params": {}}, "stream": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_body_cannot_bring_a_ticket_or_an_endpoint(path, field):
+    service = FakeService()
+    client = call(service, "POST", path, {**PROMPTS[path], **field})
+    assert client.status == 400
+    assert next(iter(field)) in client.body["error"]["message"]
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_salt_of_the_cache_is_passed_on_as_it_is(path):
+    service = FakeService()
+    assert call(service, "POST", path, PROMPTS[path]).status == 200
+    for salt in ("s", "tenant ü", "x" * 256):
+        assert call(service, "POST", path, {**PROMPTS[path], "cache_salt": salt}).status == 200
+    assert [request.cache_salt for request in service.requests] == [
+        "",
+        "s",
+        "tenant ü",
+        "x" * 256,
+    ]
+
+
+@pytest.mark.parametrize("salt", ["", "secret" * 43, 7, ["s"], {}, True])
+def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
+    client = call(FakeService(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
+    assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
+    assert "secret" not in client.body["error"]["message"]

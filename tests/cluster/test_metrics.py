@@ -4,10 +4,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import RouterMetrics, render
-from replicas.messages import EngineMetrics, GroupCounters, TransferCounters
+from kv_transfer.connector import PathCounters, StageHistogram, StoreStats, TransferStats
+from replicas.messages import EngineMetrics, GroupCounters
 from tests.cluster.engines import make_member
 
 BLOCK_BYTES = 1024
+ROW_BYTES = 512
 
 
 def group(scale):
@@ -27,7 +29,7 @@ def group(scale):
     )
 
 
-def engine(groups, transfer):
+def engine(groups, transfer, num_recomputed=0):
     return EngineMetrics(
         num_waiting=3,
         num_steps=11,
@@ -36,7 +38,15 @@ def engine(groups, transfer):
         host_seconds=0.25,
         groups=groups,
         transfer=transfer,
+        kv_recompute_tokens=num_recomputed,
     )
+
+
+def histogram(*seconds):
+    made = StageHistogram()
+    for value in seconds:
+        made.observe(value)
+    return made
 
 
 @pytest.fixture
@@ -49,25 +59,38 @@ def samples():
     router.queue_time.observe(0.2)
     router.time_to_first_token.observe(0.03)
     router.num_queued.set(5)
-    sent = TransferCounters(
-        transfers={"send": {"ok": 6, "failed": 1}, "receive": {"ok": 0, "failed": 0}},
-        failures={"expired": 1},
-        bytes={"send": 13 * BLOCK_BYTES, "receive": 0},
-        blocks={"send": 13, "receive": 0},
-        num_inflight=2,
+    sent = TransferStats(
+        paths={
+            "inline": PathCounters(num_sent=6, bytes_sent=13 * ROW_BYTES),
+            "shared": PathCounters(num_sent=2, bytes_sent=5 * ROW_BYTES),
+        },
+        send_failures={"expired": 1, "peer_dead": 2},
+        stages={"handover": histogram(0.03, 0.04, 70.0)},
+        leases={"granted": 9, "late_fetch": 1},
+        num_inflight_sends=2,
         num_leased_blocks=9,
+        oldest_lease_s=1.25,
+        credit_stalled_s=0.75,
+        num_retransmits=3,
+        num_unknown_ids=4,
+        num_bad_tickets=5,
     )
-    received = TransferCounters(
-        transfers={"send": {"ok": 0, "failed": 0}, "receive": {"ok": 6, "failed": 0}},
-        bytes={"send": 0, "receive": 13 * BLOCK_BYTES},
-        blocks={"send": 0, "receive": 13},
-        seconds={"wait": 0.5, "network": 0.125},
+    received = TransferStats(
+        paths={
+            "inline": PathCounters(num_received=6, bytes_received=13 * ROW_BYTES),
+            "pool": PathCounters(num_received=1, bytes_received=ROW_BYTES),
+        },
+        receive_failures={"stalled": 1},
+        num_inflight_loads=1,
+        num_reserved_blocks=7,
+        num_quarantined_blocks=8,
+        store=StoreStats(hits=1, misses=2, puts=3, drops=4, errors=5),
     )
     engines = [
         (make_member("prefill", "p", bytes_per_block=BLOCK_BYTES), engine([group(1)], sent)),
         (
             make_member("decode", "d", bytes_per_block=BLOCK_BYTES),
-            engine([group(2), group(4)], received),
+            engine([group(2), group(4)], received, num_recomputed=160),
         ),
     ]
     page = render(router, engines, "tiny").decode()
@@ -132,23 +155,81 @@ def test_every_engine_has_its_steps_and_its_queue(samples):
         }, name
 
 
-def test_transfers_are_counted_at_both_ends_and_bytes_are_blocks(samples):
+PREFILL, DECODE = ("prefill", "prefill-p"), ("decode", "decode-d")
+
+
+def test_transfers_are_counted_at_both_ends_by_path_and_outcome(samples):
+    # Labels in the order of their names: outcome, path, pool, replica, role.
     transfers = of(samples, "ttserve_kv_transfers_total", model_name="tiny")
-    assert transfers["send", "ok", "prefill", "prefill-p"] == 6
-    assert transfers["send", "failed", "prefill", "prefill-p"] == 1
-    assert transfers["receive", "ok", "decode", "decode-d"] == 6
-    blocks = of(samples, "ttserve_kv_transfer_blocks_total", model_name="tiny")
-    num_bytes = of(samples, "ttserve_kv_transfer_bytes_total", model_name="tiny")
-    block_bytes = of(samples, "ttserve_kv_block_bytes", model_name="tiny")
-    assert blocks["send", "prefill", "prefill-p"] == blocks["receive", "decode", "decode-d"] == 13
-    assert num_bytes == {
-        labels: count * block_bytes[labels[1:]] for labels, count in blocks.items()
+    assert {labels: count for labels, count in transfers.items() if count} == {
+        ("ok", "inline", *PREFILL, "producer"): 6,
+        ("ok", "shared", *PREFILL, "producer"): 2,
+        ("failed", "", *PREFILL, "producer"): 3,
+        ("ok", "inline", *DECODE, "consumer"): 6,
+        ("ok", "pool", *DECODE, "consumer"): 1,
+        ("failed", "", *DECODE, "consumer"): 1,
     }
-    assert of(samples, "ttserve_kv_transfer_failures_total", pool="prefill").popitem()[1] == 1
-    assert of(samples, "ttserve_kv_leased_blocks", pool="prefill").popitem()[1] == 9
-    assert of(samples, "ttserve_kv_inflight_transfers", pool="decode").popitem()[1] == 0
-    stages = of(samples, "ttserve_kv_transfer_stage_seconds_total", pool="decode")
-    assert sorted(stages.values()) == [0.125, 0.5]
+    num_bytes = of(samples, "ttserve_kv_transfer_bytes_total", model_name="tiny", path="inline")
+    assert num_bytes[(*PREFILL, "producer")] == num_bytes[(*DECODE, "consumer")] == 13 * ROW_BYTES
+    failures = of(samples, "ttserve_kv_transfer_failures_total", model_name="tiny")
+    assert failures == {
+        ("prefill", "expired", "prefill-p", "producer"): 1,
+        ("prefill", "peer_dead", "prefill-p", "producer"): 2,
+        ("decode", "stalled", "decode-d", "consumer"): 1,
+    }
+
+
+def test_stages_are_histograms_with_cumulative_buckets(samples):
+    name = "ttserve_kv_transfer_stage_seconds"
+    buckets = of(samples, f"{name}_bucket", stage="handover", model_name="tiny", pool="prefill")
+    assert len(buckets) == 16
+    assert buckets["0.02", "prefill-p"] == 0
+    assert buckets["0.05", "prefill-p"] == buckets["30.0", "prefill-p"] == 2
+    assert buckets["+Inf", "prefill-p"] == 3
+    assert of(samples, f"{name}_sum", stage="handover").popitem()[1] == pytest.approx(70.07)
+    assert of(samples, f"{name}_count", stage="handover").popitem()[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("leased_blocks", 9, 0),
+        ("reserved_blocks", 0, 7),
+        ("quarantined_blocks", 0, 8),
+        ("oldest_lease_seconds", 1.25, 0),
+        ("credit_stalled_seconds_total", 0.75, 0),
+        ("retransmits_total", 3, 0),
+        ("checksum_failures_total", 0, 0),
+        ("dropped_chunks_total", 0, 0),
+        ("unknown_ids_total", 4, 0),
+        ("malformed_messages_total", 0, 0),
+        ("bad_tickets_total", 5, 0),
+        ("store_hits_total", 0, 1),
+        ("store_misses_total", 0, 2),
+        ("store_puts_total", 0, 3),
+        ("store_drops_total", 0, 4),
+        ("store_errors_total", 0, 5),
+        ("recompute_tokens_total", 0, 160),
+        ("block_bytes", BLOCK_BYTES, BLOCK_BYTES),
+    ],
+)
+def test_every_engine_has_its_numbers_of_kv_transfer(samples, name, prefill, decode):
+    values = of(samples, f"ttserve_kv_{name}", model_name="tiny")
+    assert values == {PREFILL: prefill, DECODE: decode}
+
+
+def test_transfers_under_way_and_leases_are_shown_by_role_and_event(samples):
+    inflight = of(samples, "ttserve_kv_inflight_transfers", model_name="tiny")
+    assert inflight[(*PREFILL, "producer")] == 2
+    assert inflight[(*DECODE, "consumer")] == 1
+    leases = of(samples, "ttserve_kv_leases_total", model_name="tiny")
+    assert leases == {("granted", *PREFILL): 9, ("late_fetch", *PREFILL): 1}
+
+
+def test_no_series_names_a_peer_or_a_request(samples):
+    labels = {key for name, keys in samples for key, _ in keys if name.startswith("ttserve_kv")}
+    known = {"model_name", "pool", "replica", "dp_group"}
+    assert labels == known | {"role", "path", "outcome", "reason", "event", "stage", "le"}
 
 
 def test_ingress_counts_its_own_requests(samples):

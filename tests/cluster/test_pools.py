@@ -312,8 +312,9 @@ def test_snapshots_are_counted_when_they_are_taken_over():
     assert pools.num_snapshots == 4
 
 
-def test_needs_are_counted_in_the_smallest_block_of_any_replica():
+def test_needs_are_counted_in_the_smallest_block_of_what_decodes():
     pools = PoolState()
+    pools.add(make_member("prefill", "p", block_size=16))
     assert pools.block_size == 1
     small = make_member("decode", "s", block_size=32)
     pools.add(make_member("decode", "l", block_size=64))

@@ -3,28 +3,45 @@
 import asyncio
 import contextlib
 import signal
+import time
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster import service as service_module
 from cluster.config import load_cluster_config
 from cluster.errors import InternalError, NotReadyError, ReplicaLostError
+from cluster.ingress import create_app
 from cluster.openai import Finished, GenerateRequest, TextDelta
 from cluster.service import ClusterService
+from kv_transfer.connector import TransferInfo
 from replicas.async_client import AsyncMPClient
-from replicas.messages import Abort, Accepted, AddRequest, TokenOutput
+from replicas.codec import encode
+from replicas.messages import (
+    Abort,
+    Accepted,
+    AddRequest,
+    KVTransfers,
+    LoadKV,
+    TokenOutput,
+    Utility,
+    UtilityResult,
+)
 from tests import engines as local
 from tests.cluster.engines import (
+    KEYS,
     ScriptedEngine,
     engine_config,
     is_idle,
+    make_member,
     model_folder,
     prompts,
     running,
     sampling,
     until,
 )
+from tests.cluster.test_ingress import Client
 
 pytestmark = pytest.mark.process
 
@@ -48,7 +65,7 @@ async def serving(*members, pools=("prefill", "decode"), **router):
             "router": router,
         }
     )
-    service = ClusterService(config)
+    service = ClusterService(config, KEYS)
     try:
         service.add_members(members)
         await connected(service, members)
@@ -157,6 +174,49 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
     first, second, given = asyncio.run(run())
     assert first != second
     assert given == 0
+
+
+def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
+    """Free-form fields that are taken and mean nothing here must not be passed on either."""
+    mark = "tcp://10.9.8.7:6"
+    free = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": mark}}
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 1,
+        "metadata": free,
+        "prediction": free,
+        "chat_template_kwargs": free,
+        "user": mark,
+        "prompt_cache_key": mark,
+        "cache_salt": "pepper",
+    }
+    headers = [("x-kv-ticket", mark), ("x-prefiller-host-port", mark)]
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", finishes) as prefill,
+            ScriptedEngine("decode", "d", finishes) as decode,
+            serving(prefill.member, decode.member) as service,
+        ):
+            app = create_app(service, version="0")
+            client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
+            return client.status, [*prefill.messages, *decode.messages]
+
+    status, messages = asyncio.run(run())
+    assert status == 200
+    adds = [message for message in messages if isinstance(message, AddRequest)]
+    assert {add.mode for add in adds} == {"prefill", "decode"}
+    assert {add.request.cache_salt for add in adds} == {"pepper"}
+    for message in messages:
+        assert mark.encode() not in encode(message)
+    for message in messages:
+        if isinstance(message, LoadKV | AddRequest) and message.ticket is not None:
+            ticket = KEYS.unseal(message.ticket, time.time())
+            assert ticket.producer_endpoints == prefill_endpoints()
+
+
+def prefill_endpoints():
+    return make_member("prefill", "p").description.kv_endpoints
 
 
 def test_tokens_that_come_twice_are_shown_once():
@@ -367,6 +427,47 @@ def test_metrics_leave_out_an_engine_that_does_not_answer():
 
     families = {family.name for family in text_string_to_metric_families(asyncio.run(run()))}
     assert "vllm:time_to_first_token_seconds" in families
+
+
+def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):
+    monkeypatch.setattr(service_module, "_LOOK_TIMEOUT_S", 0.2)
+    under_way = TransferInfo(
+        request_id="r", role="producer", peer="d", path="inline", state="streaming",
+        total_rows=4, ready_rows=3, done_rows=2, num_blocks=4, age_s=1.0, lease_left_s=9.0,
+    )  # fmt: skip
+
+    def answers(message):
+        if isinstance(message, Utility):
+            assert message.method == "kv_transfers"
+            result = KVTransfers(transfers=[under_way], num_leased_blocks=4)
+            return [UtilityResult(message.call_id, result)]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", answers) as prefill,
+            ScriptedEngine("decode", "d", lambda _: []) as decode,
+            serving(prefill.member, decode.member) as service,
+        ):
+            return await service.transfers()
+
+    decode, prefill = asyncio.run(run()).replicas
+    assert (decode.replica, decode.is_silent) == ("decode-d", True)
+    assert (prefill.is_silent, prefill.leased_blocks) == (False, 4)
+    assert [(t.request, t.peer) for t in prefill.transfers] == [("r", "decode-d")]
+
+
+def test_engines_at_rest_have_no_transfers(pool):
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            await collect(service, ask(prompts(1, lengths=(71,))[0]))
+            for engine in pool:
+                await until_idle(service, engine)
+            return await service.transfers()
+
+    view = asyncio.run(run())
+    assert len(view.replicas) == len(pool)
+    assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
 
 
 def test_metrics_of_every_engine_are_merged(pool):

@@ -17,8 +17,11 @@ import openai
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from cluster import supervisor
+from cluster.cli import app as cli
+from kv_transfer.layout import ROW_TOKENS
 from replicas import LLM
 from replicas.async_llm import AsyncLLM
 from replicas.tokenizer import Tokenizer
@@ -167,6 +170,16 @@ def test_server_says_what_it_serves(server, client):
     assert harness.get_json(f"{server.url}/live") == (200, "")
 
 
+def test_replicas_tell_of_their_transfers_and_none_is_silent(server):
+    with urllib.request.urlopen(f"{server.url}/kv", timeout=10) as reply:
+        replicas = json.load(reply)["replicas"]
+    assert [replica["pool"] for replica in replicas] == ["decode", "prefill"]
+    assert not any(replica["is_silent"] for replica in replicas)
+    result = CliRunner().invoke(cli, ["kv", "--url", server.url])
+    assert result.exit_code == 0
+    assert all(replica["replica"] in result.output for replica in replicas)
+
+
 @pytest.mark.parametrize("ids", [False, True], ids=["text", "token_ids"])
 def test_completion_streamed_or_not_is_the_offline_text(client, tokenizer, ids):
     text = "def answer():"
@@ -291,15 +304,14 @@ def check_counts(before, after, cases):
         ("decode", "1"),
     }
     assert len(labels_of(after, "ttserve_slots", "replica")) == 2
-    num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt, _ in cases)
+    num_rows = sum(-(-len(prompt) // ROW_TOKENS) for prompt, _ in cases)
     (block_bytes,) = {v for (name, _), v in after.items() if name == "ttserve_kv_block_bytes"}
-    for pool, direction in (("prefill", "send"), ("decode", "receive")):
-        where = {"pool": pool, "direction": direction}
+    for pool, role in (("prefill", "producer"), ("decode", "consumer")):
+        where = {"pool": pool, "role": role}
         ended = added(before, after, "ttserve_kv_transfers_total", outcome="ok", **where)
         assert ended == len(cases)
-        assert added(before, after, "ttserve_kv_transfer_blocks_total", **where) == num_blocks
         assert added(before, after, "ttserve_kv_transfer_bytes_total", **where) == (
-            num_blocks * block_bytes
+            num_rows * block_bytes * ROW_TOKENS // BLOCK_SIZE
         )
     assert added(before, after, "ttserve_kv_transfers_total", outcome="failed") == 0
     num_prompt = sum(len(prompt) for prompt, _ in cases)

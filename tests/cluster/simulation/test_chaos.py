@@ -84,6 +84,15 @@ def test_scenarios_reach_the_corners(sweep):
     assert {
         "no_slot", "no_blocks", "ok", "peer_dead", "stalled", "cancelled", "checksum",
     } <= reasons  # fmt: skip
+    orders = {scenario.router.order for scenario, _ in sweep if len(scenario.pools) == 2}
+    assert orders == {"decode_first", "prefill_first"}
+    # (request, epoch) of every transfer that was handed to a decode replica.
+    loads = [
+        Counter((event.subject, event.detail[1]) for event in outcome.log if event.kind == "load")
+        for scenario, outcome in sweep
+        if scenario.router.order == "prefill_first"
+    ]
+    assert max(count for counter in loads for count in counter.values()) > 1, "and to a second one"
     outcomes = [outcome for _, outcome in sweep]
     assert sum(outcome.num_preemptions for outcome in outcomes) > 10
     assert sum(outcome.num_transfers for outcome in outcomes) > 20

@@ -256,9 +256,9 @@ def test_an_observer_sees_what_producers_send_whatever_becomes_of_it():
     net = network(kv_loss=1.0)
     a, b = Host(net, "a"), Host(net, "b")
     seen = []
-    net.kv_observer = type("Seen", (), {"kv_sent": lambda _, host, m: seen.append((host, m))})()
+    net.kv_observer = type("Seen", (), {"kv_sent": lambda _, *sent: seen.append(sent)})()
     net.to_consumer(a, b"b", "data", None, 0)
     net.to_producer(b, a.kv_endpoint, "fetch")
     run(net)
-    assert seen == [(a, "data")]
+    assert seen == [(a, b"b", "data")]
     assert b.log == a.log == []

@@ -130,6 +130,22 @@ def client_that_leaves_is_not_told_of(patch):
     patch.setattr(_Run, "close", close)
 
 
+def prefill_that_waits_for_a_slot_is_forgotten(patch):
+    drop = _Run._drop_prefill
+    patch.setattr(
+        _Run, "_drop_prefill", lambda self, abort: drop(self, abort=abort and not self._offered)
+    )
+
+
+def first_token_is_given_twice(patch):
+    prefill_first = _Run._prefill_first
+
+    async def again(self):
+        return await prefill_first(self) or self._first
+
+    patch.setattr(_Run, "_prefill_first", again)
+
+
 def wake_up_is_lost(patch):
     wake = SlotQueue.capacity_changed
 
@@ -168,6 +184,8 @@ BUGS = [
     block_is_indexed_before_it_is_computed,
     request_is_activated_twice,
     client_that_leaves_is_not_told_of,
+    prefill_that_waits_for_a_slot_is_forgotten,
+    first_token_is_given_twice,
     wake_up_is_lost,
     cancelled_load_still_writes,
     dead_engine_is_not_reported,

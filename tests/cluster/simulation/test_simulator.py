@@ -263,12 +263,12 @@ def test_the_first_token_comes_from_prefill_and_the_others_when_the_kv_has_moved
     result = simulate(disaggregated(), requests((0.0, 40, 6)), models_kv=models_kv)
     [record] = result.records
     assert (record.replica, record.prefill_replica) == ("decode/0", "prefill/0")
-    # Reserve and its answer, then the prompt; its KV is read in the same step, before the token
-    # goes out, because the decode engine has asked for it meanwhile.
+    # Reserve and its answer, then the prompt; its KV is read in the same step, after the token has
+    # gone out, because the decode engine has asked for it meanwhile.
     link_s, wire_s = moved_s(40)
-    read_s = 3 * LATENCY_S + 40 * PREFILL_TOKEN_S + link_s
-    first_s = read_s + HOST_S + HOST_ROW_S + LATENCY_S
-    loaded_s = read_s + wire_s + link_s + HOST_S
+    computed_s = 3 * LATENCY_S + prefill_turn_s(40)
+    first_s = computed_s + LATENCY_S
+    loaded_s = computed_s + link_s + wire_s + link_s + HOST_S
     turns = [decode_turn_s(40 + i) for i in range(1, 6)]
     expected = token_times(loaded_s + LATENCY_S, turns)
     expected[0] = first_s
@@ -298,8 +298,7 @@ def test_kv_moves_while_the_prompt_is_still_computed():
 
 def test_a_request_of_one_token_needs_no_decode():
     result = simulate(disaggregated(), requests((0.0, 40, 1)))
-    link_s, _ = moved_s(40)
-    assert times(result, 0) == pytest.approx([4 * LATENCY_S + prefill_turn_s(40) + link_s])
+    assert times(result, 0) == pytest.approx([4 * LATENCY_S + prefill_turn_s(40)])
     assert result.replicas[1].num_output_tokens == 0
 
 
@@ -369,6 +368,72 @@ def test_a_request_without_a_token_goes_to_another_replica():
     assert record.token_times_s[0] == 0.0625 + 3 * LATENCY_S + prefill_turn_s(400)
 
 
+PREFILL_FIRST = {"order": "prefill_first"}
+
+
+def kv_loads(result):
+    """How each transfer ended."""
+    return [event.detail[-1] for event in result.events if event.kind == "kv_loaded"]
+
+
+def test_prefill_first_gives_the_first_token_without_a_journey_to_the_decode_replica():
+    result = simulate(disaggregated(), requests((0.0, 40, 6)), router=PREFILL_FIRST, models_kv=True)
+    [record] = result.records
+    assert (record.replica, record.prefill_replica) == ("decode/0", "prefill/0")
+    computed_s = LATENCY_S + prefill_turn_s(40)
+    assert record.token_times_s[0] == pytest.approx(computed_s + LATENCY_S, abs=1e-12)
+    # Then there are the reservation and its answer, LOAD and ACTIVATE, and the fetch.
+    link_s, wire_s = moved_s(40)
+    fetched_s = computed_s + 5 * LATENCY_S + HOST_S
+    assert record.token_times_s[1] > fetched_s + link_s + wire_s + link_s
+    assert kv_loads(result) == ["ok"]
+    assert record.outcome == OK
+
+
+@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+def test_first_tokens_wait_for_a_slot_in_one_order_only(order):
+    """Two slots, and four long answers."""
+    result = simulate(
+        disaggregated(), requests(*[(0.0, 40, 100)] * 4), router={"order": order}, models_kv=True
+    )
+    assert outcomes(result) == [OK] * 4
+    firsts = sorted(record.token_times_s[0] for record in result.records)
+    until_free_s = min(record.finished_s for record in result.records)
+    assert (firsts[2] > until_free_s) == (order == "decode_first")
+    assert kv_loads(result) == ["ok"] * 4, "nothing was computed twice"
+
+
+def test_kv_that_waits_for_too_long_is_given_back_and_the_prompt_computed_again():
+    transfer = TransferConfig(rendezvous_s=0.25)
+    prefill, decode = (spec._replace(transfer=transfer) for spec in disaggregated())
+    run = simulation(
+        [prefill, decode], requests(*[(0.0, 40, 60)] * 3), router=PREFILL_FIRST, models_kv=True
+    )
+    result = run.run()
+    assert outcomes(result) == [OK] * 3
+    assert sorted(kv_loads(result)) == ["expired", "ok", "ok"]
+    assert run.hosts[1].engine.metrics(0.0).kv_recompute_tokens == 40
+
+
+def test_killed_decode_replica_costs_the_kv_that_it_fetched_and_no_request():
+    """It dies with the KV in it: another one computes the prompt, and the client sees no error."""
+    clean = simulate(
+        disaggregated(1, 2), requests((0.0, 40, 6)), router=PREFILL_FIRST, models_kv=True
+    )
+    [loaded_s] = [at_s for at_s, _ in events_of(clean, "kv_loaded")]
+    faults = [fault(loaded_s - LATENCY_S, "decode/0", "kill")]
+    result = simulate(
+        disaggregated(1, 2),
+        requests((0.0, 40, 6)),
+        router=PREFILL_FIRST,
+        models_kv=True,
+        faults=faults,
+    )
+    [record] = result.records
+    assert (record.outcome, record.replica) == (OK, "decode/1")
+    assert len(record.token_times_s) == 6
+
+
 def test_a_request_without_a_token_fails_when_there_is_no_other_replica():
     result = simulate(pool(), requests((0.0, 400, 3)), faults=[fault(0.0625, "both/0", "kill")])
     assert outcomes(result) == ["NotReadyError"]
@@ -380,8 +445,7 @@ def test_a_killed_prefill_replica_costs_another_prefill():
     [record] = result.records
     assert (record.outcome, record.prefill_replica) == (OK, "prefill/1")
     again_s = 0.0625 + LATENCY_S
-    link_s, _ = moved_s(400)
-    first_s = again_s + 2 * LATENCY_S + prefill_turn_s(400) + link_s
+    first_s = again_s + 2 * LATENCY_S + prefill_turn_s(400)
     assert record.token_times_s[0] == pytest.approx(first_s, abs=1e-12)
 
 

@@ -1,0 +1,487 @@
+"""Prefill first, decode first: what each engine is told, and who is let go of, whatever dies."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from cluster.errors import (
+    KVTransferFailedError,
+    NotReadyError,
+    QueueTimeoutError,
+    ReplicaLostError,
+    SaturatedError,
+)
+from replicas.messages import (
+    KV_TRANSFER_FAILED,
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+from tests.cluster.engines import KEYS, ScriptedEngine, rig, until
+
+PROMPT = [7] * 40
+FIRST = 5
+
+
+def accepts(message):
+    """An engine that takes every request and says no more."""
+    if isinstance(message, AddRequest):
+        return [Accepted(message.request.request_id, 0, 0, 0)]
+    return []
+
+
+def prefills(message):
+    """A prefill engine that gives the first token at once."""
+    if isinstance(message, AddRequest):
+        return [*accepts(message), TokenOutput(message.request.request_id, 0, [FIRST])]
+    return []
+
+
+def decodes(message):
+    """A decode engine that loads at once, and ends an activated request with two tokens."""
+    if isinstance(message, LoadKV):
+        return [KVLoaded(message.request_id, message.epoch, None)]
+    if isinstance(message, Activate):
+        index = len(message.token_ids)
+        return [TokenOutput(message.request_id, index, [6, 7], "length")]
+    return accepts(message)
+
+
+def refuses(message):
+    if isinstance(message, AddRequest):
+        return [Refused(message.request.request_id, "queue_full", "full")]
+    return []
+
+
+@contextlib.asynccontextmanager
+async def cluster(*engines, order="prefill_first", **router):
+    """Scripted engines by (role, incarnation, answer), connected in this order."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = await stack.enter_async_context(rig(order=order, **router))
+        started = [await stack.enter_async_context(ScriptedEngine(*e)) for e in engines]
+        await made.connect(*(engine.member for engine in started))
+        yield made, *started
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def start(made):
+    return made.router.generate(made.request(PROMPT))
+
+
+async def tokens(outputs):
+    return [token for output in [o async for o in outputs] for token in output.token_ids]
+
+
+async def fill(made, *engines):
+    """Let decode engines say that every slot is taken."""
+    for engine in engines:
+        await engine.send(snapshot=engine.snapshot(0))
+    await until(lambda: not any(v.num_empty_slots for v in made.pools.decode_views()), "full")
+
+
+def ticket_of(message):
+    return KEYS.unseal(message.ticket, time.time())
+
+
+async def told(engine, kind, count=1):
+    await until(lambda: len(engine.received(kind)) >= count, f"{kind.__name__} {count}")
+    return engine.received(kind)[count - 1]
+
+
+def holds(made):
+    return [hold for replica in made.pools._replicas.values() for hold in replica.holds]
+
+
+# --- prefill first: the plain way ---------------------------------------------------------------
+
+
+def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is():
+    async def scenario():
+        async with cluster(("prefill", "p", prefills), ("decode", "d", decodes)) as (made, p, d):
+            await fill(made, d)
+            outputs = start(made)
+            output = await anext(outputs)
+            assert (output.index, output.token_ids) == (0, [FIRST])
+            rest = asyncio.ensure_future(tokens(outputs))
+            await until(lambda: made.router.num_queued == 1, "it waits for a slot")
+            assert d.messages == [], "nobody has asked for what is not there"
+            offer = ticket_of(p.received(AddRequest)[0])
+            assert offer.consumer == "", "anybody may be it"
+            await d.send(snapshot=d.snapshot(1))
+            assert await rest == [6, 7]
+            assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
+            add, load, activate = d.messages
+            assert (add.mode, activate.token_ids) == ("decode", [FIRST])
+            ticket = ticket_of(load)
+            assert ticket.consumer == "d"
+            assert (ticket.transfer_id, ticket.epoch) == (offer.transfer_id, offer.epoch)
+            assert load.epoch == ticket.epoch
+            assert p.received(Abort) == [], "it let go by itself when all was fetched"
+
+    run(scenario)
+
+
+def test_ticket_names_the_producer_its_layout_and_what_it_is_for():
+    async def scenario():
+        async with cluster(("prefill", "p", prefills), ("decode", "d", decodes)) as (made, p, d):
+            await tokens(start(made))
+            ticket = ticket_of(p.received(AddRequest)[0])
+            description = p.member.description
+            assert ticket.producer_endpoints == description.kv_endpoints
+            assert ticket.producer_incarnation == "p"
+            assert ticket.layout_hash == description.kv_layout_hash
+            assert ticket.num_tokens == len(PROMPT)
+            assert ticket_of(d.received(LoadKV)[0]).expires_ms >= ticket.expires_ms
+
+    run(scenario)
+
+
+def test_request_that_ends_with_its_first_token_asks_no_decode_engine():
+    def ends(message):
+        if isinstance(message, AddRequest):
+            return [TokenOutput(message.request.request_id, 0, [FIRST], "length")]
+        return []
+
+    async def scenario():
+        async with cluster(("prefill", "p", ends), ("decode", "d", decodes)) as (made, _, d):
+            assert await tokens(start(made)) == [FIRST]
+            assert d.messages == []
+
+    run(scenario)
+
+
+def test_short_prompt_asks_no_prefill_engine():
+    def computes(message):
+        if isinstance(message, AddRequest):
+            assert message.mode == "local"
+            return [*accepts(message), TokenOutput(message.request.request_id, 0, [8], "stop")]
+        return []
+
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d", computes)
+        async with cluster(*engines, min_remote_prefill_tokens=41) as (made, p, _):
+            assert await tokens(start(made)) == [8]
+            assert p.messages == []
+
+    run(scenario)
+
+
+# --- prefill first: who refuses, dies or is late -------------------------------------------------
+
+
+def test_prefill_engine_that_refuses_gives_way_to_another_with_another_transfer():
+    async def scenario():
+        engines = ("prefill", "p1", refuses), ("prefill", "p2", prefills), ("decode", "d", decodes)
+        async with cluster(*engines) as (made, first, second, d):
+            assert await tokens(start(made)) == [FIRST, 6, 7]
+            one, two = (ticket_of(p.received(AddRequest)[0]) for p in (first, second))
+            assert one.transfer_id != two.transfer_id
+            assert one.epoch < two.epoch == ticket_of(d.received(LoadKV)[0]).epoch
+            assert made.count("ttserve_router_retries_total", reason="prefill") == 1
+
+    run(scenario)
+
+
+def test_prefill_engine_that_dies_before_the_first_token_gives_way_to_another():
+    async def scenario():
+        engines = ("prefill", "p1", accepts), ("prefill", "p2", prefills), ("decode", "d", decodes)
+        async with cluster(*engines) as (made, first, second, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            await told(first, AddRequest)
+            first.die()
+            assert await result == [FIRST, 6, 7]
+            transfer = ticket_of(second.received(AddRequest)[0]).transfer_id
+            assert ticket_of(d.received(LoadKV)[0]).transfer_id == transfer
+
+    run(scenario)
+
+
+def test_last_words_of_an_engine_that_refused_do_not_end_the_request():
+    def refuses_twice(message):
+        if isinstance(message, AddRequest):
+            error = TokenOutput(message.request.request_id, 0, [], "error", error="it is gone")
+            return [*refuses(message), error]
+        return []
+
+    async def scenario():
+        engines = [("prefill", "p1", refuses_twice), ("prefill", "p2", prefills)]
+        async with cluster(*engines, ("decode", "d", decodes)) as (made, *_):
+            assert await tokens(start(made)) == [FIRST, 6, 7]
+
+    run(scenario)
+
+
+def test_decode_engine_computes_it_all_when_no_prefill_engine_gives_a_token():
+    async def scenario():
+        async with cluster(("prefill", "p", refuses), ("decode", "d", accepts)) as (made, _, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            add = await told(d, AddRequest)
+            assert add.mode == "local"
+            await d.send(TokenOutput(add.request.request_id, 0, [1, 2], "length"))
+            assert await result == [1, 2]
+            assert not d.received(LoadKV)
+            assert not d.received(Activate)
+
+    run(scenario)
+
+
+def test_slot_that_does_not_come_in_time_is_an_error_after_the_token_and_frees_prefill():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d", decodes)
+        async with cluster(*engines, queue_timeout_s=0.2) as (made, p, d):
+            await fill(made, d)
+            outputs = start(made)
+            assert (await anext(outputs)).token_ids == [FIRST]
+            with pytest.raises(QueueTimeoutError):
+                await anext(outputs)
+            await told(p, Abort)
+            assert not holds(made)
+            assert made.router.num_queued == 0
+
+    run(scenario)
+
+
+def test_full_queue_turns_away_before_anything_is_computed_and_never_after():
+    async def scenario():
+        engines = ("prefill", "p", accepts), ("decode", "d", decodes)
+        async with cluster(*engines, max_queued_requests=1) as (made, p, d):
+            await fill(made, d)
+            streams = [start(made) for _ in range(2)]
+            firsts = [asyncio.ensure_future(anext(outputs)) for outputs in streams]
+            await told(p, AddRequest, 2)
+            for message in p.received(AddRequest):
+                await p.send(TokenOutput(message.request.request_id, 0, [FIRST]))
+            for first in firsts:
+                assert (await first).token_ids == [FIRST]
+            rest = [asyncio.ensure_future(tokens(outputs)) for outputs in streams]
+            await until(lambda: made.router.num_queued == 2, "both wait, whatever the bound is")
+            with pytest.raises(SaturatedError):
+                await anext(start(made))
+            assert len(p.received(AddRequest)) == 2, "nothing is computed for the third"
+            await d.send(snapshot=d.snapshot(2))
+            assert await asyncio.gather(*rest) == [[6, 7]] * 2
+
+    run(scenario)
+
+
+def test_nothing_is_computed_while_nothing_can_decode():
+    async def scenario():
+        async with cluster(("prefill", "p", prefills)) as (made, p):
+            with pytest.raises(NotReadyError):
+                await anext(start(made))
+            assert p.messages == []
+
+    run(scenario)
+
+
+def test_decode_engine_that_dies_before_a_token_gives_way_with_the_same_transfer():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", decodes)
+        async with cluster(*engines) as (made, p, lost, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            await told(lost, Activate)
+            lost.die()
+            assert await result == [FIRST, 6, 7], "the client gets its first token once"
+            before, after = (ticket_of(e.received(LoadKV)[0]) for e in (lost, d))
+            assert (before.consumer, after.consumer) == ("d1", "d2")
+            assert before.transfer_id == after.transfer_id
+            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert len(p.received(AddRequest)) == 1
+            assert p.received(Abort) == []
+            assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
+
+    run(scenario)
+
+
+def test_decode_engine_that_dies_with_the_kv_is_followed_by_one_that_computes_the_prompt():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", decodes)
+        async with cluster(*engines) as (made, p, lost, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            load = await told(lost, LoadKV)
+            await lost.send(KVLoaded(load.request_id, load.epoch, None))
+            # The next event behind it: it has been heard of when the snapshot has.
+            seen = made.pools.num_snapshots
+            await lost.send(snapshot=lost.snapshot(3))
+            await until(lambda: made.pools.num_snapshots > seen, "heard")
+            await asyncio.sleep(0)
+            lost.die()
+            assert await result == [FIRST, 6, 7]
+            assert d.received(LoadKV) == [], "there is nothing to fetch any more"
+            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert p.received(Abort) == []
+
+    run(scenario)
+
+
+def test_decode_engine_that_refuses_after_all_gives_way_with_the_kv_kept():
+    def drains(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "draining", "draining")]
+        return []
+
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", drains), ("decode", "d2", decodes)
+        async with cluster(*engines) as (made, p, refusing, d):
+            assert await tokens(start(made)) == [FIRST, 6, 7]
+            assert not refusing.received(LoadKV)
+            assert ticket_of(d.received(LoadKV)[0]).consumer == "d2"
+            assert p.received(Abort) == []
+
+    run(scenario)
+
+
+def test_prefill_engine_that_dies_with_the_kv_leaves_the_prompt_to_the_decode_engine():
+    async def scenario():
+        async with cluster(("prefill", "p", prefills), ("decode", "d", decodes)) as (made, p, d):
+            await fill(made, d)
+            outputs = start(made)
+            await anext(outputs)
+            rest = asyncio.ensure_future(tokens(outputs))
+            await until(lambda: made.router.num_queued == 1, "it waits")
+            p.die()
+            await until(lambda: made.lost == ["p"], "known")
+            await d.send(snapshot=d.snapshot(1))
+            assert await rest == [6, 7]
+            assert d.received(LoadKV) == []
+            assert d.received(Activate)[0].token_ids == [FIRST]
+
+    run(scenario)
+
+
+def test_transfer_that_fails_lets_go_of_prefill_and_the_request_goes_on():
+    def fails(message):
+        if isinstance(message, LoadKV):
+            return [KVLoaded(message.request_id, message.epoch, "expired")]
+        return decodes(message)
+
+    async def scenario():
+        async with cluster(("prefill", "p", prefills), ("decode", "d", fails)) as (made, p, _):
+            assert await tokens(start(made)) == [FIRST, 6, 7]
+            await told(p, Abort)
+            assert made.count("ttserve_router_retries_total", reason="kv_expired") == 1
+
+    run(scenario)
+
+
+def test_engine_that_must_not_compute_again_ends_the_request_with_its_own_error():
+    def gives_up(message):
+        if isinstance(message, Activate):
+            error = f"{KV_TRANSFER_FAILED}: expired"
+            return [TokenOutput(message.request_id, 1, [], "error", error=error)]
+        return accepts(message)
+
+    async def scenario():
+        async with cluster(("prefill", "p", prefills), ("decode", "d", gives_up)) as (made, p, _):
+            outputs = start(made)
+            await anext(outputs)
+            with pytest.raises(KVTransferFailedError, match="expired") as caught:
+                await anext(outputs)
+            assert caught.value.status == 503
+            await told(p, Abort)
+
+    run(scenario)
+
+
+def test_decode_engine_lost_after_a_token_of_its_own_ends_the_request():
+    def begins(message):
+        if isinstance(message, Activate):
+            return [TokenOutput(message.request_id, 1, [6])]
+        return accepts(message)
+
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
+        async with cluster(*engines) as (made, p, lost, d):
+            outputs = start(made)
+            assert [(await anext(outputs)).token_ids for _ in range(2)] == [[FIRST], [6]]
+            lost.die()
+            with pytest.raises(ReplicaLostError, match="mid-request"):
+                await anext(outputs)
+            await told(p, Abort)
+            assert d.messages == []
+
+    run(scenario)
+
+
+def test_losing_one_decode_engine_after_the_other_ends_the_request_and_frees_prefill():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", accepts)
+        async with cluster(*engines, max_attempts=2) as (made, p, *lost):
+            result = asyncio.ensure_future(tokens(start(made)))
+            for engine in lost:
+                await told(engine, Activate)
+                engine.die()
+            with pytest.raises(ReplicaLostError, match="2 decode replicas"):
+                await result
+            await told(p, Abort)
+            assert not holds(made)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("moment", ["computing", "waiting", "asking", "loading"])
+def test_client_that_leaves_has_prefill_and_decode_let_go(moment):
+    async def scenario():
+        prefill = accepts if moment == "computing" else prefills
+        decode = (lambda _message: []) if moment == "asking" else accepts
+        async with cluster(("prefill", "p", prefill), ("decode", "d", decode)) as (made, p, d):
+            if moment == "waiting":
+                await fill(made, d)
+            result = asyncio.ensure_future(tokens(start(made)))
+            await told(p, AddRequest)
+            if moment == "waiting":
+                await until(lambda: made.router.num_queued == 1, "it waits")
+            elif moment != "computing":
+                await told(d, AddRequest if moment == "asking" else Activate)
+            result.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await result
+            await told(p, Abort)
+            if moment in {"asking", "loading"}:
+                await told(d, Abort)
+            assert not holds(made)
+            assert made.router.num_queued == 0
+
+    run(scenario)
+
+
+# --- decode first: what is new ------------------------------------------------------------------
+
+
+def test_decode_first_names_its_consumer_from_the_start():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d", decodes)
+        async with cluster(*engines, order="decode_first") as (made, p, d):
+            assert await tokens(start(made)) == [FIRST, 6, 7]
+            assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
+            offer, load = p.received(AddRequest)[0], d.received(LoadKV)[0]
+            assert offer.ticket == load.ticket
+            assert ticket_of(load).consumer == "d"
+
+    run(scenario)
+
+
+def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_computes_the_prompt():
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", decodes)
+        async with cluster(*engines, order="decode_first") as (made, p, lost, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            await told(lost, Activate)
+            lost.die()
+            assert await result == [FIRST, 6, 7], "the client gets its first token once"
+            assert d.received(LoadKV) == [], "only the lost engine could have fetched it"
+            assert d.received(Activate)[0].token_ids == [FIRST]
+            await told(p, Abort)
+            assert len(p.received(AddRequest)) == 1
+
+    run(scenario)
