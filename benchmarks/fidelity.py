@@ -55,8 +55,10 @@ from cluster.pools import Member, PoolState
 from cluster.router import Router
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.tickets import TicketOffice
 from cluster.workloads.load import load_workload
 from cluster.workloads.request import FIRST_PROMPT_TOKEN
+from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.engine.process import EngineArguments, EngineReport
 from replicas.launch import EngineHandle
@@ -84,6 +86,8 @@ FITTING_RATIO = 1.4
 """The others end at the rate of the held-out workloads times this."""
 BARS = {"e2e_median": 0.05, "itl_median": 0.05, "ttft_median": 0.15}
 _ENGINE = "benchmarks.recording_engine"
+KEYS = KeyRing((secrets.token_bytes(32),))
+"""What tickets are sealed with, for one run."""
 
 # Fitting: from nothing to do to more than can be done, short and long, shared beginnings.
 FITTING: Spec = {
@@ -209,7 +213,9 @@ class Ingress:
     def __init__(self) -> None:
         self.pools = PoolState()
         self.client = AsyncMPClient(self._take_snapshot, self._lose)
-        self.router = Router(self.client, self.pools, RouterConfig(), RouterMetrics("fidelity"))
+        self.router = Router(
+            self.client, self.pools, RouterConfig(), RouterMetrics("fidelity"), TicketOffice(KEYS)
+        )
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
@@ -562,7 +568,7 @@ def engine_configs(config: Path) -> list[tuple[Role, EngineConfig]]:
     cluster = load_cluster_config(load_serve_file(config).args)
     roles: list[Role] = [r for r in ("both", "prefill", "decode") if r in cluster.pools]
     return [
-        (role, msgspec.structs.replace(cluster.engine_config(role), num_threads=1))
+        (role, msgspec.structs.replace(cluster.engine_config(role), num_threads=1, kv_keys=KEYS))
         for role in roles
     ]
 

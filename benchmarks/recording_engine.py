@@ -112,13 +112,10 @@ class _Executor(UniProcExecutor):
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         results = super().collective_rpc(method, *args)
-        if method == "begin_step":
-            self._batch: Any = args[0]
+        if method == "begin_step" and args[0] is not None:
+            _recorder.step(args[0], results[0].device_s)
         elif method == "end_step":
-            if self._batch is not None:
-                _recorder.step(self._batch, results[0][0].device_s)
-            if args[0] is not None:
-                _recorder.moved_kv()
+            _recorder.moved_kv()
         elif method == "load_model":
             _recorder.record.facts = results[0]
         return results
@@ -185,13 +182,23 @@ class _Receiver(process.Receiver):
 
 
 class _KVIO(TorchKVIO):
-    def read_blocks(self, lane: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        with _recorder.copying("read", len(block_ids) * self.layout.bytes_per_block):
-            return super().read_blocks(lane, block_ids)
+    """Device memory, as is simulated: its payload travels, and both copies are recorded."""
 
-    def write_blocks(self, lane: int, block_ids: Sequence[int], data: NDArray[np.uint8]) -> None:
+    host_blocks = None
+    shared_region = None
+    region_layout = None
+
+    def read_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
+    ) -> NDArray[np.uint8]:
+        with _recorder.copying("read", num_rows * self.layout.row_bytes):
+            return super().read_rows(lane, block_ids, first_row, num_rows)
+
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: NDArray[np.uint8]
+    ) -> None:
         with _recorder.copying("write", data.nbytes):
-            super().write_blocks(lane, block_ids, data)
+            super().write_rows(lane, block_ids, first_row, data)
 
 
 def main() -> None:
