@@ -20,8 +20,8 @@ _TRIM_THRESHOLD = 256 << 20
 _MAX_DESCRIPTORS = 65536
 
 _SWITCH_S = 0.0005
-"""How long an I/O thread waits for the interpreter while the core copies or hashes small pieces, ten
-times less than Python's default: a peer with nothing to do waits with it."""
+"""How long an I/O thread waits for the interpreter while the core copies or hashes small pieces: a
+tenth of Python's default, as a peer with nothing to do waits with it."""
 
 
 def prepare_process() -> None:

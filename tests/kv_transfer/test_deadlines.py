@@ -245,6 +245,22 @@ def test_a_fetch_after_the_end_gets_an_error_and_never_data(path: str, is_attach
     world.assert_over()
 
 
+def test_a_chunk_after_the_deadline_is_not_sent_even_if_nobody_has_looked_at_the_clock(
+    path: str,
+) -> None:
+    world = World(path)
+    stream(world)
+    world.network.now_s += CONFIG.lease_s + 1.0
+    num_sent = len(world.network.sent)
+    world.prefill()
+    world.producer.step()
+    world.network.advance()
+    sent = world.network.sent[num_sent:]
+    assert not any(isinstance(message, Data | Mapped) for message in sent)
+    world.steps(2)
+    assert world.producer.reasons == {"r": FailureReason.EXPIRED}
+
+
 def test_a_transfer_id_is_never_granted_twice(path: str) -> None:
     pair = Pair(path)
     pair.start()

@@ -60,7 +60,10 @@ def _deliver(num_slots: int) -> str:
             producer.add(ticket)
             consumer.load(ticket, TARGET)
             producer.save(request_id, SOURCE, NUM_TOKENS)
-            run_until(lambda: request_id in producer.ended & consumer.ended, [producer, consumer])
+            run_until(
+                lambda wanted=request_id: wanted in producer.ended & consumer.ended,
+                [producer, consumer],
+            )
             want = producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
             assert np.array_equal(consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
             consumer.io.cache[:] = 0

@@ -91,6 +91,22 @@ def test_shared_memory_is_told_of_by_whole_blocks(block_size: int) -> None:
     assert told == [(first, min(rows, 10 - first)) for first in range(0, 10, rows)]
 
 
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_block_that_is_still_being_filled_is_not_told_of(block_size: int) -> None:
+    """Its digest would be another one by the time that it is read."""
+    layout = BY_SIZE[block_size]
+    pair = Pair("shared", num_tokens=300, layouts=(layout, layout))
+    pair.start()
+    for num_tokens in (40, 150, 200, 290):
+        pair.prefill(num_tokens)
+        pair.steps(3)
+        told = [m.first_row + m.num_rows for m in pair.network.sent if isinstance(m, Mapped)]
+        assert max(told, default=0) == num_tokens // block_size * block_size // 32
+    pair.prefill()
+    pair.steps(6)
+    pair.assert_delivered()
+
+
 def test_a_hit_that_ends_within_a_block_is_not_overwritten() -> None:
     """Whole blocks are copied only where all of them is wanted."""
     layouts = [BY_SIZE[64], BY_SIZE[64]]
