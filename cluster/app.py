@@ -3,6 +3,11 @@
 Turns the file's `args` into one deployment per pool and the ingress in front of them. Everything
 that can be known to be wrong is refused here, so that `serve status` shows the reason seconds
 after `serve deploy`.
+
+Without `kv_key_file` the secret that seals tickets is made here and handed to the replicas with
+their init args. Serve's controller pickles these and checkpoints them in Ray's GCS, so that whoever
+can connect to the Ray cluster can read the secret. On a cluster that others use too, give
+`kv_key_file`: then each process reads the secrets from its own host, and Ray never has them.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ def build(args: Mapping[str, Any]) -> Application:
     if config.faults:
         # Here and not in a replica: one that is started again must not live its faults again.
         plain["fault_epoch_unix_s"] = time.time()
-    # Beside the args, not in them: nothing that shows a configuration can show a secret. A file's
-    # secrets each process reads itself.
+    # Beside the args, not in them: nothing that shows a configuration can show a secret. Ray stores
+    # both, see above.
     made_secrets = [] if config.kv_key_file is not None else [new_secret()]
     pools = {
         role: pool_deployment(role, pool).bind(plain, role, made_secrets)

@@ -198,7 +198,7 @@ def kv(
     url: Annotated[str, typer.Option(help="Where the cluster serves.")] = "http://127.0.0.1:8000",
     json: Annotated[bool, typer.Option("--json", help="Print what the cluster sent.")] = False,
 ) -> None:
-    """Show the KV transfers under way, and the blocks that they keep, of every replica."""
+    """Show every replica's KV transfers under way, the blocks they keep, and its store's totals."""
     import urllib.error
     import urllib.request
 

@@ -17,8 +17,8 @@ import configs
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
-from kv_transfer.store import StoreConfig
-from replicas.config import EngineConfig
+from kv_transfer.store import STORE_BACKENDS, StoreConfig
+from replicas.config import STORE_CONNECTORS, EngineConfig
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import FaultPlan
 from replicas.generators.model_config import load_hf_config
@@ -46,9 +46,7 @@ DEMO_MODEL = "demo"
 NODE_HOST = "node"
 IMPORT_PATH = "cluster.app:build"
 
-_CONNECTORS = ("p2p", "pooled", "multi")
-_STORE_CONNECTORS = ("pooled", "multi")
-_STORE_BACKENDS = ("shm", "ray", "mooncake")
+_CONNECTORS = ("p2p", *STORE_CONNECTORS)
 
 T = TypeVar("T")
 
@@ -126,7 +124,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
             the first seals, each of them opens (`KeyRing` says how to change it). None makes one
             for each version of the application: while one version replaces another, replicas of
-            the two hand nothing over, and prompts are computed where they are decoded.
+            the two hand nothing over, and prompts are computed where they are decoded. Ray stores
+            what is made, see `cluster.app`: give a file on a cluster that others use too.
         engine: Fields of every engine's configuration.
         pools: Either `prefill` and `decode`, or `both` alone.
         router: How requests are placed.
@@ -178,11 +177,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def _engine_connector(self) -> str | None:
         """Between pools any; within one pool nothing goes from one engine to another."""
-        return (
-            None
-            if self.kv_connector == "p2p" and not self.is_disaggregated
-            else (self.kv_connector)
-        )
+        is_useless = self.kv_connector == "p2p" and not self.is_disaggregated
+        return None if is_useless else self.kv_connector
 
     def engine_config(self, role: Role) -> EngineConfig:
         """Configuration of the engines of one pool, without the keys of tickets.
@@ -468,7 +464,7 @@ def _check_kv(config: ClusterConfig) -> None:
         )
     if config.kv_store is not None:
         _check_store(config, config.kv_store)
-    elif name in _STORE_CONNECTORS:
+    elif name in STORE_CONNECTORS:
         raise ClusterConfigError(
             f"args.kv_connector {name} needs args.kv_store, for one "
             "{backend: shm, capacity_bytes: 1073741824}"
@@ -480,9 +476,9 @@ def _check_store(config: ClusterConfig, store: StoreConfig) -> None:
         raise ClusterConfigError(
             "args.kv_store is for kv_connector pooled and multi; set one of them, or remove it"
         )
-    if store.backend not in _STORE_BACKENDS and ":" not in store.backend:
+    if store.backend not in STORE_BACKENDS and ":" not in store.backend:
         raise ClusterConfigError(
-            f"args.kv_store.backend must be one of {', '.join(_STORE_BACKENDS)}, or module:Class; "
+            f"args.kv_store.backend must be one of {', '.join(STORE_BACKENDS)}, or module:Class; "
             f"got {store.backend!r}"
         )
     for role in config.pools:
@@ -515,10 +511,15 @@ def _check_pools_agree(config: ClusterConfig) -> None:
     model = load_hf_config(prefill.model)
     of_prefill, of_decode = resolve_dtype(prefill, model), resolve_dtype(decode, model)
     if of_prefill != of_decode and of_prefill not in decode.kv_accept_dtypes:
+        convert = (
+            ""
+            if config.kv_connector in STORE_CONNECTORS
+            else ", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: "
+            f"[{of_prefill}]"
+        )
         raise ClusterConfigError(
             f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool; make "
-            f"them equal, or let decode convert: args.pools.decode.engine.kv_accept_dtypes: "
-            f"[{of_prefill}]"
+            f"them equal{convert}"
         )
 
 

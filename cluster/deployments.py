@@ -27,7 +27,6 @@ from cluster.ingress import IngressLimits, create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
 from cluster.tickets import key_ring
-from kv_transfer.stores.shm import ensure_server
 from replicas.launch import start_engine
 from replicas.messages import EngineDescription
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from cluster.config import ClusterConfig, PoolConfig, Role
-    from kv_transfer.store import StoreConfig
     from replicas.config import EngineConfig
     from replicas.launch import EngineHandle
 
@@ -91,8 +89,6 @@ class PoolReplica:
             engine_config = config.replica_config(role, rank)
         keys = key_ring(config.kv_key_file, made_secrets)
         engine_config = msgspec.structs.replace(engine_config, kv_keys=keys)
-        if config.kv_store is not None:
-            _ensure_store(config.kv_store)
         self._stage = ""
         self._engine = start_engine(
             engine_config,
@@ -239,18 +235,6 @@ class PoolDirectory:
             logger.info("pool %s has no replica that answers: %s", role, error)
             return []
         return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
-
-
-def _ensure_store(config: StoreConfig) -> None:
-    """Start this node's store, if it is one of a node, now and not with the first request.
-
-    An engine works without one: its prompts are computed.
-    """
-    if config.backend == "shm":
-        try:
-            ensure_server(config)
-        except OSError:
-            logger.exception("cannot start the store of this node")
 
 
 def _tell(line: str) -> None:

@@ -17,8 +17,10 @@ In the order `prefill_first` no decode slot waits for a prefill:
 
 A prefill engine that refuses or dies before the first token costs another ticket, at last a local
 prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
-engine that dies costs a new reservation as long as it has generated nothing: what prefill gave
-stays, and its KV too if it was offered to whichever decode engine comes.
+engine that dies costs a new reservation as long as it has generated nothing: the first token stays.
+Its KV stays only if it was offered to whichever decode engine comes and none has begun to fetch it:
+the end of a consumer ends its transfer, and the next decode engine computes the prompt again, or
+ends the request where its configuration forbids that.
 """
 
 from __future__ import annotations
@@ -162,7 +164,8 @@ class _Run:
         self._epoch = -1
         # What prefill computed, and the client has.
         self._first: TokenOutput | None = None
-        # The transfer that prefill keeps for whichever decode engine comes.
+        # The transfer that prefill keeps for whichever decode engine comes; once one has begun to
+        # fetch it, its loss is the transfer's end, which the next one is told of by prefill.
         self._offered: Transfer | None = None
 
     async def outputs(self) -> AsyncGenerator[TokenOutput, None]:

@@ -29,7 +29,10 @@ _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
 def new_secret() -> bytes:
-    """A secret for a cluster that was given none: nobody can guess it, and it is kept nowhere."""
+    """A secret for a cluster that was given none; nobody can guess it.
+
+    No configuration shows it, but Serve keeps it: see `cluster.app`.
+    """
     return secrets.token_bytes(_NEW_KEY_BYTES)
 
 

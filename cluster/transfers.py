@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_transfer.connector import StoreStats
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _REPLICA_COLUMNS = ("REPLICA", "TRANSFERS", "LEASED", "RESERVED", "QUARANTINED")
+_STORE_COLUMNS = ("REPLICA", "HITS", "MISSES", "PUTS", "DROPS", "ERRORS")
 _TRANSFER_COLUMNS = (
     "REQUEST", "REPLICA", "ROLE", "PEER", "PATH", "STATE", "READY/DONE/ROWS", "BLOCKS", "AGE",
     "LEASE",
@@ -64,6 +67,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         reserved_blocks: Blocks that wait for KV to come.
         quarantined_blocks: Blocks that nobody may have, for a write may still land there.
         transfers: What is under way, the oldest first.
+        store: Totals of the store since the replica's start, as it sees them; None without one.
     """
 
     replica: str
@@ -73,6 +77,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     reserved_blocks: int = 0
     quarantined_blocks: int = 0
     transfers: list[TransferView] = []
+    store: StoreStats | None = None
 
 
 class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +122,14 @@ def _replica_view(
         reserved_blocks=answer.num_reserved_blocks,
         quarantined_blocks=answer.num_quarantined_blocks,
         transfers=sorted(transfers, key=lambda view: (-view.age_s, view.request)),
+        store=answer.store,
     )
 
 
 def transfers_text(view: TransfersView) -> str:
-    """Two tables: the replicas, and what is under way."""
+    """Up to three tables: the replicas, what their store did for them, and what is under way."""
     replicas: list[Sequence[str]] = [_REPLICA_COLUMNS]
+    stores: list[Sequence[str]] = [_STORE_COLUMNS]
     transfers: list[Sequence[str]] = [_TRANSFER_COLUMNS]
     for replica in view.replicas:
         if replica.is_silent:
@@ -133,8 +140,12 @@ def transfers_text(view: TransfersView) -> str:
         count = str(len(replica.transfers))
         replicas.append((replica.replica, count, leased, reserved, quarantined))
         transfers.extend(_transfer_row(replica.replica, transfer) for transfer in replica.transfers)
-    text = _table(replicas)
-    return text + "\n" + _table(transfers) if len(transfers) > 1 else text
+        if replica.store is not None:
+            totals = replica.store
+            counts = (totals.hits, totals.misses, totals.puts, totals.drops, totals.errors)
+            stores.append((replica.replica, *map(str, counts)))
+    further = [_table(rows) for rows in (stores, transfers) if len(rows) > 1]
+    return "\n".join([_table(replicas), *further])
 
 
 def _transfer_row(replica: str, transfer: TransferView) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from kv_transfer.ticket import KeyRing
 from replicas.errors import ConfigError
 from replicas.faults import Fault
 
-_STORE_CONNECTORS = ("pooled", "multi")
+STORE_CONNECTORS = ("pooled", "multi")
+"""Connectors that cannot do without a store."""
 
 
 class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         kv_keys: What tickets must be signed with; without a key every ticket is refused.
-        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own.
+        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own; not
+            with "pooled" and "multi".
         kv_store: The store that pooled KV is kept in, if there is one.
         kv_load_failure_policy: What becomes of a request whose KV another engine did not send:
             "recompute" goes on from the part that was verified and computes the rest, as is always
@@ -163,17 +165,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _validate_store(self) -> None:
         store = self.kv_store
         if store is None:
-            if self.kv_connector in _STORE_CONNECTORS:
+            if self.kv_connector in STORE_CONNECTORS:
                 raise ConfigError(f"kv_connector {self.kv_connector!r} needs a kv_store")
         elif self.kv_connector in {None, "p2p"}:
             raise ConfigError(
                 f"kv_connector {self.kv_connector!r} does not use kv_store; set one of "
-                f"{', '.join(_STORE_CONNECTORS)}"
+                f"{', '.join(STORE_CONNECTORS)}"
             )
         elif store.unit_tokens % self.block_size:
             raise ConfigError(
                 f"kv_store.unit_tokens {store.unit_tokens} is not a multiple of block_size "
                 f"{self.block_size}"
+            )
+        if self.kv_connector in STORE_CONNECTORS and self.kv_accept_dtypes:
+            raise ConfigError(
+                f"kv_accept_dtypes and kv_connector {self.kv_connector!r} exclude each other: the "
+                "store would give KV that was converted here to others as if it had been computed "
+                "in this dtype; remove kv_accept_dtypes, or use kv_connector 'p2p'"
             )
 
     def _validate_simulated(self, mesh: SimulatedMeshConfig) -> None:

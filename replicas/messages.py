@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.connector import TransferInfo, TransferStats
+from kv_transfer.connector import StoreStats, TransferInfo, TransferStats
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
@@ -336,9 +336,11 @@ class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):
         num_leased_blocks: See `kv_transfer.connector.TransferStats`, as for the next two.
         num_reserved_blocks: Blocks that wait for KV to come.
         num_quarantined_blocks: Blocks that nobody may have yet.
+        store: Totals of the store, as this engine sees it; None without one.
     """
 
     transfers: list[TransferInfo] = []
     num_leased_blocks: int = 0
     num_reserved_blocks: int = 0
     num_quarantined_blocks: int = 0
+    store: StoreStats | None = None

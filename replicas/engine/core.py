@@ -140,6 +140,8 @@ class EngineCore:
             or self.facts.supports_chunked_prefill,
         )
         self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
+        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
+        self._successors: dict[str, tuple[bytes, AddRequest]] = {}
         self._num_steps = 0
         self._scheduled_tokens = 0
         self._device_s = 0.0
@@ -161,6 +163,7 @@ class EngineCore:
                 self._activate(message, now_s)
             case Abort():
                 for request_id in message.request_ids:
+                    self._successors.pop(request_id, None)
                     self._scheduler.abort(request_id)
             case Drain():
                 self._scheduler.drain()
@@ -170,6 +173,7 @@ class EngineCore:
     def client_gone(self, client: bytes) -> int:
         """Drop everything that a client asked for; returns how many requests that was."""
         num_dropped = self._scheduler.abort_client(client)
+        self._successors = {i: (c, m) for i, (c, m) in self._successors.items() if c != client}
         self._events.pop(client, None)
         return num_dropped
 
@@ -311,6 +315,7 @@ class EngineCore:
             num_leased_blocks=stats.num_leased_blocks,
             num_reserved_blocks=stats.num_reserved_blocks,
             num_quarantined_blocks=stats.num_quarantined_blocks,
+            store=stats.store if self.config.kv_store is not None else None,
         )
 
     def check_invariants(self) -> None:
@@ -333,10 +338,18 @@ class EngineCore:
         return connector.create_scheduler(settings, self.kv_layout)
 
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
+        """Take or refuse a request; one that repeats an aborted one waits for the end of that.
+
+        Its client has done nothing wrong: it cannot know when a connector lets go of blocks.
+        """
         request = message.request
         problem = self._problem(message)
         if problem is not None:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
+            return
+        is_ending = self._scheduler.is_ending(request.request_id)
+        if is_ending and request.request_id not in self._successors:
+            self._successors[request.request_id] = client, message
             return
         seq = Sequence(
             request,
@@ -452,6 +465,8 @@ class EngineCore:
             self._tell_loaded(self._scheduler.kv_received(request_id))
         for request_id, failure in transfers.failed.items():
             self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
+        for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
+            self._add(*self._successors.pop(request_id), now_s)
 
     def _tell_loaded(self, seq: Sequence | None) -> None:
         if seq is None:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
 
 
+_NO_TICKET = "no_ticket"
+"""Why KV is missing that no ticket was good for: the request was activated as if it had come."""
+
+
 def failure_word(error: TransferError) -> str:
     """Why KV does not come for a ticket that the connector cannot use.
 
@@ -300,8 +304,10 @@ class Scheduler:
         """Drop a sequence wherever it is; unknown ids are ignored."""
         seq = self._sequences.get(request_id)
         if seq is not None:
+            seq.is_aborted = True
             self._finish(seq, "abort")
         elif request_id in self._held and self._connector is not None:
+            self._held[request_id].is_aborted = True
             self._connector.cancel(request_id)
 
     def abort_client(self, client: bytes) -> int:
@@ -466,6 +472,11 @@ class Scheduler:
         """Whether new sequences are refused."""
         return self._draining
 
+    def is_ending(self, request_id: str) -> bool:
+        """Whether all that is left of this id is an aborted sequence's hold on its blocks."""
+        seq = self._held.get(request_id)
+        return seq is not None and seq.is_aborted
+
     @property
     def num_live(self) -> int:
         """Sequences that are not finished, and finished ones whose blocks are still held."""
@@ -615,13 +626,16 @@ class Scheduler:
     def _start_if_ready(self, seq: Sequence) -> None:
         """Move a reserved sequence to running once it is activated and no transfer is under way.
 
-        Or finish it, if its KV did not come and may not be computed here.
+        Or finish it, if its KV did not come and may not be computed here: because the transfer
+        failed, or because there was none although the client has tokens, which then came from
+        another engine. Without tokens the client has asked for the prompt to be computed here.
         """
         if not seq.is_activated or seq.is_loading or seq.request_id not in self._reserved:
             return
         num_missing = seq.num_prompt_tokens - seq.num_computed_tokens
-        if seq.load_failure is not None and num_missing > 0:
-            # Without tokens the client has asked for the prompt to be computed here.
+        if num_missing > 0 and seq.num_output_tokens and seq.load_failure is None:
+            seq.load_failure = _NO_TICKET
+        if num_missing > 0 and seq.load_failure is not None:
             if self._config.kv_load_failure_policy == "fail" and seq.num_output_tokens:
                 self._finish(seq, "error")
                 return

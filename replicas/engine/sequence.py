@@ -55,6 +55,7 @@ class Sequence:
         load_epoch: RESERVED only: the client's number of the ticket in use.
         load_failure: Why the KV of the latest load did not come; None if it did, or may yet.
         is_activated: RESERVED only: the client said to start.
+        is_aborted: The client gave it up; nobody may count on what it still holds.
         deadline_s: RESERVED only: when the reservation lapses.
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
@@ -81,6 +82,7 @@ class Sequence:
     load_epoch: int = 0
     load_failure: str | None = None
     is_activated: bool = False
+    is_aborted: bool = False
     deadline_s: float = 0.0
     num_preemptions: int = 0
     is_known_to_runner: bool = False

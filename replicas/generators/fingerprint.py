@@ -1,7 +1,9 @@
 """A short name for a model's weights, so that KV of two models is never mixed by accident.
 
-It reads the configuration whole and of each weights file the header and samples, not every byte: it
-tells apart checkpoints, not adversaries.
+It reads the configuration whole. Of each weights file it reads the header and samples, not every
+byte, where KV lives no longer than the engines: it tells apart checkpoints, not adversaries. Where
+engines have a store it reads every byte: a store outlives them, and weights that were changed in
+place, where no sample was taken, would be given the KV of the weights before.
 """
 
 from __future__ import annotations
@@ -10,15 +12,21 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 if TYPE_CHECKING:
     from replicas.config import EngineConfig
 
 _SAMPLE_BYTES = 65536
 _NUM_SAMPLES = 8
+_READ_BYTES = 8 * 2**20
+"""At a time when all is read: large enough that neither reading nor hashing holds the GIL."""
 
 
 def model_fingerprint(config: EngineConfig) -> str:
     """32 hexadecimal digits that two engines share if they load the same weights.
+
+    And if both of them have a store, or neither has.
 
     Args:
         config: Names the model folder, the load format and the seed of random weights; or the
@@ -34,10 +42,28 @@ def model_fingerprint(config: EngineConfig) -> str:
         digest.update(b"random %d" % config.weights_seed)
         return digest.hexdigest()
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for i in range(_NUM_SAMPLES):
-                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(_samples(path) if config.kv_store is None else _whole(path))
     return digest.hexdigest()
+
+
+def _samples(path: Path) -> bytes:
+    """Bytes of a file at equal distances, the first and the last ones among them."""
+    size = path.stat().st_size
+    samples = bytearray()
+    with path.open("rb") as file:
+        for i in range(_NUM_SAMPLES):
+            file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
+            samples += file.read(_SAMPLE_BYTES)
+    return bytes(samples)
+
+
+def _whole(path: Path) -> bytes:
+    """16 bytes that depend on every byte of a file."""
+    state = xxhash.xxh3_128()
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(view[:count])
+    return state.digest()

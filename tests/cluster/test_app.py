@@ -7,7 +7,6 @@ import pytest
 
 from cluster.config import DeploymentOverride
 from cluster.errors import ClusterConfigError
-from kv_transfer.store import StoreConfig
 from tests.cluster.test_config import MODEL, changed
 
 with warnings.catch_warnings():
@@ -85,22 +84,18 @@ def test_secrets_of_a_file_are_read_where_they_are_needed_and_passed_to_nobody(a
     assert [d.init_args[-1] for d in bound.values()] == [[]] * 3
 
 
-@pytest.mark.parametrize(("store", "num_starts"), [(None, 0), ("shm", 1), ("my.stores:Mine", 0)])
-def test_replica_starts_the_store_of_its_node(args, monkeypatch, store, num_starts):
-    order = []
+@pytest.mark.parametrize("store", [None, "shm"])
+def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, store):
+    started = []
 
     class Engine:
         def call_at_exit(self, callback):
             pass
 
-    def ensure_server(config):
-        order.append(config.backend)
-
     def start_engine(config, **_):
-        order.append(config)
+        started.append(config)
         return Engine()
 
-    monkeypatch.setattr(deployments_module, "ensure_server", ensure_server)
     monkeypatch.setattr(deployments_module, "start_engine", start_engine)
     monkeypatch.delattr(deployments_module.PoolReplica, "__del__")  # nothing was started
     args["pools"] = {"both": {}}
@@ -108,19 +103,9 @@ def test_replica_starts_the_store_of_its_node(args, monkeypatch, store, num_star
         args |= {"kv_connector": "pooled"}
         args["kv_store"] = {"backend": store, "capacity_bytes": 2**20}
     deployments_module.PoolReplica(args, "both", [bytes(16)])
-    *starts, engine = order
-    assert starts == [store] * num_starts, "and the store first"
+    [engine] = started
     assert engine.kv_keys.secrets == (bytes(16),)
     assert (engine.kv_store is not None) == (store is not None)
-
-
-def test_replica_lives_without_a_store_that_cannot_be_started(monkeypatch, caplog):
-    def ensure_server(_config):
-        raise OSError("no process can be started")
-
-    monkeypatch.setattr(deployments_module, "ensure_server", ensure_server)
-    deployments_module._ensure_store(StoreConfig(backend="shm", capacity_bytes=2**20))
-    assert "no process can be started" in caplog.text
 
 
 def test_pools_outlive_their_drain_and_the_ingress_outlives_the_pools(args):

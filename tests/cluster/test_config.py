@@ -268,6 +268,24 @@ def test_decode_pool_may_convert_another_dtype(good):
 
 
 @pytest.mark.parametrize(
+    ("pools", "name", "role"), [({"both": {}}, "pooled", "both"), (None, "multi", "decode")]
+)
+def test_converted_kv_must_not_get_into_a_store(good, pools, name, role):
+    args = {**args_of(good), "kv_connector": name, "kv_store": STORE}
+    args["pools"] = pools or args["pools"]
+    load_cluster_config(args)
+    accepting = changed(args, f"pools.{role}.engine.kv_accept_dtypes", ["bfloat16"])
+    with pytest.raises(ClusterConfigError, match=r"kv_accept_dtypes and .* store .* converted"):
+        load_cluster_config(accepting)
+
+
+def test_no_conversion_is_recommended_where_none_is_allowed(good):
+    args = changed(args_of(good), "pools.decode.engine.dtype", "bfloat16")
+    with pytest.raises(ClusterConfigError, match=r"make them equal$"):
+        load_cluster_config({**args, "kv_connector": "multi", "kv_store": STORE})
+
+
+@pytest.mark.parametrize(
     ("pools", "name"), [({"both": {}}, "pooled"), (None, "multi"), ({"both": {}}, "a.b:C")]
 )
 def test_store_reaches_every_engine(good, pools, name):

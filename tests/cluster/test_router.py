@@ -20,6 +20,7 @@ from cluster.errors import (
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import StoreConfig
 from kv_transfer.stores.shm import ensure_server
+from replicas import async_client
 from replicas.messages import (
     LAPSED,
     Abort,
@@ -537,7 +538,8 @@ def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt(
     assert [num_cached for _, num_cached in results] == [0, 0, 0, 192]
 
 
-def test_stopped_decode_engine_counts_as_lost_and_serves_again_when_it_wakes(pool):
+def test_stopped_decode_engine_counts_as_lost_and_serves_again_when_it_wakes(pool, monkeypatch):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode = pool[0], pool[2]
 
     async def run():

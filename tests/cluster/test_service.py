@@ -16,6 +16,7 @@ from cluster.ingress import create_app
 from cluster.openai import Finished, GenerateRequest, TextDelta
 from cluster.service import ClusterService
 from kv_transfer.connector import TransferInfo
+from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.codec import encode
 from replicas.messages import (
@@ -389,7 +390,8 @@ def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
     assert asyncio.run(run()) == 0, "nobody would have read it"
 
 
-def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool):
+def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool, monkeypatch):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode, _ = pool
 
     async def run():

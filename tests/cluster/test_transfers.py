@@ -3,7 +3,7 @@
 import msgspec
 
 from cluster.transfers import TransfersView, transfers_text, transfers_view
-from kv_transfer.connector import TransferInfo
+from kv_transfer.connector import StoreStats, TransferInfo
 from replicas.messages import KVTransfers
 from tests.cluster.engines import make_member
 
@@ -31,6 +31,7 @@ SENDING = KVTransfers(
     num_leased_blocks=15,
     num_quarantined_blocks=2,
 )
+POOLING = KVTransfers(store=StoreStats(hits=11, misses=12, puts=13, drops=14, errors=15))
 LOADING = KVTransfers(transfers=[info("old", "consumer", "p")], num_reserved_blocks=5)
 
 
@@ -83,6 +84,17 @@ def test_cluster_without_transfers_is_one_table():
     assert transfers_text(TransfersView(replicas=[])).startswith("REPLICA")
 
 
+def test_store_has_a_table_of_those_that_use_one():
+    text = transfers_text(transfers_view([(PREFILL, POOLING), (DECODE, LOADING)]))
+    replicas, stores, transfers = ([x.split() for x in t.splitlines()] for t in text.split("\n\n"))
+    assert len(replicas) == 3
+    assert stores == [
+        ["REPLICA", "HITS", "MISSES", "PUTS", "DROPS", "ERRORS"],
+        ["prefill-p", "11", "12", "13", "14", "15"],
+    ]
+    assert transfers[0][0] == "REQUEST"
+
+
 def test_view_goes_through_json_as_it_is():
-    view = transfers_view([(PREFILL, SENDING), (DECODE, None)])
+    view = transfers_view([(PREFILL, POOLING), (DECODE, None)])
     assert msgspec.json.decode(msgspec.json.encode(view), type=TransfersView) == view

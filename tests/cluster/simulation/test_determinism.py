@@ -60,17 +60,21 @@ def test_the_seed_of_a_scenario_alone_changes_the_run():
 
 @pytest.mark.process
 def test_hash_seeds_of_the_interpreter_change_nothing():
-    here = lines()
     script = PRINT_DIGESTS.format(first=SEEDS[0], last=SEEDS[-1])
-    for hash_seed in ("0", "1", "random"):
-        done = subprocess.run(
+    processes = {
+        hash_seed: subprocess.Popen(
             [sys.executable, "-c", script],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
-            check=True,
         )
-        assert done.stdout.splitlines() == here, f"{hash_seed=}"
+        for hash_seed in ("0", "1", "random")
+    }
+    found = {hash_seed: process.communicate()[0] for hash_seed, process in processes.items()}
+    here = lines()
+    assert {hash_seed: text.splitlines() for hash_seed, text in found.items()} == dict.fromkeys(
+        processes, here
+    )
 
 
 def test_a_scenario_survives_its_file():

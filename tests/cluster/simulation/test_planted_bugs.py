@@ -27,7 +27,7 @@ from replicas.messages import Activate
 from replicas.streams import StreamTable
 
 MOST_EVENTS = 100_000
-SHRINK_S = 1.5
+SHRINK_S = 0.5
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,12 @@ import pytest
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     Abort,
+    Accepted,
     AddRequest,
     EngineRequest,
     KVLoaded,
     LoadKV,
+    Refused,
 )
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
@@ -238,6 +240,60 @@ def test_request_dropped_in_any_state_leaves_both_cores_as_new(busy, reach, how)
     busy.run = busy_run(busy) + 1
 
 
+def asked_again(pair):
+    """One inbox has the end of a request that is being computed, and the same request again."""
+    within_prefill(pair)
+    pair._take_events()
+    pair.prefill.handle(Abort(["r"]))
+    assert pair.prefill.core.num_live == 1, "its transfer has not ended"
+    ticket = pair.ticket("r", epoch=1)
+    pair.prefill.handle(AddRequest(pair._requests["r"], "prefill", ticket=ticket))
+    assert pair.prefill.core.take_events() == {}
+
+
+def test_request_that_follows_its_own_abort_waits_for_the_end_of_that(make_pair, local):
+    pair = make_pair({"max_num_batched_tokens": 32})
+    asked_again(pair)
+    pair.start_load("r", epoch=1)
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert [pair.outputs["r"]] == local([LONG], GREEDY)
+    assert num_sent(pair.prefill) == (1, 1), "the prompt was computed there, not here"
+    pair.run_until(pair.is_idle, "both cores idle")
+
+
+@pytest.mark.parametrize("how", ["abort", "client gone"])
+def test_request_that_is_given_up_while_it_waits_for_an_earlier_end_says_nothing(make_pair, how):
+    pair = make_pair({"max_num_batched_tokens": 32})
+    asked_again(pair)
+    core = pair.prefill.core
+    if how == "abort":
+        pair.prefill.handle(Abort(["r"]))
+    else:
+        core.client_gone(CLIENT)
+    pair.prefill.step_if_due()
+    assert (core.take_events(), core.num_live) == ({}, 0)
+
+
+def test_only_one_request_waits_for_an_earlier_end(make_pair):
+    pair = make_pair({"max_num_batched_tokens": 32})
+    asked_again(pair)
+    third = AddRequest(pair._requests["r"], "prefill", ticket=pair.ticket("r", epoch=2))
+    pair.prefill.handle(third)
+    [refused] = pair.prefill.core.take_events()[CLIENT]
+    assert isinstance(refused, Refused)
+    assert refused.reason == "duplicate"
+    pair.prefill.step_if_due()
+    assert isinstance(pair.prefill.core.take_events()[CLIENT][0], Accepted)
+
+
+def test_id_whose_kv_still_waits_to_be_fetched_is_refused(make_pair):
+    pair = make_pair()
+    handed_over_and_not_fetched(pair)
+    pair.prefill.handle(AddRequest(pair._requests["r"], "prefill", ticket=pair.ticket("r", 1)))
+    [refused] = pair.prefill.core.take_events()[CLIENT]
+    assert refused.reason == "duplicate"
+
+
 def busy_run(pair):
     return getattr(pair, "run", 1)
 
@@ -331,6 +387,15 @@ def test_an_engine_that_must_not_recompute_ends_the_request_and_says_why(make_pa
     assert pair.errors["r"] == f"{KV_TRANSFER_FAILED}: peer_dead"
     assert pair.decode.core.metrics(0.0).kv_recompute_tokens == 0
     pair.run_until(pair.is_idle, "decode core idle")
+
+
+def test_an_engine_that_must_not_recompute_does_not_without_a_ticket_either(make_pair):
+    pair = make_pair(decode={"kv_load_failure_policy": "fail"})
+    activated_and_not_fetched(pair)
+    pair.run_until(lambda: "r" in pair.finished, "finished")
+    assert pair.errors["r"] == f"{KV_TRANSFER_FAILED}: no_ticket"
+    pair.abort("r")
+    pair.run_until(pair.is_idle, "both cores idle")
 
 
 def test_a_forged_ticket_is_refused_and_the_request_goes_on(make_pair, local):

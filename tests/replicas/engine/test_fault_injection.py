@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 
+from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
@@ -356,8 +357,11 @@ def test_a_killed_engine_dies_once_and_not_again_after_its_restart(start_s):
 
 
 @pytest.mark.process
-def test_a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(start_s):
-    short, long = fault(0, "freeze", duration_s=1.0), fault(3, "freeze", duration_s=7.0)
+def test_a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(
+    start_s, monkeypatch
+):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
+    short, long = fault(0, "freeze", duration_s=0.5), fault(1.5, "freeze", duration_s=3.5)
 
     async def run(handle):
         lost = []
@@ -429,7 +433,11 @@ def test_an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(start_s):
 
 
 @pytest.mark.process
-def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(start_s):
+def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(
+    start_s, monkeypatch
+):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
+
     async def run(handle):
         lost = []
         async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
@@ -443,7 +451,7 @@ def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_
             await assert_idle(handle, client)
             await assert_serves(handle, client)
 
-    with engine(fault(0, "partition", duration_s=7.0), start_s=start_s) as handle:
+    with engine(fault(0, "partition", duration_s=3.5), start_s=start_s) as handle:
         drive(run(handle))
 
 

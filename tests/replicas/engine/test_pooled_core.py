@@ -142,6 +142,7 @@ def test_what_one_engine_saved_another_one_loads_and_goes_on_as_if_computed(
     wanted = [plain[tuple(p)] for p in PROMPTS]
     assert first.generate(PROMPTS) == wanted
     assert first.metrics.transfer.store.puts > 0
+    assert first.node.core.kv_transfers(0.0).store == first.metrics.transfer.store
     assert second.generate(PROMPTS) == wanted
     assert second.metrics.transfer.store.hits > 0
     assert second.metrics.transfer.receive_failures == {}

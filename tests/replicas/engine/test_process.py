@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.client import SyncMPClient
 from replicas.codec import encode
@@ -246,7 +247,8 @@ def test_killed_engine_ends_every_open_stream_with_an_error(doomed):
     assert doomed.wait() == -signal.SIGKILL
 
 
-def test_frozen_engine_counts_as_dead(doomed):
+def test_frozen_engine_counts_as_dead(doomed, monkeypatch):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     ends, reason = dead_streams(doomed, lambda pid: os.kill(pid, signal.SIGSTOP))
     assert {type(error) for error in ends[4:]} == {EngineDeadError}
     assert "sent nothing" in reason

@@ -552,6 +552,39 @@ def test_a_client_may_ask_for_the_prompt_to_be_computed_whatever_failed():
     assert step(scheduler) == {"r": 8}
 
 
+def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
+    """A reserved sequence of twelve tokens, of which so many are cached here."""
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector, kv_load_failure_policy=policy)
+    if cached:
+        scheduler.add(make_sequence("before", [1] * cached, max_tokens=1), 0.0)
+        step(scheduler)
+    scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
+    return scheduler, scheduler.activate("r", [5], 0.0)
+
+
+def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
+    scheduler, ended = activated_with_a_token_and_never_given_a_ticket("fail")
+    assert (ended.status, ended.load_failure) == (SequenceStatus.FINISHED, "no_ticket")
+    assert (scheduler.num_live, scheduler.num_recompute_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("cached", "left"), [(0, 13), (8, 5)])
+def test_what_is_recomputed_without_a_ticket_is_counted_as_such(cached, left):
+    scheduler, ended = activated_with_a_token_and_never_given_a_ticket("recompute", cached)
+    assert ended is None
+    assert step(scheduler) == {"r": left}
+    assert scheduler.num_recompute_tokens == left - 1
+
+
+def test_a_prompt_that_the_client_wants_computed_here_is_no_recomputation():
+    scheduler = make_scheduler(connector=FakeConnector(4), kv_load_failure_policy="fail")
+    scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
+    assert scheduler.activate("r", [], 0.0) is None
+    assert step(scheduler) == {"r": 12}
+    assert scheduler.num_recompute_tokens == 0
+
+
 def test_kv_that_is_here_in_spite_of_a_failure_is_used():
     scheduler, connector = loading([5], policy="fail")
     fail(scheduler, connector, "r", 12)
