@@ -304,8 +304,10 @@ class MultiConnectorWorker:
 
     def close(self, deadline_s: float) -> None:
         """Stop both; each gets half of the time. Idempotent."""
-        self._p2p.close(deadline_s / 2)
-        self._pooled.close(deadline_s / 2)
+        try:
+            self._p2p.close(deadline_s / 2)
+        finally:
+            self._pooled.close(deadline_s / 2)
 
     # ---- one step
 
@@ -422,7 +424,12 @@ class MultiConnector:
     def create_scheduler(
         self, settings: ConnectorSettings, layout: KVLayout
     ) -> MultiConnectorScheduler:
-        """Make the scheduler side of one engine."""
+        """Make the scheduler side of one engine.
+
+        Raises:
+            TransferError: When the engine converts KV, or no store is set.
+        """
+        _refuse_conversion(settings)
         p2p = P2PConnector().create_scheduler(settings, layout)
         pooled = PooledConnector().create_scheduler(settings, layout)
         return MultiConnectorScheduler(p2p, pooled, layout)
@@ -430,10 +437,25 @@ class MultiConnector:
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]
     ) -> MultiConnectorWorker:
-        """Make the worker side of one engine."""
+        """Make the worker side of one engine.
+
+        Raises:
+            TransferError: When the engine converts KV, or no store is set.
+        """
+        _refuse_conversion(settings)
         p2p = P2PConnector().create_worker(settings, notify)
         pooled = PooledConnector().create_worker(settings, notify)
         return MultiConnectorWorker(p2p, pooled, notify)
+
+
+def _refuse_conversion(settings: ConnectorSettings) -> None:
+    """Keep converted KV, which may be less precise, out of the pool: its keys do not show it."""
+    if settings.accept_dtypes:
+        raise TransferError(
+            "KV converted from another engine's dtype would be saved to the pool as if it had been "
+            "computed here: give both engines the same KV dtype and leave kv_accept_dtypes empty, "
+            "or set kv_connector to 'p2p'"
+        )
 
 
 class _Ends(TypedDict):

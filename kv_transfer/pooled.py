@@ -27,8 +27,8 @@ from kv_transfer.pooled_worker import (
     PooledResults,
     PoolLoadSpec,
     PoolSaveSpec,
+    require_store,
 )
-from kv_transfer.store import StoreConfig
 from kv_transfer.store_thread import StoreThread
 
 _UNIT_VERSION = 1
@@ -302,10 +302,11 @@ class PooledConnectorScheduler:
     def cancel(self, request_id: str) -> None:
         """End a load, which results then name, or a lookup, after which there is nothing to load.
 
-        Saves go on: what they read is worth keeping, and they hold blocks for a step or two.
+        Saves go on: what they read is worth keeping, and they hold blocks for a step or two. So
+        nothing happens to a finished request, whose end results will name in any case.
         """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.is_finished:
             return
         if request.is_loading:
             if not request.is_cancelled:
@@ -406,14 +407,3 @@ class PooledConnector:
     ) -> PooledConnectorWorker:
         """Make the worker side of one engine, with a thread for its store."""
         return PooledConnectorWorker(settings, notify, StoreThread)
-
-
-def require_store(settings: ConnectorSettings) -> StoreConfig:
-    """Return the store's configuration.
-
-    Raises:
-        TransferError: When there is none.
-    """
-    if settings.store is None:
-        raise TransferError("this KV connector needs a pool: set kv_store")
-    return settings.store

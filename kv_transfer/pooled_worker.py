@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kv_transfer.connector import (
@@ -44,6 +45,9 @@ ExecutorFactory = Callable[[StoreConfig, Callable[[], None]], StoreExecutor]
 
 _UNITS_AHEAD = 2
 """Least number of units got from the store before they are copied: one arrives as one is copied."""
+
+
+_NAME_DIGITS = 16
 
 
 class LookupSpec(Struct, frozen=True, array_like=True):
@@ -196,6 +200,17 @@ class _Totals:
     )
 
 
+def require_store(settings: ConnectorSettings) -> StoreConfig:
+    """Return the store's configuration.
+
+    Raises:
+        TransferError: When there is none.
+    """
+    if settings.store is None:
+        raise TransferError("this KV connector needs a pool: set kv_store")
+    return settings.store
+
+
 class PooledConnectorWorker:
     """Worker side of the pooled connector (see ``KVConnectorWorker``).
 
@@ -217,9 +232,7 @@ class PooledConnectorWorker:
         notify: Callable[[], None],
         make_executor: ExecutorFactory,
     ) -> None:
-        if settings.store is None:
-            raise TransferError("this KV connector needs a pool: set kv_store")
-        self._store = settings.store
+        self._store = require_store(settings)
         self._config = settings.config
         self._notify = notify
         self._make_executor = make_executor
@@ -259,7 +272,9 @@ class PooledConnectorWorker:
         """
         if self._io is not None:
             raise TransferError("register_kv_caches was called before")
-        self._executor = self._make_executor(self._store, self._notify)
+        # Where nobody named the store: engines whose KV differs have no use for each other's.
+        name = self._store.name or io.layout.content_hash()[:_NAME_DIGITS]
+        self._executor = self._make_executor(replace(self._store, name=name), self._notify)
         self._io = io
 
     def close(self, deadline_s: float) -> None:

@@ -24,11 +24,12 @@ MAX_KEY_BYTES = 64
 PutOutcome = Literal["stored", "present", "dropped"]
 """What became of a put: ``stored`` now, ``present`` before, or ``dropped`` for whatever reason."""
 
-_BUILT_IN = {
+STORE_BACKENDS = {
     "shm": "kv_transfer.stores.shm:ShmStore",
     "ray": "kv_transfer.stores.ray:RayStore",
     "mooncake": "kv_transfer.stores.mooncake:MooncakeStore",
 }
+"""The built-in stores and their classes."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,9 +40,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             cluster), or ``"module:Class"`` of a class whose constructor takes this config.
         capacity_bytes: Most bytes of values kept. Of ``shm`` and ``ray`` for the whole store, as
             said by whoever starts it; of ``mooncake`` the memory that this engine contributes.
-        address: ``shm``: any name; stores of different names know nothing of each other. ``ray``:
-            of the Ray cluster, ``""`` for the one of this node. ``mooncake``: ``host:port`` of
-            the master.
+        address: ``shm``: any name, ``name`` if it is empty. ``ray``: of the Ray cluster, ``""``
+            for the one of this node. ``mooncake``: ``host:port`` of the master.
+        name: ``shm`` and ``ray``: stores of different names know nothing of each other. When it is
+            empty the connector puts in one that engines with the same KV have in common.
         unit_tokens: Tokens of one value. The same in every engine that shares the store; a multiple
             of every one's block size.
         timeout_s: Longest time that one call waits for the store.
@@ -52,6 +54,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backend: str
     capacity_bytes: int
     address: str = ""
+    name: str = ""
     unit_tokens: int = 256
     timeout_s: float = 0.25
     lease_s: float = 5.0
@@ -140,11 +143,12 @@ def make_store(config: StoreConfig) -> KVStore:
     Raises:
         TransferError: When the backend is unknown, or something that it needs is not installed.
     """
-    target = _BUILT_IN.get(config.backend, config.backend)
+    target = STORE_BACKENDS.get(config.backend, config.backend)
     module_name, separator, class_name = target.partition(":")
     if not (separator and module_name and class_name):
         raise TransferError(
-            f"unknown KV store {config.backend!r}: use one of {sorted(_BUILT_IN)} or 'module:Class'"
+            f"unknown KV store {config.backend!r}: use one of {sorted(STORE_BACKENDS)} or "
+            "'module:Class'"
         )
     try:
         factory = getattr(importlib.import_module(module_name), class_name)

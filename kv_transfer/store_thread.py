@@ -255,7 +255,11 @@ class StoreThread:
             self._news.clear()
             while job := self._next():
                 self._do(job)
-        self._store.close()
+        try:
+            self._store.close()
+        except Exception:
+            # As with its calls: the engine ends in order whatever a backend does.
+            logger.exception("the KV store failed at its end")
 
     def _next(self) -> StoreJob | None:
         if self._urgent:

@@ -8,6 +8,7 @@ closed network only.
 """
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -82,7 +83,8 @@ class MooncakeStore:
     def put(self, key: bytes, value: NDArray[np.uint8]) -> PutOutcome:
         """Copy a value in."""
         dropped: PutOutcome = "dropped"
-        outcome = self._call(lambda end_s: self._put(key, value, end_s), dropped)
+        put = self._with_process(lambda end_s: self._put(key, value, end_s))
+        outcome = self._thread.put(put, dropped, value.nbytes)
         self._counters.puts += outcome == "stored"
         self._counters.drops += outcome == "dropped"
         return outcome
@@ -97,13 +99,17 @@ class MooncakeStore:
 
     def close(self) -> None:
         """End the process, which loses the values in its memory."""
-        if self._process is not None:
-            self._process.kill()  # Whatever the thread waits for comes to an end.
+        process = self._process  # The thread may set it to None at any moment.
+        if process is not None:
+            process.kill()  # Whatever the thread waits for comes to an end.
         self._thread.close(self._end)
 
     # ---- the thread
 
     def _call(self, function: Callable[[float], _ResultT], default: _ResultT) -> _ResultT:
+        return self._thread.call(self._with_process(function), default)
+
+    def _with_process(self, function: Callable[[float], _ResultT]) -> Callable[[float], _ResultT]:
         def run(end_s: float) -> _ResultT:
             try:
                 return function(end_s)
@@ -111,7 +117,7 @@ class MooncakeStore:
                 self._end()
                 raise
 
-        return self._thread.call(run, default)
+        return run
 
     def _start(self) -> Connection:
         """Start the process and wait until it has joined."""
@@ -119,7 +125,7 @@ class MooncakeStore:
         with theirs:
             command = [sys.executable, "-m", "kv_transfer.stores.mooncake_process"]
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *self._arguments],
+                [*command, str(theirs.fileno()), str(os.getpid()), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -109,9 +109,24 @@ def _own_address(master: tuple[str, int]) -> str:
         return str(probe.getsockname()[0])
 
 
-def main(descriptor: int, host: str, port: int, capacity_bytes: int) -> None:
-    """Answer until the engine hangs up, or something goes wrong that a new process may not have."""
+def _die_with(parent: int) -> None:
+    """End when the parent does, or now if it has; for that no signal would ever come."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(descriptor: int, engine: int, host: str, port: int, capacity_bytes: int) -> None:
+    """Answer until the engine hangs up, or something goes wrong that a new process may not have.
+
+    Args:
+        descriptor: Of the socket to the engine.
+        engine: Process id of the engine.
+        host: Where the master is.
+        port: The master's.
+        capacity_bytes: Memory to contribute.
+    """
+    _die_with(engine)
     connection = Connection(descriptor)
     decoder = msgspec.msgpack.Decoder(Ask)
     try:
@@ -128,4 +143,4 @@ def main(descriptor: int, host: str, port: int, capacity_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -1,8 +1,9 @@
 """Share KV units with all engines of a Ray cluster through Ray's object store.
 
 A named actor, the directory, knows which object is whose value and decides what stays; an actor on
-each node that writes, the keeper, owns the objects, so that they outlive the engines. Both stay
-until the cluster ends. Reading is without a copy: the value lies in the object store of this node.
+each node that writes, the keeper, owns the objects, so that they outlive the engines. Every store,
+told apart by its name, has actors of its own. They stay until the cluster ends. Reading is without
+a copy: the value lies in the object store of this node.
 
 An engine that uses this store is a Ray driver: it trusts the cluster, whose objects are pickled,
 and like every driver it ends some time after the head node's control service has. The capacity
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = "ttserve"
 _DIRECTORY = "kv-store-directory"
 _KEEPER = "kv-store-keeper"
+
+_FETCH_SHARE = 0.8
+"""Part of a call's time after which ``get`` is content with the values that have come: at its end
+nobody would listen any more."""
 
 _MAX_LATE = 64
 """Values that did not come in time and are looked after."""
@@ -134,7 +139,8 @@ class RayStore:
     def put(self, key: bytes, value: NDArray[np.uint8]) -> PutOutcome:
         """Copy a value into the object store."""
         dropped: PutOutcome = "dropped"
-        outcome = self._call(lambda end_s: self._put(key, value, end_s), dropped)
+        put = self._with_ray(lambda end_s: self._put(key, value, end_s))
+        outcome = self._thread.put(put, dropped, value.nbytes)
         self._counters.puts += outcome == "stored"
         self._counters.drops += outcome == "dropped"
         return outcome
@@ -154,6 +160,9 @@ class RayStore:
     # ---- the thread
 
     def _call(self, function: Callable[[float], _ResultT], default: _ResultT) -> _ResultT:
+        return self._thread.call(self._with_ray(function), default)
+
+    def _with_ray(self, function: Callable[[float], _ResultT]) -> Callable[[float], _ResultT]:
         def run(end_s: float) -> _ResultT:
             self._join()
             try:
@@ -163,7 +172,7 @@ class RayStore:
                 self._directory = self._keeper = None  # An actor may have died: find or make it.
                 raise
 
-        return self._thread.call(run, default)
+        return run
 
     def _join(self) -> None:
         """Find the actors, or make them; a driver of its own where this process has no Ray."""
@@ -175,8 +184,10 @@ class RayStore:
             return
         node = ray.get_runtime_context().get_node_id()
         here = NodeAffinitySchedulingStrategy(node, soft=False)
-        self._keeper = _actor(Keeper, f"{_KEEPER}-{node}", scheduling_strategy=here).remote()
-        self._directory = _actor(Directory, _DIRECTORY).remote(
+        name = self._config.name
+        keeper = _actor(Keeper, _actor_name(_KEEPER, name, node), scheduling_strategy=here)
+        self._keeper = keeper.remote()
+        self._directory = _actor(Directory, _actor_name(_DIRECTORY, name)).remote(
             self._config.capacity_bytes, self._config.lease_s
         )
 
@@ -192,6 +203,7 @@ class RayStore:
 
     def _get(self, keys: tuple[bytes, ...], end_s: float) -> list[NDArray[np.uint8]]:
         found = self._ask(end_s, "get", self._client, keys)
+        end_s -= (1 - _FETCH_SHARE) * self._config.timeout_s
         values = []
         if found:
             references = [content[0] for _, content in found]
@@ -246,6 +258,10 @@ class RayStore:
             raise
         outcome: PutOutcome = self._ask(end_s, "commit", self._client, put_id, content)
         return outcome
+
+
+def _actor_name(*parts: str) -> str:
+    return "-".join(part for part in parts if part)
 
 
 def _actor(kind: type, name: str, **options: object) -> Any:  # noqa: ANN401

@@ -4,6 +4,7 @@ Values are copied once on the way in and read where they lie. The server is a pr
 started by whoever misses it first, so that a pool survives every engine that filled it.
 """
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -11,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -53,44 +53,55 @@ from kv_transfer.stores.shm_messages import (
     encode,
     socket_name,
 )
-from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, peer_user_id
+from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, bind, peer_user_id
 
 logger = logging.getLogger(__name__)
 
 _AnswerT = TypeVar("_AnswerT", bound=Answer)
 
-_started: dict[bytes, "subprocess.Popen[bytes]"] = {}
-"""Servers that this process started, until it has seen them end. Guarded by ``_starting``."""
-_starting = threading.Lock()
+_LAUNCHER = "import os, sys; os.fork() or os.execv(sys.argv[1], sys.argv[1:])"
+"""Starts what it is told to, as nobody's child, and ends."""
 
 
 def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
     """Start a server of this node's store unless one runs or is starting; do not wait for it.
 
-    It belongs to a session of its own and ends when nobody has been connected for ``idle_s``. Of
-    several that start at once all but one end again.
+    It ends when nobody has been connected for ``idle_s``. It is no child of this process and
+    belongs to a session of its own, so that it outlives whoever started it, also where all
+    descendants of a process are killed with it, as Ray does.
 
     Raises:
         OSError: When no process can be started.
     """
-    name = socket_name(config.address, os.getuid())
-    with _starting:
-        for ended in [x for x, process in _started.items() if process.poll() is not None]:
-            code = _started.pop(ended).returncode
-            logger.info("a KV store server that this process started has ended with code %d", code)
-        if name in _started or _is_listening(name):
-            return
-        command = [sys.executable, "-m", "kv_transfer.stores.shm_server"]
-        command += ["--address", config.address, "--capacity-bytes", str(config.capacity_bytes)]
-        command += ["--lease-s", str(config.lease_s), "--idle-s", str(idle_s)]
+    try:
+        # Whoever has the name starts the server, which gets it: two never start.
+        listener = bind(store_address(config))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return
+    with listener:
+        server = [sys.executable, "-m", "kv_transfer.stores.shm_server"]
+        server += ["--listener", str(listener.fileno())]
+        server += ["--capacity-bytes", str(config.capacity_bytes)]
+        server += ["--lease-s", str(config.lease_s), "--idle-s", str(idle_s)]
         # No stream of ours: whoever waits for the end of one would wait for the server.
-        _started[name] = subprocess.Popen(
-            command,
+        launched = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, *server],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),),
             start_new_session=True,
+            check=False,
         )
+    if launched.returncode:
+        raise OSError(f"cannot start a KV store server: its launcher ended so: {launched}")
+
+
+def store_address(config: StoreConfig) -> str:
+    """Return what tells this store of the node from others."""
+    return config.address or config.name
 
 
 class ShmStore:
@@ -103,7 +114,7 @@ class ShmStore:
     def __init__(self, config: StoreConfig) -> None:
         """Try to connect, which starts the server where there is none."""
         self._config = config
-        self._name = socket_name(config.address, os.getuid())
+        self._name = socket_name(store_address(config), os.getuid())
         self._counters = StoreCounters()
         self._connection: socket.socket | None = None
         self._slab: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -276,18 +287,6 @@ def _batches(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 def _is_usable(key: bytes) -> bool:
     return 0 < len(key) <= MAX_KEY_BYTES
-
-
-def _is_listening(name: bytes) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setblocking(False)
-        try:
-            connection.connect(name)
-        except BlockingIOError:  # Its backlog is full.
-            return True
-        except OSError:
-            return False
-        return True
 
 
 def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:

@@ -1,11 +1,12 @@
 """Keep KV units in shared memory for all engines of a node: the server process.
 
-``python -m kv_transfer.stores.shm_server --address NAME --capacity-bytes N`` serves until nobody
-has been connected for ``--idle-s``. It owns a memfd that every client maps, and tells clients where
-in it to read and write; no value passes through it. Nothing is on disk, and nothing outlives the
-last process that maps the memory. The name of the abstract socket is the lock: a second server of
-one store ends at once. Clients must run as the same user, who may harm a process of theirs in
-easier ways than by writing to the wrong place; the others' checksums would notice that too.
+``python -m kv_transfer.stores.shm_server --address NAME --capacity-bytes N --lease-s S`` serves
+until nobody has been connected for ``--idle-s``. It owns a memfd that every client maps, and tells
+clients where in it to read and write; no value passes through it. Nothing is on disk, and nothing
+outlives the last process that maps the memory. The name of the abstract socket is the lock: a
+second server of one store ends at once. Clients must run as the same user, who may harm a process
+of theirs in easier ways than by writing to the wrong place; the others' checksums would notice that
+too.
 """
 
 import argparse
@@ -59,6 +60,21 @@ SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Nobody can change the size, so that no access within it ever faults."""
 
 
+def bind(address: str) -> socket.socket:
+    """Take the name of a store, which nobody else can have as long as this socket is open.
+
+    Raises:
+        OSError: With EADDRINUSE when another server of this store runs or is starting.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(socket_name(address, os.getuid()))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def peer_user_id(connection: socket.socket) -> int:
     """Return the user of the process at the other end, as the kernel knows it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -76,11 +92,19 @@ class _Client:
 class ShmServer:
     """The server. Owner of the slab and its table: the thread that runs it, the only one."""
 
-    def __init__(self, address: str, capacity_bytes: int, lease_s: float, idle_s: float) -> None:
+    def __init__(
+        self, listener: socket.socket, capacity_bytes: int, lease_s: float, idle_s: float
+    ) -> None:
         """Listen.
 
+        Args:
+            listener: From ``bind``; closed by ``close``.
+            capacity_bytes: Size of the slab.
+            lease_s: How long a lease or a put lasts.
+            idle_s: How long to wait for a client when there is none.
+
         Raises:
-            OSError: With EADDRINUSE when another server of this store listens; or without memory.
+            OSError: When there is no memory.
         """
         self._capacity_bytes = capacity_bytes
         self._idle_s = idle_s
@@ -89,13 +113,8 @@ class ShmServer:
         self._num_accepted = 0
         self._num_malformed = 0
         self._idle_since_s = time.monotonic()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._listener.bind(socket_name(address, os.getuid()))
-            self._slab = _make_slab(capacity_bytes)
-        except BaseException:
-            self._listener.close()
-            raise
+        self._slab = _make_slab(capacity_bytes)
+        self._listener = listener
         self._listener.setblocking(False)
         self._listener.listen(_BACKLOG)
         self._selector = selectors.DefaultSelector()
@@ -229,19 +248,25 @@ def _make_slab(capacity_bytes: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one store; return 0 at once when another process does so."""
     parser = argparse.ArgumentParser(description="Keep KV units in shared memory for one node.")
-    parser.add_argument("--address", required=True, help="name of the store")
+    name = parser.add_mutually_exclusive_group(required=True)
+    name.add_argument("--address", help="name of the store")
+    name.add_argument("--listener", type=int, help="inherited descriptor of a socket of that name")
     parser.add_argument("--capacity-bytes", type=int, required=True)
     parser.add_argument("--lease-s", type=float, required=True)
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     try:
-        server = ShmServer(options.address, options.capacity_bytes, options.lease_s, options.idle_s)
+        if options.listener is not None:
+            listener = socket.socket(fileno=options.listener)
+        else:
+            listener = bind(options.address)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         logger.info("another process serves store %r", options.address)
         return 0
+    server = ShmServer(listener, options.capacity_bytes, options.lease_s, options.idle_s)
     try:
         server.run()
     finally:

@@ -58,6 +58,7 @@ class MemoryStore:
     """See ``KVStore``; ``address`` names the shelf."""
 
     def __init__(self, config: StoreConfig) -> None:
+        self.config = config
         self.shelf = SHELVES.setdefault(config.address, Shelf())
         self.totals = StoreCounters()
         self.is_closed = False

@@ -115,6 +115,8 @@ class Job:
     """Steps that it goes on after its prompt is computed."""
     mode: str = "local"
     """local, producer or consumer; the latter two bring a ticket."""
+    waits_for_pool: bool = True
+    """Whether it is asked what there is to load before it runs."""
     state: str = "waiting"
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -210,7 +212,11 @@ class PoolEngine:
                 num_new, _ = self.scheduler.get_num_new_matched_tokens(job.request_id, 0)
                 assert num_new is None, "a load started before the end of another was reported"
                 continue
-            num_new, _ = self.scheduler.get_num_new_matched_tokens(job.request_id, job.num_local)
+            num_new: int | None = 0
+            if job.waits_for_pool:
+                num_new, _ = self.scheduler.get_num_new_matched_tokens(
+                    job.request_id, job.num_local
+                )
             num_blocks = self.layout.num_blocks(len(job.token_ids))
             if num_new is None or num_blocks > len(self.free):
                 continue

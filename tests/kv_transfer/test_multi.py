@@ -398,6 +398,40 @@ def test_it_is_there_by_name() -> None:
     worker.close(1.0)
 
 
+class Closes:
+    """Stands for a worker side that ends."""
+
+    def __init__(self) -> None:
+        self.deadlines_s: list[float] = []
+
+    def close(self, deadline_s: float) -> None:
+        self.deadlines_s.append(deadline_s)
+
+
+class CannotClose:
+    def close(self, deadline_s: float) -> None:
+        raise OSError("scripted")
+
+
+def test_the_pool_is_closed_whatever_becomes_of_the_other() -> None:
+    pooled = Closes()
+    worker = MultiConnectorWorker(CannotClose(), pooled, functools.partial(int))
+    with pytest.raises(OSError, match="scripted"):
+        worker.close(2.0)
+    assert pooled.deadlines_s == [1.0]
+
+
+def test_converted_kv_is_kept_out_of_the_pool() -> None:
+    made = ConnectorSettings(
+        incarnation="E", keys=KEYS, store=World().store, accept_dtypes=("float16",)
+    )
+    connector = load_connector("multi")
+    with pytest.raises(TransferError, match="leave kv_accept_dtypes empty"):
+        connector.create_scheduler(made, LAYOUT)
+    with pytest.raises(TransferError, match="leave kv_accept_dtypes empty"):
+        connector.create_worker(made, functools.partial(int))
+
+
 # ---- anything at any time
 
 

@@ -45,7 +45,9 @@ def tokens(num_tokens: int, seed: int) -> list[int]:
 class World:
     """Engines without threads that share one shelf; time is set by hand."""
 
-    def __init__(self, *block_sizes: int, config: TransferConfig = CONFIG, seed: int = 0) -> None:
+    def __init__(
+        self, *block_sizes: int, config: TransferConfig = CONFIG, seed: int = 0, name: str = ""
+    ) -> None:
         self.now_s = 100.0
         address = f"shelf-{next(_addresses)}"
         self.shelf = SHELVES[address] = Shelf()
@@ -53,6 +55,7 @@ class World:
             backend="tests.kv_transfer.memory_store:MemoryStore",
             capacity_bytes=1,
             address=address,
+            name=name,
             unit_tokens=UNIT,
         )
         self.executors: list[InlineExecutor] = []
@@ -87,7 +90,7 @@ class World:
 
     def finish(self) -> None:
         """Let everything come to its end and look at what is left."""
-        for _ in range(200):
+        for _ in range(1000):
             self.steps()
             if all(engine.is_idle for engine in self.engines):
                 break
@@ -393,6 +396,22 @@ def test_a_preempted_request_saves_from_the_start() -> None:
     world.check_values([prompt])
 
 
+def test_a_finished_request_that_is_aborted_before_the_pool_answers_gives_its_blocks_back() -> None:
+    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    prompt = tokens(4 * UNIT, 1)
+    world.engine.chunk_tokens = len(prompt)
+    world.engine.submit(Job("hasty", prompt, num_decodes=0, waits_for_pool=False))
+    world.steps(2, is_frozen=True)
+    assert "hasty" in world.engine.held
+    world.engine.abort("hasty")
+    world.steps(10, is_frozen=True)
+    # Not even the pool's answer is needed for that.
+    assert world.engine.is_idle
+    world.finish()
+    world.check_values([prompt])
+    assert len(world.shelf.values) == 4
+
+
 @pytest.mark.parametrize("how", ["abort", "preempt"])
 @pytest.mark.parametrize("num_steps", range(8))
 def test_an_abort_or_preemption_at_any_time_ends_once(how: str, num_steps: int) -> None:
@@ -526,7 +545,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(32, 64)
+        # A step computes more than it copies, so that requests finish before they are saved.
+        config = msgspec.structs.replace(CONFIG, max_bytes_per_call=1)
+        self.world = World(32, 64, config=config)
+        for engine in self.world.engines:
+            engine.chunk_tokens = 320
         base = tokens(4 * UNIT, 0)
         self.prompts = [
             [*base[: (cut % 5) * UNIT], *tokens(size, 100 + cut)]
@@ -538,16 +561,30 @@ class PoolMachine(RuleBasedStateMachine):
         engine=st.integers(0, 1),
         prompt=st.integers(0, 6),
         num_local=st.integers(0, 4),
-        num_decodes=st.integers(0, 3),
+        num_decodes=st.sampled_from([0, 0, 1, 3]),
+        waits=st.booleans(),
     )
-    def submit(self, engine: int, prompt: int, num_local: int, num_decodes: int) -> None:
+    def submit(
+        self, engine: int, prompt: int, num_local: int, num_decodes: int, waits: bool
+    ) -> None:
         self.count += 1
         token_ids = self.prompts[prompt]
         whole = (len(token_ids) - 1) // 64 * 64
-        job = Job(f"r{self.count}", token_ids, min(64 * num_local, whole), num_decodes)
+        job = Job(
+            f"r{self.count}",
+            token_ids,
+            min(64 * num_local, whole),
+            num_decodes,
+            waits_for_pool=waits,
+        )
         self.world.engines[engine].submit(job)
 
-    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 4))
+    @rule(engine=st.integers(0, 1), prompt=st.integers(2, 6), num_steps=st.integers(2, 4))
+    def finish_before_it_is_saved(self, engine: int, prompt: int, num_steps: int) -> None:
+        self.submit(engine, prompt, num_local=0, num_decodes=0, waits=False)
+        self.step(engine, num_steps)
+
+    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 2))
     def step(self, engine: int, num_steps: int) -> None:
         for _ in range(num_steps):
             self.world.engines[engine].step()
@@ -566,9 +603,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
     def abort(self, engine: int, which: int) -> None:
-        job = self._pick(engine, which)
-        if job is not None:
-            self.world.engines[engine].abort(job.request_id)
+        there = self.world.engines[engine]
+        names = [*there.held, *there.jobs]
+        if names:
+            there.abort(names[which % len(names)])
 
     @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
     def preempt(self, engine: int, which: int) -> None:
@@ -635,7 +673,10 @@ class ThreadedWorld:
             unit_tokens=UNIT,
             timeout_s=0.05,
         )
-        config = msgspec.structs.replace(CONFIG, no_progress_s=0.05)
+        # Room for every unit of a test: none is dropped because the thread had no turn.
+        config = msgspec.structs.replace(
+            CONFIG, no_progress_s=0.05, max_inflight_bytes=16 * UNIT_BYTES
+        )
         made = ConnectorSettings(incarnation="E", config=config, store=store)
         connector = load_connector("pooled")
         self.notified = threading.Event()
@@ -703,6 +744,30 @@ def test_a_store_that_never_answers_does_not_hold_up_the_end() -> None:
     world.engine.worker.close(0.01)
     world.engine.worker.close(0.01)
     world.shelf.thaw.set()
+
+
+class CannotClose(MemoryStore):
+    def close(self) -> None:
+        raise RuntimeError("scripted")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_store_that_fails_at_its_end_is_told_of_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread = StoreThread(
+        StoreConfig(backend=f"{__name__}:CannotClose", capacity_bytes=1), lambda: None
+    )
+    thread.close(10.0)
+    assert not thread._thread.is_alive()
+    assert "the KV store failed at its end" in caplog.text
+
+
+def test_a_store_without_a_name_gets_that_of_the_kv() -> None:
+    one, other = World(32, 64), World(32)
+    named = World(32, name="mine")
+    names = [x.store.config.name for world in (one, other, named) for x in world.executors]
+    assert names == [LAYOUT.content_hash()[:16]] * 3 + ["mine"]
 
 
 def test_an_unknown_backend_ends_the_start() -> None:

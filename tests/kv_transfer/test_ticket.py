@@ -85,9 +85,7 @@ def test_a_sealed_thing_that_is_no_ticket_is_refused() -> None:
 
 def test_a_ticket_that_cannot_travel_is_refused_when_it_is_made() -> None:
     endpoint = "tcp://" + 240 * "h"
-    long = msgspec.structs.replace(
-        TICKET, request_id=256 * "r", producer_endpoints=3 * (endpoint,)
-    )
+    long = msgspec.structs.replace(TICKET, request_id=256 * "r", producer_endpoints=3 * (endpoint,))
     with pytest.raises(TicketError, match="shorter request ids"):
         KEYS.seal(long)
     assert refusal(KEYS, bytes(MAX_SEALED_BYTES + 1)) is FailureReason.AUTH

@@ -10,9 +10,16 @@ VALUE_BYTES = 1 << 20
 NUM_VALUES = 4
 
 
-def config(address: str) -> StoreConfig:
+NAME = "test"
+
+
+def config(address: str, name: str = NAME) -> StoreConfig:
     return StoreConfig(
-        backend="ray", address=address, capacity_bytes=NUM_VALUES * VALUE_BYTES, timeout_s=1.0
+        backend="ray",
+        address=address,
+        name=name,
+        capacity_bytes=NUM_VALUES * VALUE_BYTES,
+        timeout_s=1.0,
     )
 
 

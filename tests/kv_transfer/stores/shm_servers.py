@@ -1,6 +1,10 @@
 """Servers of the shared-memory store for tests: in a thread, or in a process to be killed."""
 
 import contextlib
+import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.store import StoreConfig
-from kv_transfer.stores import shm
 from kv_transfer.stores.shm import ShmStore
-from kv_transfer.stores.shm_server import ShmServer
+from kv_transfer.stores.shm_messages import socket_name
+from kv_transfer.stores.shm_server import ShmServer, bind
 
 VALUE_BYTES = 1 << 20
 NUM_SLOTS = 4
@@ -52,14 +56,14 @@ def server_thread(
 ) -> Iterator[str]:
     """Serve until every client has disconnected; yields the address."""
     address = new_address()
-    server = ShmServer(address, capacity_bytes, lease_s, idle_s=600.0)
+    server = ShmServer(bind(address), capacity_bytes, lease_s, idle_s=600.0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         yield address
     finally:
         server._idle_s = 0.0
-        shm._is_listening(shm.socket_name(address, shm.os.getuid()))  # Wakes it.
+        server_pid(address)  # Wakes it.
         thread.join(30)
         assert not thread.is_alive(), "the server does not end"
         server.close()
@@ -79,9 +83,8 @@ def server_process(lease_s: float = 60.0) -> Iterator[tuple[str, "subprocess.Pop
     """Serve in a process; ends it, and any that a client started in its stead."""
     address = new_address()
     process = start_server(address, lease_s)
-    name = shm.socket_name(address, shm.os.getuid())
     try:
-        eventually(lambda: shm._is_listening(name))
+        eventually(lambda: server_pid(address))
         yield address, process
     finally:
         process.kill()
@@ -89,9 +92,19 @@ def server_process(lease_s: float = 60.0) -> Iterator[tuple[str, "subprocess.Pop
         end_started(address)
 
 
+def server_pid(address: str) -> int | None:
+    """Process that listens under this address."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        if connection.connect_ex(socket_name(address, os.getuid())):
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int(struct.unpack("3i", credentials)[0])
+
+
 def end_started(address: str) -> None:
-    """End the server of this address that clients of this process started."""
-    started = shm._started.pop(shm.socket_name(address, shm.os.getuid()), None)
-    if started is not None:
-        started.kill()
-        started.wait()
+    """End the server of this address if somebody's client started one, also one that starts."""
+    with contextlib.suppress(OSError):
+        bind(address).close()
+        return
+    eventually(lambda: server_pid(address))
+    os.kill(server_pid(address), signal.SIGKILL)

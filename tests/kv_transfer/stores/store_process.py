@@ -1,5 +1,7 @@
 """A client of the shared-memory store in a process of its own, to be killed or left in mid-air.
 
+``start ADDRESS``: starts a server, puts a value, says how that went, and waits to be killed.
+
 ``ADDRESS KEY``: leases every value it finds under the keys "0", "1", ..., begins to put KEY, writes
 the first half of 1 MiB of 0x11, says so, and waits for a line; then it writes the second half,
 commits, and says how that went.
@@ -9,7 +11,7 @@ import sys
 import time
 
 from kv_transfer.stores.shm_messages import Begin, Commit, Outcome, Placed
-from tests.kv_transfer.stores.shm_servers import VALUE_BYTES, connect
+from tests.kv_transfer.stores.shm_servers import VALUE_BYTES, connect, value
 
 
 def main(address: str, key: bytes) -> None:
@@ -27,5 +29,15 @@ def main(address: str, key: bytes) -> None:
     print(ended.outcome, flush=True)
 
 
+def start(address: str) -> None:
+    """Start a server."""
+    store = connect(address)
+    print(store.put(b"a", value(1)), flush=True)
+    sys.stdin.readline()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].encode())
+    if sys.argv[1] == "start":
+        start(sys.argv[2])
+    else:
+        main(sys.argv[1], sys.argv[2].encode())

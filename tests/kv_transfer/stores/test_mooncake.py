@@ -6,18 +6,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from kv_transfer.errors import TransferError
 from kv_transfer.store import StoreConfig
-from kv_transfer.stores import mooncake
+from kv_transfer.stores import mooncake, patience
 from kv_transfer.stores.mooncake import MooncakeStore
+from kv_transfer.stores.mooncake_process import Told
 from tests.kv_transfer.stores.shm_servers import eventually, value
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 VALUE_BYTES = 1 << 20
 CAPACITY = 32 << 20
 LEASE_MS = 300
@@ -89,6 +93,88 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 def test_an_address_without_host_or_port_is_refused(address: str) -> None:
     with pytest.raises(TransferError, match="use host:port of its master"):
         MooncakeStore(config(address))
+
+
+@pytest.mark.process
+def test_a_member_whose_engine_is_gone_ends_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    nobody = 1 << 30
+    command = [sys.executable, "-m", "kv_transfer.stores.mooncake_process"]
+    command += [str(theirs.fileno()), str(nobody), "127.0.0.1", "1", "1"]
+    with ours, theirs:
+        ended = subprocess.run(
+            command, cwd=REPOSITORY, pass_fds=(theirs.fileno(),), timeout=60, check=False
+        )
+        theirs.close()
+        assert ended.returncode == 1
+        assert ours.recv(1) == b"", "it went on to join"
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not REASON, reason="the package is installed")
+def test_a_member_that_cannot_join_is_a_miss_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mooncake, "_is_installed", lambda: True)
+    store = MooncakeStore(config("127.0.0.1:1", timeout_s=30.0))
+    assert store.num_present([b"a"]) == 0
+    store.close()
+    assert "_ClusterError" in caplog.text
+
+
+class Ended:
+    """Stands for the process that another thread ends meanwhile."""
+
+    is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_a_process_that_ends_while_the_store_is_closed_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Ended()
+    seen = [process]
+
+    class Racing(MooncakeStore):
+        @property
+        def _process(self) -> Ended | None:
+            return seen.pop() if seen else None
+
+        @_process.setter
+        def _process(self, _: object) -> None:
+            pass
+
+    monkeypatch.setattr(mooncake, "_is_installed", lambda: True)
+    Racing(config("127.0.0.1:1")).close()
+    assert process.is_killed
+
+
+class Puts:
+    """Stands for the process in a put: takes its time over every answer."""
+
+    def __init__(self) -> None:
+        self.told = iter([Told(0), Told(1)])
+
+    def send_bytes(self, _: bytes) -> None:
+        time.sleep(0.03)
+
+    def recv_bytes(self, _: int) -> bytes:
+        return msgspec.msgpack.encode(next(self.told))
+
+    def close(self) -> None:
+        pass
+
+
+def test_copying_a_value_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_is_installed", lambda: True)
+    monkeypatch.setattr(patience, "COPY_BYTES_PER_S", 1.0)
+    store = MooncakeStore(config("127.0.0.1:1", timeout_s=0.05))
+    store._connection = Puts()
+    assert store.put(b"a", np.zeros(60, np.uint8)) == "stored"
+    assert store.counters().errors == 0
+    store.close()
 
 
 @pytest.mark.process

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from kv_transfer.store import StoreCounters
-from kv_transfer.stores.patience import BackOff, CallThread
+from kv_transfer.stores import patience
+from kv_transfer.stores.patience import COPY_BYTES_PER_S, BackOff, CallThread
 from tests.kv_transfer.stores.shm_servers import eventually
 
 
@@ -54,6 +55,44 @@ def test_a_call_that_hangs_is_waited_for_once_and_no_other_starts() -> None:
     assert counted.counters.errors == 1
     release.set()
     eventually(lambda: counted.thread.call(lambda _: True, default=False))
+    counted.thread.close(lambda: None)
+
+
+def test_copying_comes_on_top_of_the_time_of_a_put() -> None:
+    counted = Counted(timeout_s=0.05)
+    # Ten seconds for copying, of which it takes so much that a call would be late.
+    num_bytes = int(10 * COPY_BYTES_PER_S)
+    before_s = time.monotonic()
+    deadline_s = counted.thread.put(lambda end_s: time.sleep(0.1) or end_s, 0.0, num_bytes)
+    assert before_s + 10.05 <= deadline_s <= time.monotonic() + 10.05
+    assert counted.counters.errors == 0
+    counted.thread.close(lambda: None)
+
+
+def test_after_a_put_that_failed_there_are_no_puts_for_a_while_but_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "_FIRST_S", 600.0)
+    counted = Counted(timeout_s=0.05)
+    release = threading.Event()
+    assert counted.thread.put(lambda _: release.wait(30), False, 0) is False
+    release.set()
+    assert counted.thread._last is not None
+    counted.thread._last.result(10)
+    counted.thread._timeout_s = 10.0
+    assert counted.thread.call(lambda _: True, default=False)
+    assert not counted.thread.put(lambda _: True, False, 0)
+    assert counted.counters.errors == 1
+    counted.thread.close(lambda: None)
+
+
+def test_after_a_call_that_failed_there_are_no_puts_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "_FIRST_S", 600.0)
+    counted = Counted()
+    counted.thread.call(raise_error, 0)
+    assert not counted.thread.put(lambda _: True, False, 0)
     counted.thread.close(lambda: None)
 
 

@@ -5,17 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import ray
 
+from kv_transfer.stores import patience
+from kv_transfer.stores import ray as ray_store
 from kv_transfer.stores.ray import Directory, RayStore
-from tests.kv_transfer.stores.ray_values import NUM_VALUES, VALUE_BYTES, config, value
+from tests.kv_transfer.stores.ray_values import NAME, NUM_VALUES, VALUE_BYTES, config, value
 from tests.kv_transfer.stores.shm_servers import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -65,6 +70,74 @@ def test_an_aborted_put_leaves_nothing() -> None:
     directory.abort(1)
     put(directory, b"b", client=2)
     assert directory.num_present((b"a",)) == 0
+
+
+# ---- a store without a cluster
+
+
+class Method:
+    """Stands for a method of an actor; what it returns stands for a reference to its answer."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    def remote(self, *_: object) -> object:
+        return self._answer
+
+
+class FakeRay:
+    """Stands for the module: references are their own values, and None never comes."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self) -> None:
+        self.due_s: list[float] = []
+        self.copying_s = 0.0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def wait(self, references: list[object], *, num_returns: int, timeout: float) -> None:
+        self.due_s.append(time.monotonic() + timeout)
+
+    def get(self, reference: object, timeout: float) -> object:
+        time.sleep(self.copying_s)
+        if reference is None:
+            self.due_s.append(time.monotonic() + timeout)
+            raise ray.exceptions.GetTimeoutError
+        return reference
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(ray_store, "ray", fake)
+    return fake
+
+
+def test_values_that_have_come_are_returned_while_somebody_listens(fake_ray: FakeRay) -> None:
+    store = RayStore(config(""))
+    store._directory = SimpleNamespace(
+        get=Method([(1, [value(1)]), (2, [None])]), release=Method(None)
+    )
+    end_s = time.monotonic() + 1.0
+    (found,) = store._get((b"a", b"b"), end_s)
+    assert np.array_equal(found, value(1))
+    # Both for all of them and for the one that does not come.
+    assert len(fake_ray.due_s) == 2
+    assert all(due_s <= end_s - 0.1 or due_s <= time.monotonic() for due_s in fake_ray.due_s)
+    store.close()
+
+
+def test_copying_a_value_is_no_waiting(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "COPY_BYTES_PER_S", VALUE_BYTES / 60)
+    fake_ray.copying_s = 0.02
+    store = RayStore(msgspec.structs.replace(config(""), timeout_s=0.04))
+    store._directory = SimpleNamespace(begin=Method(1), commit=Method("stored"))
+    store._keeper = SimpleNamespace(keep=Method(["kept"]))
+    assert store.put(b"a", value(1)) == "stored"
+    assert store.counters().errors == 0
+    store.close()
 
 
 # ---- a cluster
@@ -148,8 +221,18 @@ def test_a_value_in_use_stays_while_others_come_and_go(store: RayStore, cluster:
 
 
 @pytest.mark.ray
+def test_stores_of_other_names_have_other_tables(store: RayStore, cluster: str) -> None:
+    eventually(lambda: store.put(b"mine", value(5)) in {"stored", "present"})
+    other = RayStore(config(cluster, "other"))
+    eventually(lambda: other.put(b"theirs", value(6)) in {"stored", "present"}, 120)
+    assert (other.num_present([b"theirs"]), other.num_present([b"mine"])) == (1, 0)
+    assert store.num_present([b"theirs"]) == 0
+    other.close()
+
+
+@pytest.mark.ray
 def test_what_is_no_value_is_missed_and_replaced(store: RayStore) -> None:
-    directory = ray.get_actor("kv-store-directory", namespace="ttserve")
+    directory = ray.get_actor(f"kv-store-directory-{NAME}", namespace="ttserve")
     for poison in (b"bytes", np.zeros(3), np.zeros((2, 2), np.uint8)):
         put_id = ray.get(directory.begin.remote(99, b"poison", VALUE_BYTES))
         ray.get(directory.commit.remote(99, put_id, [ray.put(poison)]))
@@ -163,19 +246,19 @@ def test_what_is_no_value_is_missed_and_replaced(store: RayStore) -> None:
 def test_dead_actors_are_a_miss_and_are_made_anew(store: RayStore) -> None:
     eventually(lambda: store.put(b"lost", value(3)) in {"stored", "present"})
     node = ray.get_runtime_context().get_node_id()
-    ray.kill(ray.get_actor(f"kv-store-keeper-{node}", namespace="ttserve"))
+    ray.kill(ray.get_actor(f"kv-store-keeper-{NAME}-{node}", namespace="ttserve"))
     eventually(lambda: store.get([b"lost"]) == [] and store.num_present([b"lost"]) == 0)
     eventually(lambda: store.put(b"lost", value(3)) == "stored", 60)
     assert np.array_equal(find(store, b"lost"), value(3))
     errors = store.counters().errors
-    ray.kill(ray.get_actor("kv-store-directory", namespace="ttserve"))
+    ray.kill(ray.get_actor(f"kv-store-directory-{NAME}", namespace="ttserve"))
     eventually(lambda: store.num_present([b"lost"]) == 0 and store.counters().errors > errors)
     eventually(lambda: store.put(b"lost", value(3)) == "stored", 60)
 
 
 @pytest.mark.ray
 def test_a_directory_that_is_busy_is_not_waited_for_each_time(store: RayStore) -> None:
-    directory = ray.get_actor("kv-store-directory", namespace="ttserve")
+    directory = ray.get_actor(f"kv-store-directory-{NAME}", namespace="ttserve")
     pid = ray.get(directory.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGSTOP)
     errors = store.counters().errors

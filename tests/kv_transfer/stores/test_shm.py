@@ -44,6 +44,7 @@ from tests.kv_transfer.stores.shm_servers import (
     end_started,
     eventually,
     new_address,
+    server_pid,
     server_process,
     server_thread,
     start_server,
@@ -293,13 +294,13 @@ def test_a_frozen_server_is_a_miss_and_is_not_waited_for_each_time() -> None:
 
 def test_a_server_stays_for_its_last_client() -> None:
     address = new_address()
-    server = shm_server.ShmServer(address, VALUE_BYTES, lease_s=60.0, idle_s=600.0)
+    server = shm_server.ShmServer(shm_server.bind(address), VALUE_BYTES, lease_s=60.0, idle_s=600.0)
     thread = threading.Thread(target=server.run)
     thread.start()
     one, other = connect(address), connect(address)
-    server._idle_s = 0.05
+    server._idle_s = 0.01
     one.close()
-    time.sleep(0.2)
+    time.sleep(0.05)
     assert other.put(b"a", value(0)) == "stored"
     other.close()
     thread.join(30)
@@ -311,13 +312,72 @@ def test_a_server_stays_for_its_last_client() -> None:
 def test_a_server_is_started_once_and_ends_when_nobody_comes() -> None:
     address = new_address()
     try:
-        ensure_server(config(address), idle_s=0.3)
-        process = shm._started[socket_name(address, os.getuid())]
-        ensure_server(config(address), idle_s=0.3)
-        assert shm._started[socket_name(address, os.getuid())] is process
-        assert process.wait(30) == 0
+        ensure_server(config(address), idle_s=0.5)
+        with pytest.raises(OSError, match="in use"):
+            shm_server.bind(address)
+        ensure_server(config(address), idle_s=0.5)
+        eventually(lambda: server_pid(address))
+        pid = server_pid(address)
+        ensure_server(config(address), idle_s=0.5)
+        assert server_pid(address) == pid
+        eventually(lambda: server_pid(address) is None)
+        shm_server.bind(address).close()
     finally:
         end_started(address)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that are a process's children, or theirs, as `ps` would find them."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, new = [], [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+@pytest.mark.process
+def test_a_server_outlives_who_started_it_and_all_descendants_of_that() -> None:
+    address = new_address()
+    command = [sys.executable, "-m", "tests.kv_transfer.stores.store_process", "start", address]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    try:
+        with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as starter:
+            assert starter.stdout.readline().strip() == "stored"
+            server = server_pid(address)
+            for pid in [*descendants(starter.pid), starter.pid]:
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.closing(connect(address)) as store:
+            assert np.array_equal(store.get([b"a"])[0].value, value(1))
+        assert server_pid(address) == server
+        assert os.getpgid(server) != os.getpgid(0), "it would be killed with its starter's group"
+    finally:
+        end_started(address)
+
+
+def test_a_server_that_cannot_be_started_is_an_error_and_leaves_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = new_address()
+    monkeypatch.setattr(shm, "_LAUNCHER", "raise SystemExit(3)")
+    with pytest.raises(OSError, match="cannot start"):
+        ensure_server(config(address))
+    shm_server.bind(address).close()
+    store = ShmStore(config(address))
+    assert store.num_present([b"a"]) == 0
+    store.close()
+
+
+def test_stores_without_an_address_are_told_apart_by_their_name() -> None:
+    with server_thread() as name:
+        store = connect("", name=name)
+        assert store.put(b"a", value(1)) == "stored"
+        with contextlib.closing(connect(name, name="of no account")) as other:
+            assert other.num_present([b"a"]) == 1
+        store.close()
 
 
 @pytest.mark.process
@@ -384,7 +444,7 @@ def test_random_bytes_disturb_nobody() -> None:
         for number in range(NUM_SLOTS):
             store.put(b"%d" % number, value(number))
         leases = store.get([b"%d" % number for number in range(NUM_SLOTS)])
-        for number in range(10_000):
+        for number in range(3_000):
             packet = bytearray(choose.choice(genuine))
             packet[choose.randrange(len(packet))] = choose.randrange(256)
             if number % 2:
