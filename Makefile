@@ -13,7 +13,7 @@ serve: $(VENV)/.installed
 
 # TESTS=tests/kv_transfer runs a part.
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -q $(TESTS)
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup $(TESTS)
 
 check: lint types imports test
 

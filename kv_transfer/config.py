@@ -42,7 +42,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     closing_s: float = 10.0
     chunk_bytes: int = 4 << 20
     window_bytes: int = 16 << 20
-    mapped_chunk_bytes: int = 16 << 20
+    mapped_chunk_bytes: int = 64 << 20
     verify: bool = True
     use_nixl: bool | None = None
     max_inflight_bytes: int = 128 << 20
