@@ -2,6 +2,7 @@
 
 import copy
 import json
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,15 @@ MODEL = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float32",
 }
-MISSING = object()
+
+
+class _Missing(Enum):
+    """A value that stands for none; its name is the same in every test process."""
+
+    MISSING = "missing"
+
+
+MISSING = _Missing.MISSING
 STORE = {"backend": "shm", "capacity_bytes": 2**20}
 
 
