@@ -79,7 +79,7 @@ class Scale(NamedTuple):
 
 
 QUICK = Scale((LLAMA_8B,), 256, 5, (FAR,), 30, (2048,), 3, ())
-FULL = Scale((LLAMA_8B, ONE_HEAD), 512, 11, (FAR, NEAR), 200, (2048, 4096), 7, (1, 4, 16))
+FULL = Scale((LLAMA_8B, ONE_HEAD), 256, 11, (FAR, NEAR), 200, (2048, 4096), 7, (1, 4, 16))
 
 
 @contextlib.contextmanager
