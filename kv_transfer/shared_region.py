@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from kv_transfer.errors import InvalidLayoutError, TransferError, WireError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import KVLayout
+from kv_transfer.peer_user import peer_user_id
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,6 @@ _MAX_SHOWN_BYTES = 4096
 _MAX_POPULATE_BYTES = 1 << 30
 """Larger regions are paged in as they are read: the caller would wait too long for all of it."""
 
-_CREDENTIALS = struct.Struct("iII")
 """``struct ucred``: process, user and group."""
 
 _FD = struct.Struct("i")
@@ -440,9 +440,7 @@ def _socket_name(name: str) -> str:
 
 def _is_ours(peer: socket.socket) -> bool:
     """Tell whether the other end of a connection is a process of this user."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return bool(uid == os.geteuid())
+    return peer_user_id(peer) == os.geteuid()
 
 
 def _decode(frame: bytes) -> RegionLayout:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.errors import WireError
+from kv_transfer.peer_user import peer_user_id
 from kv_transfer.store import (
     MAX_KEY_BYTES,
     Lease,
@@ -53,7 +54,7 @@ from kv_transfer.stores.shm_messages import (
     encode,
     socket_name,
 )
-from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, bind, peer_user_id
+from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, bind
 
 logger = logging.getLogger(__name__)
 

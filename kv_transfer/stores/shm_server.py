@@ -16,12 +16,12 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.errors import WireError
+from kv_transfer.peer_user import peer_user_id
 from kv_transfer.stores.shm_messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -55,7 +55,6 @@ _HELLO_S = 5.0
 
 _MAX_CLIENTS = 256
 _BACKLOG = 128
-_CREDENTIALS = struct.Struct("3i")
 SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Nobody can change the size, so that no access within it ever faults."""
 
@@ -73,12 +72,6 @@ def bind(address: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def peer_user_id(connection: socket.socket) -> int:
-    """Return the user of the process at the other end, as the kernel knows it."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 @dataclass(slots=True, eq=False)

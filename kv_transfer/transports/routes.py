@@ -7,7 +7,6 @@ takes a moment: loads wait for it, but not long. Any other is reached over TCP.
 import logging
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ import zmq
 from kv_transfer.consumer import Route
 from kv_transfer.errors import WireError
 from kv_transfer.layout import KVLayout
+from kv_transfer.peer_user import peer_user_id
 from kv_transfer.shared_region import RegionFetch
 from kv_transfer.transport import Load
 
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _REGION_S = 0.25
 """How long a load waits for the memory of its producer; then the payload travels instead."""
-
-_CREDENTIALS = struct.Struct("3i")
 
 _Key = tuple[tuple[str, ...], str]
 """A producer's endpoints and the hash of its layout."""
@@ -154,8 +152,6 @@ def _is_neighbour(endpoint: str) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect("\0" + endpoint.removeprefix("ipc://@"))
-            found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return peer_user_id(probe) == os.geteuid()
     except OSError:
         return False  # Nobody, or too busy: there is another way.
-    _, uid, _ = _CREDENTIALS.unpack(found)
-    return bool(uid == os.geteuid())
