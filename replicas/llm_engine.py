@@ -120,6 +120,11 @@ class LLMEngine:
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
         self._requests: dict[str, tuple[RequestOutput, OutputProcessor]] = {}
 
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self._client.description.max_model_len
+
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
     ) -> str:
@@ -137,8 +142,7 @@ class LLMEngine:
             InvalidRequestError: The prompt or a parameter can never work.
         """
         sampling_params.validate()
-        max_model_len = self._client.description.max_model_len
-        token_ids = to_token_ids(prompt, self._tokenizer, max_model_len)
+        token_ids = to_token_ids(prompt, self._tokenizer, self.max_model_len)
         if not 0 <= min(token_ids) <= max(token_ids) < self._client.description.vocab_size:
             raise InvalidRequestError("prompt", "a prompt token id is outside the vocabulary")
         count = next(self._counter)

@@ -1,0 +1,74 @@
+"""`examples/offline_inference.py` as a user runs it: a process, its text, its last line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import offline_inference
+
+pytestmark = pytest.mark.process
+
+SCRIPT = Path(offline_inference.__file__)
+
+
+def example(*arguments):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120
+    )
+    lines = done.stdout.splitlines()
+    return done.returncode, lines, done.stderr
+
+
+def test_more_requests_than_slots_that_join_while_others_run():
+    code, lines, errors = example(
+        "--num-prompts", "6", "--max-batch-size", "2", "--requests-per-step", "1",
+        "--max-tokens", "6",
+    )  # fmt: skip
+    assert code == 0, errors
+    texts = [line for line in lines if " -> " in line]
+    assert len(texts) == 6
+    assert texts[0].startswith("'Return a copy of the' -> ' ")
+    assert json.loads(lines[-1])["output_tokens"] == 36
+    alone = example("--num-prompts", "1", "--max-batch-size", "1", "--max-tokens", "6")
+    assert [line for line in alone[1] if " -> " in line] == texts[:1]
+
+
+def test_figures_of_equal_prompts_on_a_simulated_mesh():
+    code, lines, errors = example(
+        "--simulate", "Llama-3.1-8B@n150", "--measure-perf", "--max-batch-size", "4",
+        "--max-tokens", "4", "--max-model-len", "2048",
+    )  # fmt: skip
+    assert code == 0, errors
+    figures = json.loads(lines[-1])
+    assert figures["num_requests"] == 4
+    assert figures["prompt_tokens"] == 4 * 128
+    assert figures["output_tokens"] == 16
+    # The device's own time: a decode step of this board takes 38 ms, whatever the host does.
+    assert figures["tpot_ms"] >= 30
+
+
+def test_prompts_of_increasing_length_up_to_the_longest():
+    code, lines, errors = example(
+        "--test_increasing_seq_lens", "--max-model-len", "256", "--max-tokens", "4"
+    )
+    assert code == 0, errors
+    assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 252]
+
+
+def test_increasing_lengths_on_a_simulated_mesh():
+    code, lines, errors = example(
+        "--simulate", "Llama-3.2-1B@n150", "--test_increasing_seq_lens", "--max-model-len", "2048",
+        "--max-tokens", "2",
+    )  # fmt: skip
+    assert code == 0, errors
+    assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 256, 512, 1024, 2046]
+
+
+def test_what_cannot_work_says_why():
+    code, lines, errors = example("--simulate", "Llama-3.1-8B@no-such-board")
+    assert (code, "".join(lines)) == (1, "")
+    assert "no-such-board" in errors
+    assert "Traceback" not in errors
