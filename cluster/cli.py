@@ -223,6 +223,33 @@ def kv(
 
 
 @app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="Ray Serve config file whose meshes are looked for here.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything that was found.")] = False,
+) -> None:
+    """Say which boards are here, what they lack, what to configure, and what runs without them."""
+    import msgspec
+
+    from cluster.config import load_serve_file
+    from cluster.doctor import diagnose, doctor_text
+    from cluster.errors import ClusterConfigError
+    from replicas.errors import ConfigError
+
+    try:
+        diagnosis = diagnose(None if config is None else load_serve_file(config))
+    except (ClusterConfigError, ConfigError) as error:
+        _fail(f"{config}: {error}", _BAD_CONFIG)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(diagnosis)))
+    else:
+        typer.echo(doctor_text(diagnosis), nl=False)
+    if not diagnosis.is_good:
+        raise typer.Exit(_FAILED)
+
+
+@app.command()
 def chaos(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     events: Annotated[

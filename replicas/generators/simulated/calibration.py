@@ -28,13 +28,14 @@ from replicas.generators.simulated.meshes import (
     ROWS,
     SLOTS_PER_LANE,
     Board,
-    Chip,
     MeasuredRow,
     ModelSpec,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
+
+    from replicas.meshes import Chip
 
 CONTEXT = 160
 """Tokens that a row reads in the first decode step after the prompt, in blocks of 32."""

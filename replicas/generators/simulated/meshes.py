@@ -4,14 +4,16 @@ Rates are Tenstorrent's own, of their demos: one prompt of 128 tokens prefilled 
 token), then decode of a full batch (tokens per second and user). Nothing here computes times; that
 is `profiles`.
 
-Sources: rates from tt-metal models/README.md at 02068156 (2025-11-03); memory and bandwidth of the
-chips from Tenstorrent's SoC descriptors and product pages; shapes of models from their config.json;
-longest contexts from tt-inference-server's model specifications, where it has the model.
+Sources: rates from tt-metal models/README.md at 02068156 (2025-11-03); shapes of models from their
+config.json; longest contexts from tt-inference-server's model specifications, where it has the
+model. Chips are those of `replicas.meshes`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from replicas.meshes import Chip, mesh_spec
 
 PROMPT_LEN = 128
 """Prompt tokens of every measured row."""
@@ -21,23 +23,6 @@ SLOTS_PER_LANE = 32
 
 BYTES_PER_ELEMENT = 1.0625
 """Of weights and KV in bfloat8_b: 1,088 bytes for a tile of 1,024 elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """One chip.
-
-    Attributes:
-        name: Its name here.
-        family: "wormhole" or "blackhole": chips of a family differ by bandwidth alone.
-        dram_bytes: Memory.
-        dram_bytes_per_s: Peak bandwidth of the memory.
-    """
-
-    name: str
-    family: str
-    dram_bytes: int
-    dram_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,24 +129,12 @@ class MeasuredRow:
         return 1.0 / self.tokens_per_s_per_user
 
 
-_WORMHOLE = Chip("wormhole", "wormhole", 12 * 2**30, 288e9)
-_P100 = Chip("p100", "blackhole", 28 * 10**9, 448e9)
-_P150 = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9)
-
 BOARDS = {
-    board.name: board
-    for board in (
-        Board("n150", _WORMHOLE, 1),
-        Board("n300", _WORMHOLE, 2),
-        Board("T3K", _WORMHOLE, 8),
-        Board("Galaxy", _WORMHOLE, 32),
-        Board("p100", _P100, 1),
-        Board("p150", _P150, 1),
-        Board("p150x2", _P150, 2),
-        Board("p150x4", _P150, 4),
-        Board("p150x8", _P150, 8),
+    name: Board(name, mesh_spec(name).chip, mesh_spec(name).num_chips)
+    for name in (
+        "n150", "n300", "T3K", "Galaxy", "p100", "p150", "p150x2", "p150x4", "p150x8"
     )
-}
+}  # fmt: skip
 """By name. T3K is the Wormhole QuietBox too, p150x4 the Blackhole one."""
 
 

@@ -1,0 +1,344 @@
+"""The Tenstorrent boards of this host, and what software is there for them; opens no device.
+
+`read_host` gathers facts from files below a root; `mesh_choices` and `mesh_problem` judge which
+meshes the boards make.
+
+Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
+source; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replicas.meshes import MESHES, Arch, MeshSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+VENDOR_ID = "0x1e52"
+RESOURCE = "TTNPU"
+"""Ray's resource: one for each device node."""
+
+VISIBLE_DEVICES = "TT_VISIBLE_DEVICES"
+MOCK_DESCRIPTOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
+METAL_HOME = "TT_METAL_HOME"
+
+PACKAGE = "ttnn"
+
+_ARCHS: Mapping[str, Arch] = {"0x401e": "wormhole", "0xb140": "blackhole"}
+HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
+_SFPI_COMPILER = "compiler/bin/riscv-tt-elf-g++"
+_ELF = b"\x7fELF"
+_CHIPS_PER_BOARD: Mapping[str | None, int] = {"n300": 2, "p300": 2}
+_CHIPS_PER_DEVICE: Mapping[str | None, int] = {"n300": 2}
+_TT_SMI_TIMEOUT_S = 30.0
+_CARD = re.compile(r"^(?:tt-)?(galaxy|[np]\d{3})(?:-(wormhole|blackhole|wh|bh))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One PCIe device of Tenstorrent's.
+
+    Attributes:
+        address: Its PCI address.
+        arch: None for a chip that ttnn does not run.
+        index: N of /dev/tenstorrent/N; None without a driver.
+        has_node: Whether that node is in this file system: a container has those it was given.
+        is_usable: Whether this user may read and write the node.
+        board: "n150", "n300", "p100", "p150", "p300", "galaxy-wormhole" or "galaxy-blackhole"; None
+            where neither the driver nor tt-smi says.
+        firmware: Version of the firmware bundle, or None.
+        holders: Process ids that have it open; 0 for one outside this container.
+    """
+
+    address: str
+    arch: Arch | None
+    index: int | None
+    has_node: bool
+    is_usable: bool
+    board: str | None
+    firmware: str | None
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What was found on a host.
+
+    Attributes:
+        devices: By device node.
+        num_ray_devices: `TTNPU` that Ray would count by itself.
+        driver: Version of the loaded driver; "" where it says none; None without one.
+        num_hugepages: Of 1 GiB.
+        has_hugepage_mount: Whether /dev/hugepages-1G is there.
+        has_iommu: Whether an IOMMU translates for every device.
+        python: Of the interpreter.
+        ttnn: Version of the installed package, "from source" without one, or None.
+        sfpi: Path of the SFPI compiler, which builds kernels; None without one.
+        is_sfpi_real: Whether that is an executable and not a script in its place.
+        metal_home: What TT_METAL_HOME says, and has_metal_home whether that is a folder.
+        has_metal_home: See `metal_home`.
+        mock_descriptor: File of a mock cluster that stands in for boards, if ttnn is told of one,
+            and has_mock_descriptor whether it is there.
+        has_mock_descriptor: See `mock_descriptor`.
+        visible_devices: What TT_VISIBLE_DEVICES says.
+    """
+
+    devices: tuple[Device, ...]
+    num_ray_devices: int
+    driver: str | None
+    num_hugepages: int
+    has_hugepage_mount: bool
+    has_iommu: bool
+    python: tuple[int, int]
+    ttnn: str | None
+    sfpi: str | None
+    is_sfpi_real: bool
+    metal_home: str | None
+    has_metal_home: bool
+    mock_descriptor: str | None
+    has_mock_descriptor: bool
+    visible_devices: str | None
+
+    @property
+    def usable(self) -> tuple[Device, ...]:
+        """The devices that a process of this user can open."""
+        return tuple(device for device in self.devices if device.is_usable)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshChoice:
+    """A mesh that the boards here make.
+
+    Attributes:
+        mesh: What `MeshConfig.name` may say.
+        num_replicas: How many engines with such a mesh fit on this host.
+        condition: What must hold beside the number of boards; "" for nothing.
+    """
+
+    mesh: str
+    num_replicas: int
+    condition: str = ""
+
+
+def read_host(
+    environment: Mapping[str, str],
+    *,
+    root: Path = Path("/"),
+    python: tuple[int, int] = sys.version_info[:2],
+    packages: Sequence[str] | None = None,
+) -> HostReport:
+    """Look at this host.
+
+    Args:
+        environment: The process's environment.
+        root: Folder that holds dev, sys, proc and opt.
+        python: Version of the interpreter that engines run in.
+        packages: Folders to look for ttnn in; None takes this interpreter's.
+    """
+    devices = tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
+    devices = _name_boards(devices, environment)
+    ttnn, package = _ttnn(packages)
+    home = environment.get(METAL_HOME) or None
+    sfpi = _sfpi(root, package, home)
+    mock = environment.get(MOCK_DESCRIPTOR) or None
+    pci = root / "sys/bus/pci/devices"
+    return HostReport(
+        devices=devices,
+        num_ray_devices=len(list((root / "dev/tenstorrent").glob("*"))),
+        driver=_driver(root),
+        num_hugepages=int(_read(root / HUGEPAGES_FILE) or 0),
+        has_hugepage_mount=(root / "dev/hugepages-1G").is_dir(),
+        has_iommu=bool(devices)
+        and all(
+            (_read(pci / device.address / "iommu_group/type") or "identity") != "identity"
+            for device in devices
+        ),
+        python=python,
+        ttnn=ttnn,
+        sfpi=None if sfpi is None else str(sfpi),
+        is_sfpi_real=sfpi is not None and _is_elf(sfpi),
+        metal_home=home,
+        has_metal_home=home is not None and Path(home).is_dir(),
+        mock_descriptor=mock,
+        has_mock_descriptor=mock is not None and Path(mock).is_file(),
+        visible_devices=environment.get(VISIBLE_DEVICES),
+    )
+
+
+def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
+    """Meshes that the usable boards make, the largest first.
+
+    A board that nothing names is taken for none: the chip alone does not tell an n150 from an n300.
+    """
+    choices = []
+    for board, num_devices in Counter(d.board for d in report.usable).most_common():
+        specs = [s for s in MESHES.values() if s.board == board and s.num_hosts == 1]
+        fitting = {s.shape: s for s in specs if s.num_pcie_devices <= num_devices}
+        for spec in sorted(fitting.values(), key=lambda s: -s.num_chips):
+            is_several_boards = spec.num_chips > _CHIPS_PER_BOARD.get(board, 1)
+            choices.append(
+                MeshChoice(
+                    spec.name,
+                    num_devices // spec.num_pcie_devices,
+                    "its boards are cabled to each other"
+                    if is_several_boards and not spec.is_galaxy
+                    else "",
+                )
+            )
+    return tuple(choices)
+
+
+def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
+    """Why an engine cannot have this mesh on this host as far as boards go, or None.
+
+    Boards that nothing names are taken for the right ones. A mesh that is only a grid is judged by
+    its number of chips, whatever their architecture.
+    """
+    if report.mock_descriptor is not None:
+        return None
+    if spec.num_hosts > 1:
+        return f"it spans {spec.num_hosts} hosts, and an engine runs on one"
+    if spec.board is None:
+        num_chips = sum(_CHIPS_PER_DEVICE.get(d.board, 1) for d in report.usable)
+        if num_chips < spec.num_chips:
+            return f"it needs {spec.num_chips} chips, and this host has {num_chips}"
+        return None
+    devices = [d for d in report.usable if d.arch == spec.arch and d.board in {None, spec.board}]
+    if len(devices) < spec.num_pcie_devices:
+        return (
+            f"it needs {spec.num_pcie_devices} of {spec.board} under /dev/tenstorrent, and this "
+            f"host has {len(devices)}"
+        )
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _driver(root: Path) -> str | None:
+    module = root / "sys/module/tenstorrent"
+    return (_read(module / "version") or "") if module.is_dir() else None
+
+
+def _devices(root: Path) -> list[Device]:
+    with contextlib.suppress(OSError):
+        return [
+            _device(root, folder)
+            for folder in (root / "sys/bus/pci/devices").iterdir()
+            if _read(folder / "vendor") == VENDOR_ID
+        ]
+    return []
+
+
+def _device(root: Path, folder: Path) -> Device:
+    # The driver adds a folder for its class below the PCI device: tenstorrent/tenstorrent!0.
+    index, attributes = None, folder
+    for attributes in (folder / "tenstorrent").glob("tenstorrent!*"):
+        with contextlib.suppress(ValueError):
+            index = int(attributes.name.partition("!")[2])
+            break
+    node = root / "dev/tenstorrent" / str(index)
+    pids = _read(root / f"proc/driver/tenstorrent/{index}/pids") if index is not None else None
+    has_node = index is not None and node.exists()
+    return Device(
+        address=folder.name,
+        arch=_ARCHS.get(_read(folder / "device") or ""),
+        index=index,
+        has_node=has_node,
+        is_usable=has_node and os.access(node, os.R_OK | os.W_OK),
+        board=_board(_read(attributes / "tt_card_type")),
+        firmware=_read(attributes / "tt_fw_bundle_ver") or None,
+        holders=tuple(sorted({int(pid) for pid in (pids or "").split() if pid.isdigit()})),
+    )
+
+
+def _board(name: str | None) -> str | None:
+    """The kind of card behind what the driver or tt-smi calls it: "p150b", "tt-galaxy-wh L"."""
+    card = _CARD.match((name or "").lower())
+    if card is None:
+        return None
+    if card[1] != "galaxy":
+        return card[1]
+    if card[2] is None:
+        return None
+    return "galaxy-wormhole" if card[2] in {"wh", "wormhole"} else "galaxy-blackhole"
+
+
+def _name_boards(devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+    """Ask tt-smi for what an older driver does not say; not while anything runs on a board."""
+    unnamed = any(d.has_node and d.board is None for d in devices)
+    tool = shutil.which("tt-smi", path=environment.get("PATH", ""))
+    if not unnamed or tool is None or any(d.holders for d in devices):
+        return devices
+    try:
+        run = subprocess.run(
+            [tool, "-s", "--snapshot_no_tty"],
+            capture_output=True,
+            text=True,
+            timeout=_TT_SMI_TIMEOUT_S,
+            check=True,
+            env=dict(environment),
+        )
+        text = run.stdout
+        snapshot = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        # A board's second chip, which has no PCIe device, has no address either.
+        of_address = {chip["board_info"]["bus_id"]: chip for chip in snapshot["device_info"]}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return devices
+    return tuple(_told(d, of_address.get(d.address)) for d in devices)
+
+
+def _told(device: Device, chip: Mapping[str, Mapping[str, str]] | None) -> Device:
+    if chip is None:
+        return device
+    return replace(
+        device,
+        board=device.board or _board(chip["board_info"].get("board_type")),
+        firmware=device.firmware or chip.get("firmwares", {}).get("fw_bundle_version"),
+    )
+
+
+def _ttnn(packages: Sequence[str] | None) -> tuple[str | None, Path | None]:
+    """Version and folder of ttnn, without importing it: that takes seconds and looks for boards."""
+    path = sys.path if packages is None else list(packages)
+    for distribution in importlib.metadata.distributions(name=PACKAGE, path=path):
+        return distribution.version, Path(str(distribution.locate_file(PACKAGE)))
+    spec = importlib.machinery.PathFinder.find_spec(PACKAGE, path)
+    if spec is None or spec.origin is None:
+        return None, None
+    return "from source", Path(spec.origin).parent
+
+
+def _sfpi(root: Path, package: Path | None, metal_home: str | None) -> Path | None:
+    """The compiler in the places where tt-metal looks for it."""
+    folders = [Path(metal_home) / "runtime/sfpi"] if metal_home is not None else []
+    folders += [package / "runtime/sfpi"] if package is not None else []
+    folders.append(root / "opt/tenstorrent/sfpi")
+    compilers = (folder / _SFPI_COMPILER for folder in folders)
+    return next((path for path in compilers if path.is_file()), None)
+
+
+def _is_elf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_ELF)) == _ELF
+    except OSError:
+        return False
