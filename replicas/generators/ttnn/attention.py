@@ -1,0 +1,307 @@
+"""Attention of a decoder layer over the paged KV cache of a lane.
+
+A chunk at position 0 attends to its own keys and values, a later one to the paged cache; a decode
+row to its blocks. Keys and values are rounded to the cache's dtype before a chunk attends to them,
+so that cutting a prompt elsewhere changes nothing.
+
+Dimensions: S tokens of a bucket, B decode rows; heads are those of one chip.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ttnn
+
+from replicas.generators.ttnn.buckets import TILE
+from replicas.generators.ttnn.collectives import sum_over_chips
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
+    from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.weights import LayerWeights
+
+_LONG_CHUNK = 2048
+"""From here on queries and keys are taken in larger pieces.
+Source: SDPA program configurations of tt-metal's models/tt_transformers/tt/model_config.py."""
+
+_COLUMNS = 8
+"""Cores side by side that hold decode rows; every chip has as many. Then the usual numbers of rows
+fill a rectangle, and heads are joined by the op's plain program, not by that for any set of cores.
+"""
+
+
+class PagedAttention:
+    """The attention of every layer of a lane.
+
+    Owner: nothing on the device; weights and cache are arguments.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: ttnn.MeshDevice,
+        kernels: Kernels,
+        *,
+        tp: int,
+        max_rows: int,
+        block_size: int,
+    ) -> None:
+        """Prepare for one lane; see ``buckets.check_lane`` for what fits."""
+        self._kernels = kernels
+        self._tp = tp
+        self._num_heads = config.num_attention_heads // tp
+        self._num_kv_heads = config.num_key_value_heads // tp
+        self._eps = config.rms_norm_eps
+        # An operation refuses a scale that float32 cannot hold.
+        self._scale = float(np.float32(config.head_dim**-0.5))
+        self._num_rows = max_rows
+        self._block_size = block_size
+        self._grid = device.compute_with_storage_grid_size()
+        columns = min(max_rows, _COLUMNS)
+        self.rows_memory_config = ttnn.create_sharded_memory_config(
+            (TILE, config.head_dim),
+            core_grid=ttnn.num_cores_to_corerangeset(
+                max_rows, ttnn.CoreCoord(columns, self._grid.y), row_wise=True
+            ),
+            strategy=ttnn.ShardStrategy.HEIGHT,
+            use_height_and_width_as_shard_shape=True,
+        )
+        """A core's L1 per decode row, which holds the row's heads as one tile row."""
+        self._concat_cores = None if max_rows % columns == 0 else _whole(self._grid)
+
+    def prefill(
+        self,
+        x: ttnn.Tensor,
+        layer: LayerWeights,
+        rope: Sequence[ttnn.Tensor],
+        inputs: PrefillInputs,
+        cache: Sequence[ttnn.Tensor],
+    ) -> ttnn.Tensor:
+        """Write a chunk's keys and values, and attend with its queries.
+
+        Args:
+            x: (1, 1, S, hidden) in DRAM; freed.
+            layer: Its weights.
+            rope: Cos and sin (1, 1, S, head_dim).
+            inputs: Page tables and start of the chunk.
+            cache: Keys and values of the layer; the chunk's blocks are written.
+
+        Returns:
+            (1, 1, S, hidden), summed over the chips.
+        """
+        dram = ttnn.DRAM_MEMORY_CONFIG
+        qkv = self._project(x, layer.qkv, layer.qkv_bias, dram)
+        ttnn.deallocate(x)
+        q, k, v = ttnn.experimental.nlp_create_qkv_heads(
+            qkv,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            transpose_k_heads=False,
+            memory_config=dram,
+        )
+        ttnn.deallocate(qkv)
+        q = self._rotated(self._normed(q, layer.q_norm, dram), rope, is_decode=False)
+        k = self._rotated(self._normed(k, layer.k_norm, dram), rope, is_decode=False)
+        k, v = (
+            self._filled(plane, new, inputs.chunk_page_table)
+            for plane, new in zip(cache, (k, v), strict=True)
+        )
+        if inputs.chunk_start is None:
+            heads = ttnn.transformer.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=self._scale,
+                memory_config=dram,
+                program_config=self._chunk_program(q.shape[2]),
+                compute_kernel_config=self._kernels.attention,
+            )
+        else:
+            heads = ttnn.transformer.chunked_scaled_dot_product_attention(
+                q,
+                cache[0],
+                cache[1],
+                inputs.page_table,
+                chunk_start_idx_tensor=inputs.chunk_start,
+                scale=self._scale,
+                memory_config=dram,
+                program_config=self._program(self._block_size),
+                compute_kernel_config=self._kernels.attention,
+            )
+        for used in (q, k, v):
+            ttnn.deallocate(used)
+        joined = ttnn.experimental.nlp_concat_heads(heads, memory_config=dram)
+        ttnn.deallocate(heads)
+        return self._output(joined, layer, dram)
+
+    def decode(
+        self,
+        x: ttnn.Tensor,
+        layer: LayerWeights,
+        rope: Sequence[ttnn.Tensor],
+        inputs: DecodeInputs,
+        cache: Sequence[ttnn.Tensor],
+    ) -> ttnn.Tensor:
+        """Write each row's key and value, and attend with its query.
+
+        Args:
+            x: (1, 1, 32, hidden) in L1, the first B rows used; freed.
+            layer: Its weights.
+            rope: Cos and sin (1, B, 1, head_dim), a core per row.
+            inputs: Positions and page tables.
+            cache: Keys and values of the layer, written at the rows' positions.
+
+        Returns:
+            (1, 1, 32, hidden) in L1, summed over the chips; rows B to 31 mean nothing.
+        """
+        l1 = ttnn.L1_MEMORY_CONFIG
+        qkv = self._project(x, layer.qkv, layer.qkv_bias, l1)
+        ttnn.deallocate(x)
+        if self._num_rows < TILE:
+            # The heads are spread over a core per row of the shape.
+            qkv = ttnn.slice(qkv, (0, 0, 0, 0), (1, 1, self._num_rows, qkv.shape[3]))
+        q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
+            qkv,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            memory_config=self.rows_memory_config,
+        )
+        ttnn.deallocate(qkv)
+        q = self._rotated(self._normed_rows(q, layer.q_norm), rope, is_decode=True)
+        k = self._rotated(self._normed_rows(k, layer.k_norm), rope, is_decode=True)
+        for plane, new in zip(cache, (k, v), strict=True):
+            ttnn.experimental.paged_update_cache(
+                plane, new, update_idxs_tensor=inputs.positions, page_table=inputs.page_table
+            )
+            ttnn.deallocate(new)
+        heads = ttnn.transformer.paged_scaled_dot_product_attention_decode(
+            q,
+            cache[0],
+            cache[1],
+            page_table_tensor=inputs.page_table,
+            cur_pos_tensor=inputs.positions,
+            scale=self._scale,
+            # Its output is refused in shards where heads share keys.
+            memory_config=ttnn.DRAM_MEMORY_CONFIG,
+            program_config=self._program(0),
+            compute_kernel_config=self._kernels.attention,
+        )
+        ttnn.deallocate(q)
+        sharded = ttnn.to_memory_config(heads, self.rows_memory_config)
+        ttnn.deallocate(heads)
+        by_head = ttnn.experimental.nlp_concat_heads_decode(
+            sharded, num_heads=self._num_heads, sub_core_grids=self._concat_cores
+        )
+        ttnn.deallocate(sharded)
+        joined = ttnn.to_memory_config(by_head, l1)
+        ttnn.deallocate(by_head)
+        return self._output(joined, layer, l1)
+
+    def _project(
+        self,
+        x: ttnn.Tensor,
+        weight: ttnn.Tensor,
+        bias: ttnn.Tensor | None,
+        memory_config: ttnn.MemoryConfig,
+    ) -> ttnn.Tensor:
+        return ttnn.linear(
+            x,
+            weight,
+            bias=bias,
+            dtype=self._kernels.activation_dtype,
+            memory_config=memory_config,
+            compute_kernel_config=self._kernels.linear,
+        )
+
+    def _output(
+        self, joined: ttnn.Tensor, layer: LayerWeights, memory_config: ttnn.MemoryConfig
+    ) -> ttnn.Tensor:
+        partial = self._project(joined, layer.o, None, memory_config)
+        ttnn.deallocate(joined)
+        out = sum_over_chips(partial, self._tp, memory_config)
+        if layer.o_bias is None:
+            return out
+        # Added once, not by each chip.
+        return ttnn.add(out, layer.o_bias, memory_config=memory_config)
+
+    def _normed(
+        self, heads: ttnn.Tensor, weight: ttnn.Tensor | None, memory_config: ttnn.MemoryConfig
+    ) -> ttnn.Tensor:
+        """Normalise each head, where the model does, and free the argument."""
+        if weight is None:
+            return heads
+        out = ttnn.rms_norm(
+            heads,
+            epsilon=self._eps,
+            weight=weight,
+            memory_config=memory_config,
+            compute_kernel_config=self._kernels.norm,
+        )
+        ttnn.deallocate(heads)
+        return out
+
+    def _normed_rows(self, heads: ttnn.Tensor, weight: ttnn.Tensor | None) -> ttnn.Tensor:
+        if weight is None:
+            return heads
+        # The norm takes no height shards.
+        joined = ttnn.to_memory_config(heads, ttnn.L1_MEMORY_CONFIG)
+        ttnn.deallocate(heads)
+        normed = self._normed(joined, weight, ttnn.L1_MEMORY_CONFIG)
+        out = ttnn.to_memory_config(normed, self.rows_memory_config)
+        ttnn.deallocate(normed)
+        return out
+
+    def _rotated(
+        self, heads: ttnn.Tensor, rope: Sequence[ttnn.Tensor], *, is_decode: bool
+    ) -> ttnn.Tensor:
+        """Rotate each head, and free the argument."""
+        cos, sin = rope
+        out = ttnn.experimental.rotary_embedding_hf(
+            heads,
+            cos,
+            sin,
+            is_decode_mode=is_decode,
+            compute_kernel_config=self._kernels.rope,
+        )
+        ttnn.deallocate(heads)
+        return out
+
+    def _filled(
+        self, plane: ttnn.Tensor, new: ttnn.Tensor, chunk_page_table: ttnn.Tensor
+    ) -> ttnn.Tensor:
+        """Write a chunk's keys or values, and return them in the dtype of the cache."""
+        if new.dtype != plane.dtype:
+            # Tiles are copied as they are, so they must be the cache's.
+            cast = ttnn.typecast(new, plane.dtype)
+            ttnn.deallocate(new)
+            new = cast
+        ttnn.experimental.paged_fill_cache(plane, new, chunk_page_table, batch_idx=0)
+        return new
+
+    def _chunk_program(self, num_tokens: int) -> ttnn.SDPAProgramConfig:
+        is_long = num_tokens >= _LONG_CHUNK and num_tokens % 256 == 0
+        return self._program(256 if is_long else 64)
+
+    def _program(self, chunk_size: int) -> ttnn.SDPAProgramConfig:
+        """Take queries and keys in pieces of ``chunk_size`` tokens; 0 leaves it to the op.
+
+        Where an earlier part of the sequence is in the cache, its end must be a multiple of it.
+        """
+        return ttnn.SDPAProgramConfig(
+            compute_with_storage_grid_size=self._grid,
+            q_chunk_size=chunk_size,
+            k_chunk_size=chunk_size,
+            exp_approx_mode=False,
+        )
+
+
+def _whole(grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:
+    return ttnn.CoreRangeSet(
+        [ttnn.CoreRange(ttnn.CoreCoord(0, 0), ttnn.CoreCoord(grid.x - 1, grid.y - 1))]
+    )

@@ -1,0 +1,119 @@
+"""Which process has which board open: one locked file per board, in a folder of the user.
+
+Two processes that open the same chip hang or fail in ways that tell nothing, and a board that was
+not closed can hang whoever opens it next. The lock is the kernel's and ends with its process,
+however that ends; what the file says outlives it. A file that can be locked and still names a
+process is the mark of one that died with the board open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from replicas.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BOARD = re.compile(r"[0-9A-Za-z:.]+")
+
+
+class BoardLocks:
+    """Locks of some boards, all or none, held from construction to `release`.
+
+    Attributes:
+        boards: The boards, as ``TT_VISIBLE_DEVICES`` names them.
+        left_open: Those of them that a process had open when it died.
+    """
+
+    def __init__(self, boards: Sequence[str], folder: Path | None = None) -> None:
+        """Lock the boards, without waiting.
+
+        Args:
+            boards: Their names: digits, or a PCI address.
+            folder: Where the files are; None is the user's own in the temporary folder.
+
+        Raises:
+            DeviceError: Another process has one of them, which it names; or the files cannot be
+                written.
+        """
+        self.boards = tuple(sorted(set(boards)))
+        self._files: dict[str, int] = {}
+        self.left_open: tuple[str, ...] = ()
+        if not self.boards:
+            return
+        folder = folder or Path(tempfile.gettempdir()) / f"ttserve-boards-{os.getuid()}"
+        try:
+            _make_private(folder)
+            for board in self.boards:
+                self._lock(folder, board)
+            self.left_open = tuple(board for board in self.boards if self._holder(board))
+        except OSError as error:
+            self._unlock()
+            raise DeviceError(
+                f"cannot lock boards {', '.join(self.boards)} with files in {folder}: {error}; "
+                "give this process a temporary folder (TMPDIR) that it can write"
+            ) from error
+        except DeviceError:
+            self._unlock()
+            raise
+
+    def mark_open(self) -> None:
+        """Note that this process is about to touch the boards."""
+        for file in self._files.values():
+            _write(file, f"{os.getpid()}\n")
+
+    def mark_closed(self) -> None:
+        """Note that the boards can be opened by another as they are."""
+        for file in self._files.values():
+            _write(file, "")
+
+    def release(self) -> None:
+        """Let others have the boards; again does nothing."""
+        self._unlock()
+
+    def _lock(self, folder: Path, board: str) -> None:
+        if _BOARD.fullmatch(board) is None:
+            raise DeviceError(f"{board!r} names no board; TT_VISIBLE_DEVICES is a list like 0,1")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(folder / f"{board}.lock", flags, 0o600)
+        self._files[board] = file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder(board)
+            whose = f"process {holder}" if holder else "another process"
+            raise DeviceError(
+                f"board {board} is in use by {whose}; end it, or give this process other boards "
+                "with TT_VISIBLE_DEVICES"
+            ) from None
+
+    def _holder(self, board: str) -> str:
+        return os.pread(self._files[board], 32, 0).decode(errors="replace").strip()
+
+    def _unlock(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):
+                os.close(file)
+        self._files.clear()
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder, or see that it is the user's own: others may write beside it."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of this user")
+
+
+def _write(file: int, text: str) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, text.encode(), 0)

@@ -1,0 +1,238 @@
+"""Arguments of prefill and decode, checked before any device sees them. Pure.
+
+A wrong argument is a ValueError, as with the torch generator, and says both numbers. The checks are
+those that keep a call inside what was compiled and inside the cache: the device checks no index.
+
+Dimensions: N rows that prefill, B slots, K entries of a page table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What a generator was made for.
+
+    Attributes:
+        max_batch_size: B.
+        max_seq_len: Tokens of the longest sequence.
+        vocab_size: Tokens there are.
+        num_blocks: Blocks of a lane's KV cache.
+        block_size: Tokens per block.
+        table_width: Most entries of a sequence's page table.
+    """
+
+    max_batch_size: int
+    max_seq_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    table_width: int
+
+    def check_width(self, num_blocks: int) -> None:
+        """Refuse a page table that is wider than the compiled one."""
+        if num_blocks > self.table_width:
+            raise ValueError(
+                f"a page table of {num_blocks} blocks per row, the device's has {self.table_width}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillCall:
+    """Rows to prefill.
+
+    Attributes:
+        tokens: int64 (N, longest), prompts from position 0.
+        page_table: int64 (N, K).
+        starts: int64 (N,), first position to compute.
+        ends: int64 (N,), one past the last.
+        slots: int64 (N,), all different.
+    """
+
+    tokens: Int64Array
+    page_table: Int64Array
+    starts: Int64Array
+    ends: Int64Array
+    slots: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeCall:
+    """Rows to decode, all B.
+
+    Attributes:
+        tokens: int64 (B,).
+        positions: int64 (B,), -1 for padding rows.
+        page_table: int64 (B, K).
+    """
+
+    tokens: Int64Array
+    positions: Int64Array
+    page_table: Int64Array
+
+
+def check_prefill(
+    limits: CallLimits,
+    *,
+    tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    start_pos: torch.Tensor,
+    empty_slots: Sequence[int],
+) -> PrefillCall:
+    """Take over the arguments of ``prefill_forward``.
+
+    Raises:
+        ValueError: A dtype, rank, number of rows, slot, length, block or token is out of range.
+    """
+    call = PrefillCall(
+        tokens=integers("tokens", tokens, 2),
+        page_table=integers("page_table", page_table, 2),
+        starts=integers("start_pos", start_pos, 1),
+        ends=integers("prompt_lens", prompt_lens, 1),
+        slots=integers("empty_slots", empty_slots, 1),
+    )
+    slots, num_rows = call.slots, len(call.slots)
+    lengths = (len(call.tokens), len(call.starts), len(call.ends))
+    if lengths != (num_rows,) * 3:
+        raise ValueError(f"tokens, start_pos, prompt_lens of {lengths} rows, {num_rows} slots")
+    if not 0 <= slots.min() <= slots.max() < limits.max_batch_size:
+        raise ValueError(f"empty_slots {slots} for a batch of {limits.max_batch_size}")
+    if len(set(slots.tolist())) < num_rows:
+        raise ValueError(f"empty_slots {slots} names a slot twice")
+    _check_tables(limits, call.page_table, num_rows)
+    width = min(call.tokens.shape[1], _tokens_of_a_row(limits, call.page_table))
+    if (call.ends - call.starts).min() < 1 or call.starts.min() < 0 or call.ends.max() > width:
+        raise ValueError(
+            f"prefill chunks {call.starts} to {call.ends} do not fit in rows of {width} tokens"
+        )
+    _check_tokens(limits, call.tokens)
+    return call
+
+
+def check_decode(
+    limits: CallLimits,
+    *,
+    tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    start_pos: torch.Tensor,
+    is_authoritative: bool,
+) -> DecodeCall:
+    """Take over the arguments of ``decode_forward``.
+
+    Args:
+        limits: See `CallLimits`.
+        tokens: See ``decode_forward``.
+        page_table: See ``decode_forward``.
+        start_pos: See ``decode_forward``.
+        is_authoritative: Tokens and positions count; otherwise they may be of an earlier step.
+
+    Raises:
+        ValueError: A dtype, rank, number of rows, position, block or token is out of range.
+    """
+    rows = integers("tokens", tokens, 2)
+    positions = integers("start_pos", start_pos, 1)
+    table = integers("page_table", page_table, 2)
+    num_rows = limits.max_batch_size
+    if rows.shape != (num_rows, 1) or len(positions) != num_rows:
+        raise ValueError(
+            f"tokens {rows.shape} and {len(positions)} positions for a batch of {num_rows}"
+        )
+    _check_tables(limits, table, num_rows)
+    if is_authoritative:
+        width = _tokens_of_a_row(limits, table)
+        if positions.min() < -1 or positions.max() >= width:
+            raise ValueError(f"decode positions {positions} do not fit in {width} tokens")
+        _check_tokens(limits, rows)
+    return DecodeCall(rows[:, 0], positions, table)
+
+
+def check_commands(
+    *,
+    reload_inputs: bool,
+    reload_page_table: bool,
+    reset_sampling_state: bool,
+    remaps: bool,
+    samples: bool,
+) -> None:
+    """Refuse commands that contradict each other.
+
+    Args:
+        reload_inputs: See ``decode_forward``.
+        reload_page_table: See ``decode_forward``.
+        reset_sampling_state: See ``decode_forward``.
+        remaps: There is a ``slot_remap``.
+        samples: There are ``sampling_params``.
+
+    Raises:
+        ValueError: Says which two.
+    """
+    if reload_inputs:
+        if reload_page_table:
+            raise ValueError("reload_inputs and reload_page_table: the first includes the second")
+        return
+    if reset_sampling_state:
+        raise ValueError("reset_sampling_state needs reload_inputs")
+    if remaps:
+        raise ValueError("slot_remap needs reload_inputs: tokens and positions move with their row")
+    if not samples:
+        raise ValueError("logits need reload_inputs: the device does not know the next token")
+
+
+def check_remap(limits: CallLimits, slot_remap: torch.Tensor) -> Int64Array:
+    """Take over ``slot_remap``.
+
+    Raises:
+        ValueError: It is no permutation of the slots.
+    """
+    remap = integers("slot_remap", slot_remap, 1)
+    if not np.array_equal(np.sort(remap), np.arange(limits.max_batch_size)):
+        raise ValueError(f"slot_remap {remap} is no order of {limits.max_batch_size} slots")
+    return remap
+
+
+def integers(name: str, values: object, num_dims: int) -> Int64Array:
+    """Return integers of a known rank.
+
+    Raises:
+        ValueError: They have another dtype or rank, or there are none.
+    """
+    array: npt.NDArray[Any] = np.asarray(values)
+    if array.ndim != num_dims or array.dtype.kind not in "iu" or not array.size:
+        raise ValueError(
+            f"{name} must be integers in {num_dims} dimensions, got {array.dtype} {array.shape}"
+        )
+    return array.astype(np.int64)
+
+
+def _tokens_of_a_row(limits: CallLimits, page_table: Int64Array) -> int:
+    num_blocks: int = page_table.shape[1]
+    return min(num_blocks * limits.block_size, limits.max_seq_len)
+
+
+def _check_tables(limits: CallLimits, page_table: Int64Array, num_rows: int) -> None:
+    if len(page_table) != num_rows:
+        raise ValueError(f"page_table has {len(page_table)} rows, not {num_rows}")
+    limits.check_width(page_table.shape[1])
+    least, most = page_table.min(), page_table.max()
+    if least < 0 or most >= limits.num_blocks:
+        raise ValueError(f"page_table has blocks {least} to {most}, the cache {limits.num_blocks}")
+
+
+def _check_tokens(limits: CallLimits, tokens: Int64Array) -> None:
+    least, most = tokens.min(), tokens.max()
+    if least < 0 or most >= limits.vocab_size:
+        raise ValueError(f"tokens {least} to {most}, the vocabulary has {limits.vocab_size}")

@@ -1,0 +1,183 @@
+"""Inputs of one call of a lane: fixed shapes, on the host first, then on the device.
+
+A lane's inputs have the same shapes for every request of a bucket (prefill) and for every step
+(decode), so that programs are compiled once, and a captured trace is replayed after its input
+tensors have been refreshed in place.
+
+Dimensions: S tokens of a bucket, B rows of a lane's decode batch, K entries of a page table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import ttnn
+
+from replicas.errors import ConfigError
+from replicas.generators.ttnn.buckets import TILE, bucket_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.integer[Any]]
+
+PADDING_POSITION = -1
+"""Position of a decode row without a request; the device skips it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillInputs:
+    """One chunk of one sequence; every tensor is row-major and the same on all chips.
+
+    Attributes:
+        tokens: uint32 (1, S); 0 past the chunk.
+        rope_indices: uint32 (1, S), their positions; 0 past the chunk.
+        page_table: int32 (1, K), the sequence's blocks from its start; 0 past them.
+        chunk_page_table: int32 (1, S / block size), the blocks that the chunk is written to; 0,
+            the null block, past them.
+        chunk_start: int32 (1,), position of the first token, or None where that is 0.
+        last_index: uint32 (1, 32), row of the last token within the chunk, repeated.
+    """
+
+    tokens: ttnn.Tensor
+    rope_indices: ttnn.Tensor
+    page_table: ttnn.Tensor
+    chunk_page_table: ttnn.Tensor
+    chunk_start: ttnn.Tensor | None
+    last_index: ttnn.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeInputs:
+    """One token of each row of a lane; every tensor is row-major and the same on all chips.
+
+    Attributes:
+        tokens: uint32 (1, B); 0 for padding rows.
+        positions: int32 (B,), where the tokens stand; -1 for padding rows.
+        rope_indices: uint32 (1, B), the positions again; 0 for padding rows.
+        page_table: int32 (B, K); 0 past a row's blocks and for padding rows.
+    """
+
+    tokens: ttnn.Tensor
+    positions: ttnn.Tensor
+    rope_indices: ttnn.Tensor
+    page_table: ttnn.Tensor
+
+
+Inputs = TypeVar("Inputs", PrefillInputs, DecodeInputs)
+
+
+def host_prefill_inputs(
+    token_ids: IntArray,
+    start: int,
+    block_ids: Sequence[int] | IntArray,
+    *,
+    max_seq_len: int,
+    block_size: int,
+    table_width: int,
+) -> PrefillInputs:
+    """Lay out one chunk on the host.
+
+    Args:
+        token_ids: (n,) the tokens of the chunk, n >= 1.
+        start: Position of the first of them; a multiple of ``block_size``.
+        block_ids: The sequence's blocks from its start, those of the chunk included.
+        max_seq_len: Tokens of the longest sequence; decides the bucket.
+        block_size: Tokens per KV block.
+        table_width: See ``buckets.prefill_table_width``.
+
+    Raises:
+        ConfigError: The chunk does not begin at a block, is longer than the longest bucket, or has
+            more tokens than its blocks hold.
+    """
+    num_tokens = len(token_ids)
+    if start % block_size:
+        raise ConfigError(f"a chunk starts at {start}, not at a multiple of {block_size=}")
+    first_block, end_block = start // block_size, -(-(start + num_tokens) // block_size)
+    if end_block > len(block_ids):
+        raise ConfigError(
+            f"{start + num_tokens} tokens need {end_block} blocks, there are {len(block_ids)}"
+        )
+    bucket = bucket_for(num_tokens, max_seq_len)
+    owned = np.asarray(block_ids)[:end_block]
+    return PrefillInputs(
+        tokens=_host(_padded(token_ids, bucket)[None], ttnn.uint32),
+        rope_indices=_host(
+            _padded(np.arange(start, start + num_tokens), bucket)[None], ttnn.uint32
+        ),
+        page_table=_host(_padded(owned, table_width)[None], ttnn.int32),
+        chunk_page_table=_host(
+            _padded(owned[first_block:], bucket // block_size)[None], ttnn.int32
+        ),
+        chunk_start=_host(np.array([start]), ttnn.int32) if start else None,
+        last_index=_host(np.full((1, TILE), num_tokens - 1), ttnn.uint32),
+    )
+
+
+def host_decode_inputs(
+    token_ids: IntArray, positions: IntArray, page_table: IntArray, *, table_width: int
+) -> DecodeInputs:
+    """Lay out one decode step of a lane on the host.
+
+    Args:
+        token_ids: (B,) the last token of each row.
+        positions: (B,) where it stands; -1 for padding rows.
+        page_table: (B, at most ``table_width``) each row's blocks, 0 past them.
+        table_width: See ``buckets.decode_table_width``.
+
+    Raises:
+        ConfigError: The page table is wider than ``table_width``.
+    """
+    if page_table.shape[1] > table_width:
+        raise ConfigError(
+            f"a page table has {page_table.shape[1]} blocks per row, the lane's has {table_width}"
+        )
+    is_live = positions >= 0
+    tables = np.zeros((len(positions), table_width), dtype=np.int64)
+    tables[:, : page_table.shape[1]] = np.where(is_live[:, None], page_table, 0)
+    return DecodeInputs(
+        tokens=_host(np.where(is_live, token_ids, 0)[None], ttnn.uint32),
+        positions=_host(np.where(is_live, positions, PADDING_POSITION), ttnn.int32),
+        rope_indices=_host(np.where(is_live, positions, 0)[None], ttnn.uint32),
+        page_table=_host(tables, ttnn.int32),
+    )
+
+
+def to_device(inputs: Inputs, device: ttnn.MeshDevice) -> Inputs:
+    """Allocate a host's inputs on every chip of a lane; freed with the returned tensors."""
+    moved = {
+        field.name: None if tensor is None else ttnn.to_device(tensor, device)
+        for field in fields(inputs)
+        for tensor in [getattr(inputs, field.name)]
+    }
+    return type(inputs)(**moved)
+
+
+def refresh(on_device: Inputs, on_host: Inputs) -> None:
+    """Overwrite inputs on the device in place, as a captured trace needs it.
+
+    Raises:
+        ConfigError: One of them begins at 0 and the other does not: two different programs.
+    """
+    for field in fields(on_device):
+        target, source = getattr(on_device, field.name), getattr(on_host, field.name)
+        if (target is None) != (source is None):
+            raise ConfigError(f"{field.name} is set on one side only; these are two programs")
+        if target is not None:
+            ttnn.copy_host_to_device_tensor(source, target)
+
+
+def _padded(values: IntArray, length: int) -> IntArray:
+    out = np.zeros(length, dtype=np.int64)
+    out[: len(values)] = values
+    return out
+
+
+def _host(values: IntArray, dtype: ttnn.DataType) -> ttnn.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
+    return ttnn.from_torch(tensor, dtype=dtype, layout=ttnn.ROW_MAJOR_LAYOUT)

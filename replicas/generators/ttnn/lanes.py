@@ -1,0 +1,346 @@
+"""One lane: its model, KV cache, the input tensors that stay on its chips, and its traces.
+
+A lane's calls only enqueue: nothing here waits for the device. Every input tensor is allocated once
+and refreshed in place, whether a call is traced or not, so that there is one way to run a program.
+
+Dimensions: B rows of the lane's decode batch; S tokens of a bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ttnn
+
+from replicas.generators.ttnn.buckets import (
+    bucket_for,
+    decode_table_width,
+    prefill_buckets,
+    prefill_table_width,
+    split_chunks,
+)
+from replicas.generators.ttnn.inputs import (
+    PADDING_POSITION,
+    host_decode_inputs,
+    host_prefill_inputs,
+    refresh,
+    to_device,
+)
+from replicas.generators.ttnn.sampling import (
+    Sampler,
+    greedy_rows,
+    host_sampling_inputs,
+    host_seeds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from replicas.generators.ttnn.inputs import PrefillInputs
+    from replicas.generators.ttnn.model import LaneCache, TTTransformer
+    from replicas.generators.ttnn.sampling import SamplingRows
+    from replicas.generators.ttnn.trace import Tracer
+
+    Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSizes:
+    """What a lane's programs are compiled for.
+
+    Attributes:
+        num_rows: B.
+        max_seq_len: Tokens of the longest sequence.
+        block_size: Tokens per KV block.
+        local_vocab: Vocabulary of one chip, padding included.
+    """
+
+    num_rows: int
+    max_seq_len: int
+    block_size: int
+    local_vocab: int
+
+
+class _Call:
+    """A forward pass of one shape over tensors that stay; traced once it has been captured."""
+
+    def __init__(self, run: Callable[[], ttnn.Tensor]) -> None:
+        self._run = run
+        self._replay = run
+
+    def capture(self, tracer: Tracer, device: ttnn.MeshDevice) -> None:
+        self._replay = tracer.capture(device, self._run)
+
+    def __call__(self, *, traced: bool) -> ttnn.Tensor:
+        return self._replay() if traced else self._run()
+
+
+class Lane:
+    """A data-parallel group of a mesh.
+
+    Owner: its input tensors and sampler. Model, cache and tracers are the caller's.
+
+    Args:
+        device: Submesh (1, tp).
+        model: The model on it.
+        cache: ``[layer] -> [k, v]``.
+        sizes: Shapes.
+        prefill_tracer: Captures chunks.
+        decode_tracer: Captures decode steps.
+    """
+
+    def __init__(
+        self,
+        device: ttnn.MeshDevice,
+        model: TTTransformer,
+        cache: LaneCache,
+        sizes: LaneSizes,
+        prefill_tracer: Tracer,
+        decode_tracer: Tracer,
+    ) -> None:
+        self.device = device
+        self._model = model
+        self._cache = cache
+        self._sizes = sizes
+        self._prefill_tracer = prefill_tracer
+        self._decode_tracer = decode_tracer
+        self._sampler = Sampler(device, sizes.num_rows, sizes.local_vocab)
+        self._chunks: dict[tuple[int, bool], tuple[PrefillInputs, _Call]] = {}
+        # Positions that the next decode step computes, as the device has them.
+        self._positions = np.full(sizes.num_rows, PADDING_POSITION, dtype=np.int64)
+        self._continues = False
+        self._rows = greedy_rows(sizes.num_rows)
+        host = self._host_decode_inputs(self._positions, self._positions)
+        self._inputs = to_device(host, device)
+        host_sampling: Any = host_sampling_inputs(self._rows, self._positions)
+        self._sampling = to_device(host_sampling, device)
+        self._logits = _Call(self._decode_logits)
+        self._tokens = _Call(self._decode_tokens)
+        # Prefill draws beside a decode batch that goes on: it has settings and tokens of its own.
+        self._chunk_sampling = to_device(host_sampling, device)
+        self._chunk_tokens = ttnn.to_device(host.tokens, device)
+
+    @property
+    def is_live(self) -> npt.NDArray[np.bool_]:
+        """Bool (B,): rows that the next decode step computes."""
+        live: npt.NDArray[np.bool_] = self._positions >= 0
+        return live
+
+    # --- warm-up -------------------------------------------------------------------------------
+
+    def compile_prefill(self, *, sample: bool) -> None:
+        """Run every bucket, as a first and as a later chunk, in the null block."""
+        block_size, max_seq_len = self._sizes.block_size, self._sizes.max_seq_len
+        for bucket in prefill_buckets(max_seq_len):
+            for start in (0, block_size):
+                num_tokens = min(bucket, max_seq_len - start)
+                # A bucket that only a whole prompt fills has no later chunk.
+                if num_tokens < 1 or bucket_for(num_tokens, max_seq_len) != bucket:
+                    continue
+                zeros = np.zeros(start + num_tokens, dtype=np.int64)
+                logits = self._chunk(zeros, start, len(zeros), zeros, traced=False)
+                self._first_row(logits)
+                if sample:
+                    self._sample_chunk(logits, greedy_rows(1), position=0)
+
+    def capture_prefill(self) -> None:
+        """Trace what ``compile_prefill`` has run."""
+        for _, call in self._chunks.values():
+            call.capture(self._prefill_tracer, self.device)
+
+    def compile_decode(self, *, sample: bool) -> None:
+        """Run a full decode batch in the null block."""
+        zeros = np.zeros(self._sizes.num_rows, dtype=np.int64)
+        self._load(self._host_decode_inputs(zeros, zeros), zeros - 1)
+        self._logits(traced=False)
+        if sample:
+            self._tokens(traced=False)
+
+    def capture_decode(self, *, sample: bool) -> None:
+        """Trace what ``compile_decode`` has run."""
+        self._logits.capture(self._decode_tracer, self.device)
+        if sample:
+            self._tokens.capture(self._decode_tracer, self.device)
+
+    # --- prefill -------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        tokens: Int64Array,
+        start: int,
+        block_ids: Int64Array,
+        sampling: SamplingRows | None,
+        *,
+        traced: bool,
+    ) -> ttnn.Tensor:
+        """Compute the end of one prompt.
+
+        Args:
+            tokens: (n,) the prompt from position 0.
+            start: First position whose KV is not in the cache.
+            block_ids: The sequence's blocks from position 0.
+            sampling: One row to draw with; None for logits.
+            traced: Replay where there is a trace.
+
+        Returns:
+            On its way to the host: logits of the last token, (1, 1, 1, V / tp) per chip, or uint32
+            (1, B) whose first entry is the token.
+        """
+        sizes = self._sizes
+        *earlier, last = split_chunks(start, len(tokens), sizes.max_seq_len, sizes.block_size)
+        for begin, end in earlier:
+            self._chunk(tokens, begin, end, block_ids, traced=traced)
+        logits = self._chunk(tokens, *last, block_ids, traced=traced)
+        if sampling is None:
+            return self.read(self._first_row(logits), wait=False)
+        return self.read(self._sample_chunk(logits, sampling, position=len(tokens) - 1), wait=False)
+
+    def _chunk(
+        self, tokens: Int64Array, begin: int, end: int, block_ids: Int64Array, *, traced: bool
+    ) -> ttnn.Tensor:
+        max_seq_len, block_size = self._sizes.max_seq_len, self._sizes.block_size
+        host = host_prefill_inputs(
+            tokens[begin:end],
+            begin,
+            block_ids,
+            max_seq_len=max_seq_len,
+            block_size=block_size,
+            table_width=prefill_table_width(max_seq_len, block_size),
+        )
+        shape = bucket_for(end - begin, max_seq_len), begin == 0
+        if shape in self._chunks:
+            inputs, call = self._chunks[shape]
+            refresh(inputs, host)
+        else:
+            inputs = to_device(host, self.device)
+            call = _Call(lambda: self._model.prefill(inputs, self._cache))
+            self._chunks[shape] = inputs, call
+        return call(traced=traced)
+
+    def _first_row(self, logits: ttnn.Tensor) -> ttnn.Tensor:
+        rows = ttnn.to_layout(logits, ttnn.ROW_MAJOR_LAYOUT)
+        return ttnn.slice(rows, [0, 0, 0, 0], [1, 1, 1, self._sizes.local_vocab])
+
+    def _sample_chunk(
+        self, logits: ttnn.Tensor, sampling: SamplingRows, *, position: int
+    ) -> ttnn.Tensor:
+        # All rows of the logits are the same: let all draw alike.
+        alike = np.zeros(self._sizes.num_rows, dtype=np.int64)
+        host: Any = host_sampling_inputs(sampling.take(alike), alike + position)
+        refresh(self._chunk_sampling, host)
+        return self._sampler.sample(logits, self._chunk_sampling, self._chunk_tokens)
+
+    # --- decode --------------------------------------------------------------------------------
+
+    def load(self, tokens: Int64Array, positions: Int64Array, page_table: Int64Array) -> None:
+        """Overwrite the inputs of the next decode step; arguments as ``host_decode_inputs``."""
+        if positions.max() < 0:  # The lane sits the step out.
+            self._positions = positions.copy()
+            return
+        self._load(self._host_decode_inputs(tokens, positions, page_table), positions)
+
+    def load_page_table(self, page_table: Int64Array) -> None:
+        """Overwrite the page table alone."""
+        host = self._host_decode_inputs(self._positions, self._positions, page_table)
+        ttnn.copy_host_to_device_tensor(host.page_table, self._inputs.page_table)
+
+    def load_sampling(self, rows: SamplingRows) -> None:
+        """Overwrite how the B rows draw."""
+        self._rows = rows
+        host: Any = host_sampling_inputs(rows, self._positions)
+        refresh(self._sampling, host)
+
+    def check_continues(self) -> None:
+        """See that the device can go on from what it drew itself.
+
+        Raises:
+            ValueError: The last step drew nothing, or a row is at its full length.
+        """
+        if self.is_live.any() and not self._continues:
+            raise ValueError("needs reload_inputs: the last decode drew no tokens on the device")
+        if self._positions.max() >= self._sizes.max_seq_len:
+            raise ValueError(
+                f"position {self._positions.max()} does not fit in {self._sizes.max_seq_len} tokens"
+            )
+
+    def decode(self, *, sample: bool, traced: bool) -> ttnn.Tensor:
+        """Compute a token of every live row.
+
+        Args:
+            sample: Draw tokens, and prepare the next step on the device.
+            traced: Replay where there is a trace.
+
+        Returns:
+            Logits (1, 1, B, V / tp) per chip, row-major; or uint32 (1, B) tokens, which the next
+            step overwrites.
+        """
+        self._continues = False
+        if not sample:
+            return self._logits(traced=traced)
+        if not self._rows.is_greedy.all():
+            seeds = host_seeds(self._rows, self._positions)
+            ttnn.copy_host_to_device_tensor(seeds, self._sampling.seeds)
+        tokens = self._tokens(traced=traced)
+        self._positions[self.is_live] += 1
+        self._continues = True
+        return tokens
+
+    def _decode_logits(self) -> ttnn.Tensor:
+        logits = self._model.decode(self._inputs, self._cache)
+        rows = ttnn.to_layout(logits, ttnn.ROW_MAJOR_LAYOUT)
+        return ttnn.slice(rows, [0, 0, 0, 0], [1, 1, self._sizes.num_rows, self._sizes.local_vocab])
+
+    def _decode_tokens(self) -> ttnn.Tensor:
+        logits = self._model.decode(self._inputs, self._cache)
+        self._sampler.sample(logits, self._sampling, self._inputs.tokens)
+        ttnn.plus_one(self._inputs.positions, skip_negative_entries=True)
+        # Padding rows count too; they are at 0 after a reload, so never past a live row.
+        ttnn.plus_one(self._inputs.rope_indices)
+        return self._inputs.tokens
+
+    def _host_decode_inputs(
+        self, tokens: Int64Array, positions: Int64Array, page_table: Int64Array | None = None
+    ) -> Any:  # noqa: ANN401 - DecodeInputs
+        sizes = self._sizes
+        return host_decode_inputs(
+            tokens,
+            positions,
+            np.zeros((sizes.num_rows, 1), dtype=np.int64) if page_table is None else page_table,
+            table_width=decode_table_width(sizes.max_seq_len, sizes.block_size),
+        )
+
+    def _load(self, host: Any, positions: Int64Array) -> None:  # noqa: ANN401 - DecodeInputs
+        refresh(self._inputs, host)
+        self._positions = positions.copy()
+        self._continues = False
+
+    # --- outputs -------------------------------------------------------------------------------
+
+    def read(self, tensor: ttnn.Tensor, *, wait: bool) -> ttnn.Tensor:
+        """Copy an output to the host, in the order of the commands.
+
+        Args:
+            tensor: On the device.
+            wait: Until it has arrived; otherwise it may be used after an ``event`` recorded later.
+        """
+        return ttnn.from_device(tensor, blocking=wait)
+
+    def event(self) -> ttnn.MeshEvent:
+        """Return what ``ttnn.event_synchronize`` waits for: the end of all commands so far."""
+        return ttnn.record_event(self.device, 0)
+
+    def logits(self, host: ttnn.Tensor) -> npt.NDArray[np.float32]:
+        """Return a host tensor of logits as (rows, V), the padding of the vocabulary included."""
+        whole = ttnn.to_torch(host, mesh_composer=ttnn.ConcatMeshToTensor(self.device, dim=3))
+        rows: npt.NDArray[np.float32] = whole[0, 0].float().numpy()
+        return rows
+
+    def token_ids(self, host: ttnn.Tensor) -> Int64Array:
+        """Return a host tensor of tokens as (B,); the chips have the same."""
+        chip = ttnn.to_torch(ttnn.get_device_tensors(host)[0])
+        tokens: Int64Array = chip.reshape(-1).numpy().astype(np.int64)
+        return tokens

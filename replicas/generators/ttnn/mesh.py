@@ -1,0 +1,341 @@
+"""A Tenstorrent mesh from opening to closing, and its lanes.
+
+Nothing else opens or closes a device. Which boards a process sees is decided before ttnn is
+imported, by ``TT_VISIBLE_DEVICES``; here it is only checked. Whatever happens, what was opened is
+closed, in the one order that ttnn takes (submeshes, mesh, fabric): on `TTMesh.close`, which a
+worker calls when its engine ends, and otherwise when the interpreter exits. A process that was
+killed cannot; the next one to open its boards resets them first.
+
+Source: the order and the arguments are those of vllm-tt-plugin's worker; the submeshes of a
+Galaxy those of tt_transformers' ``create_submeshes``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import ttnn
+
+from replicas.errors import ConfigError, DeviceError
+from replicas.generators.ttnn.board_locks import BoardLocks
+from replicas.meshes import MeshSpec, lane_shape, mesh_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from replicas.config import MeshConfig
+
+_LOG = logging.getLogger(__name__)
+_DEVICE_NODES = Path("/dev/tenstorrent")
+_RESET_TIMEOUT_S = 300
+
+
+@dataclass(eq=False)
+class TTMesh:
+    """The native generator's ``mesh_device``, as `CpuDevice` is the torch one's.
+
+    Attributes:
+        device: The whole mesh. Once there are several lanes no work is given to it: ttnn cannot
+            close a submesh after its mesh and itself were both used.
+        spec: What it is.
+        settings: As it was asked for.
+        load_format: "safetensors" reads the model folder's weights; "random" needs only its
+            config.json.
+        seed: Seed of the random weights.
+        progress: Called while loading with (stage, fraction done in 0..1); must be quick.
+    """
+
+    device: Any
+    spec: MeshSpec
+    settings: MeshConfig
+    load_format: Literal["safetensors", "random"] = "safetensors"
+    seed: int = 0
+    progress: Callable[[str, float], None] | None = None
+    _locks: BoardLocks | None = None
+    _has_fabric: bool = False
+    _lanes: list[Any] = field(default_factory=list)
+    _is_closed: bool = False
+
+    def lanes(self, num_lanes: int) -> list[Any]:
+        """Return one device per lane, each a row of chips; the same ones when asked again.
+
+        Args:
+            num_lanes: Copies of the model. One takes the whole mesh.
+
+        Returns:
+            Mesh devices of shape (1, chips / num_lanes), in the order of the mesh's chips.
+
+        Raises:
+            ConfigError: The number does not divide the chips, or the mesh is already divided into
+                another number of lanes.
+            DeviceError: ttnn refused.
+        """
+        if self._lanes and len(self._lanes) != num_lanes:
+            raise ConfigError(
+                f"mesh {self.spec.name} is divided into {len(self._lanes)} lanes and cannot be "
+                f"divided into {num_lanes} before it is closed"
+            )
+        if not self._lanes:
+            self._lanes = self._divide(num_lanes)
+        return list(self._lanes)
+
+    def _divide(self, num_lanes: int) -> list[Any]:
+        row = lane_shape(self.spec, num_lanes)
+        cut = _cut(self.spec.shape, row[1])
+        try:
+            lanes = (
+                [self.device]
+                if num_lanes == 1
+                else self.device.create_submeshes(ttnn.MeshShape(*cut))
+            )
+            if cut != row:
+                for lane in lanes:
+                    lane.reshape(ttnn.MeshShape(*row))
+        except RuntimeError as error:
+            raise DeviceError(
+                f"ttnn cannot divide mesh {self.spec.name} {self.spec.shape} into {num_lanes} "
+                f"lanes of {row[1]} chips: {ttnn_message(error)}"
+            ) from error
+        return list(lanes)
+
+    def close(self) -> None:
+        """Close submeshes, mesh and fabric; again does nothing.
+
+        What ttnn does not close is logged, and stays this process's until it ends: whoever opens
+        the boards next resets them.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._lanes = []
+        closed = [_try_close(ttnn.close_mesh_device, lane) for lane in self.device.get_submeshes()]
+        closed.append(_try_close(ttnn.close_mesh_device, self.device))
+        if self._has_fabric:
+            closed.append(_try_close(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED))
+        if self._locks is not None and all(closed):
+            self._locks.mark_closed()
+            self._locks.release()
+
+
+def open_mesh(
+    settings: MeshConfig,
+    *,
+    fabric_config: Mapping[str, object] | None = None,
+    load_format: Literal["safetensors", "random"] = "safetensors",
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> TTMesh:
+    """Open a mesh, alone of all processes of this user.
+
+    Args:
+        settings: Which mesh, and how.
+        fabric_config: Arguments of ``ttnn.set_fabric_config`` that a generator's capabilities ask
+            for, enums by value or by name. `settings.fabric` goes before them, they go before
+            the mesh's usual fabric.
+        load_format: See `TTMesh`.
+        seed: See `TTMesh`.
+        progress: See `TTMesh`.
+
+    Raises:
+        ConfigError: No such mesh, fabric or axis; or the process sees other boards than
+            `settings.visible_devices`; names both.
+        DeviceError: Another process has a board, there are fewer chips than the mesh has or
+            chips of another architecture, or ttnn refused.
+    """
+    spec = mesh_spec(settings.name)
+    spec.check_one_host()
+    # ttnn itself reads this variable; it is no setting of ours.
+    bound = os.environ.get("TT_VISIBLE_DEVICES")  # noqa: TID251
+    locks = BoardLocks(boards_to_open(settings, bound))
+    try:
+        _reset(locks.left_open)
+        spec = _check_chips(settings.name, bound)
+        fabric = _fabric(spec, settings, fabric_config)
+        arguments = _open_arguments(spec, settings)
+        locks.mark_open()
+        device = _open(spec, fabric, arguments)
+    except BaseException:
+        locks.release()
+        raise
+    mesh = TTMesh(
+        device=device,
+        spec=spec,
+        settings=settings,
+        load_format=load_format,
+        seed=seed,
+        progress=progress,
+        _locks=locks,
+        _has_fabric=bool(fabric),
+    )
+    atexit.register(mesh.close)
+    return mesh
+
+
+def boards_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
+    """Names of the boards that ttnn opens in this process: all that it sees.
+
+    Args:
+        settings: Whose `visible_devices` must be what the process is bound to.
+        bound: Value of ``TT_VISIBLE_DEVICES``; None or empty is all boards of the host.
+
+    Raises:
+        ConfigError: They differ; names both.
+    """
+    seen = tuple(name.strip() for name in bound.split(",")) if bound else ()
+    if settings.visible_devices is not None:
+        wanted = {str(board) for board in settings.visible_devices}
+        if wanted != set(seen):
+            raise ConfigError(
+                f"mesh.visible_devices is {sorted(wanted)} and this process was started with "
+                f"TT_VISIBLE_DEVICES={bound or ''}: set that to {','.join(sorted(wanted))} before "
+                "the process starts"
+            )
+    if seen or not _DEVICE_NODES.is_dir():
+        return seen
+    return tuple(sorted(node.name for node in _DEVICE_NODES.iterdir() if node.name.isdigit()))
+
+
+def ttnn_message(error: BaseException) -> str:
+    """The line of an exception of ttnn that says what is wrong.
+
+    ttnn's texts are a place in its source, "info:", the message, and a backtrace of many lines.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "info:" in lines[:-1]:
+        return lines[lines.index("info:") + 1]
+    return lines[0] if lines else type(error).__name__
+
+
+def _reset(boards: tuple[str, ...]) -> None:
+    """Bring boards that a dead process had open back to a state that can be opened."""
+    if not boards:
+        return
+    names = ",".join(boards)
+    tool = shutil.which("tt-smi")
+    if tool is None:
+        _LOG.warning(
+            "a process died with boards %s open and tt-smi is not on PATH to reset them: if "
+            "opening hangs, run `tt-smi -r %s` on this host (pip install tt-smi)",
+            names, names,
+        )  # fmt: skip
+        return
+    _LOG.warning("a process died with boards %s open: resetting them", names)
+    try:
+        done = subprocess.run(
+            [tool, "-r", names],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            check=False, timeout=_RESET_TIMEOUT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"`tt-smi -r {names}` did not reset the boards: {error}") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise DeviceError(
+            f"`tt-smi -r {names}` did not reset the boards, exit code {done.returncode}: "
+            f"{said[-1] if said else 'it said nothing'}"
+        )
+
+
+def _check_chips(name: str, bound: str | None) -> MeshSpec:
+    """See that the process has the chips; a mesh that is only a grid takes its kind from them."""
+    where = f"with TT_VISIBLE_DEVICES={bound}" if bound else "on all boards of this host"
+    asked = mesh_spec(name)
+    try:
+        num_chips = ttnn.get_num_devices()
+        kind: Literal["wormhole", "blackhole"] = (
+            "blackhole" if "blackhole" in ttnn.get_arch_name().lower() else "wormhole"
+        )
+    except RuntimeError as error:
+        raise DeviceError(
+            f"mesh {name} needs {asked.num_chips} chips, and ttnn finds none {where} "
+            f"({ttnn_message(error)}); `ttserve doctor` says what is missing"
+        ) from error
+    spec = mesh_spec(name, arch=kind)
+    if num_chips < spec.num_chips:
+        raise DeviceError(
+            f"mesh {name} needs {spec.num_chips} chips, and ttnn finds {num_chips} {where}; "
+            "`ttserve doctor` says what this host has"
+        )
+    if spec.arch != kind:
+        raise DeviceError(
+            f"mesh {name} is of {spec.arch} chips, and those {where} are {kind}; "
+            "`ttserve doctor` says what this host has"
+        )
+    return spec
+
+
+def _open(spec: MeshSpec, fabric: dict[str, object], arguments: dict[str, object]) -> Any:  # noqa: ANN401 - ttnn is untyped
+    try:
+        if fabric:
+            ttnn.set_fabric_config(**fabric)
+        return ttnn.open_mesh_device(ttnn.MeshShape(*spec.shape), **arguments)
+    except (RuntimeError, TypeError) as error:
+        if fabric:
+            _try_close(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
+        raise DeviceError(f"ttnn cannot open mesh {spec.name}: {ttnn_message(error)}") from error
+
+
+def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
+    """Arguments of ``ttnn.open_mesh_device``, but for the shape."""
+    axis = settings.dispatch_core_axis or spec.dispatch_core_axis
+    arguments = {
+        "dispatch_core_config": ttnn.DispatchCoreConfig(
+            axis=_member(ttnn.DispatchCoreAxis, axis.upper())
+        ),
+        "trace_region_size": settings.trace_region_size,
+        "l1_small_size": settings.l1_small_size,
+    }
+    if settings.worker_l1_size:
+        arguments["worker_l1_size"] = settings.worker_l1_size
+    return arguments
+
+
+def _fabric(
+    spec: MeshSpec, settings: MeshConfig, asked: Mapping[str, object] | None
+) -> dict[str, object]:
+    """Arguments of ``ttnn.set_fabric_config``; none for one chip, which has no fabric."""
+    if spec.num_chips == 1:
+        return {}
+    arguments: dict[str, object] = {"config": spec.fabric, **(asked or {})}
+    if settings.fabric is not None:
+        arguments["config"] = settings.fabric
+    kinds = {"config": ttnn.FabricConfig, "reliability_mode": ttnn.FabricReliabilityMode}
+    for name, kind in kinds.items():
+        value = arguments.get(name)
+        if isinstance(value, str):
+            arguments[name] = _member(kind, value)
+    return arguments
+
+
+def _member(kind: Any, name: str) -> object:  # noqa: ANN401 - an enum of ttnn
+    members = kind.__members__
+    if name not in members:
+        raise ConfigError(f"ttnn has no {kind.__name__} {name!r}; use one of {', '.join(members)}")
+    return members[name]
+
+
+def _cut(shape: tuple[int, int], num_chips: int) -> tuple[int, int]:
+    """Shape of the submeshes that a mesh is cut into: as flat as its rows and columns allow."""
+    rows, cols = shape
+    for height in range(1, rows + 1):
+        width, rest = divmod(num_chips, height)
+        if not rest and width and rows % height == 0 and cols % width == 0:
+            return height, width
+    raise ConfigError(f"a mesh of {rows} by {cols} cannot be cut into rectangles of {num_chips}")
+
+
+def _try_close(close: Callable[[Any], object], what: object) -> bool:
+    try:
+        close(what)
+    except RuntimeError as error:
+        _LOG.error("ttnn did not close %s: %s", what, ttnn_message(error))
+        return False
+    return True

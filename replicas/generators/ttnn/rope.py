@@ -1,0 +1,72 @@
+"""Rotary tables on the device, and the rows of them that a call needs.
+
+Layout "hf": channel i is paired with i + head_dim / 2, as in the weights that transformers saves,
+so weights and KV cache are those of the torch generator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import ttnn
+
+from replicas.generators.torch.rope import RopeTable
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import RopeConfig
+
+
+class DeviceRope:
+    """Cosines and sines of every position.
+
+    Owner: two bfloat16 tensors (1, 1, max_seq_len, head_dim), row-major, the same on every chip.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_seq_len: int, device: ttnn.MeshDevice
+    ) -> None:
+        """Fill the tables for positions 0..max_seq_len-1."""
+        self._head_dim = head_dim
+        table = RopeTable(rope, head_dim, max_seq_len, torch.bfloat16)
+        self._tables = [
+            ttnn.from_torch(
+                half.repeat(1, 1, 2).transpose(0, 1).unsqueeze(0),
+                dtype=ttnn.bfloat16,
+                layout=ttnn.ROW_MAJOR_LAYOUT,
+                device=device,
+                memory_config=ttnn.DRAM_MEMORY_CONFIG,
+                mesh_mapper=ttnn.ReplicateTensorToMesh(device),
+            )
+            for half in table.at(torch.arange(max_seq_len))
+        ]
+
+    def of_chunk(self, rope_indices: ttnn.Tensor) -> list[ttnn.Tensor]:
+        """Return cos and sin (1, 1, S, head_dim), tiles in DRAM, for indices (1, S)."""
+        num_tokens = rope_indices.shape[-1]
+        return [
+            ttnn.reshape(
+                ttnn.embedding(rope_indices, table, layout=ttnn.TILE_LAYOUT),
+                (1, 1, num_tokens, self._head_dim),
+            )
+            for table in self._tables
+        ]
+
+    def of_rows(
+        self, rope_indices: ttnn.Tensor, memory_config: ttnn.MemoryConfig
+    ) -> list[ttnn.Tensor]:
+        """Return cos and sin (1, B, 1, head_dim) for indices (1, B).
+
+        Args:
+            rope_indices: Position of each row's token.
+            memory_config: A core per row, as the heads that are rotated have it.
+        """
+        num_rows = rope_indices.shape[-1]
+        found = []
+        for table in self._tables:
+            rows = ttnn.embedding(rope_indices, table, layout=ttnn.ROW_MAJOR_LAYOUT)
+            # Each row becomes a tile of its own.
+            rows = ttnn.reshape(rows, (1, num_rows, 1, self._head_dim))
+            tiles = ttnn.to_layout(rows, ttnn.TILE_LAYOUT)
+            found.append(ttnn.to_memory_config(tiles, memory_config))
+        return found
