@@ -17,6 +17,8 @@ from replicas.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from replicas.config import EngineConfig
+
 FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -57,7 +59,7 @@ class ModelConfig:
     Attributes:
         name_or_path: Model folder.
         architectures: Architecture names, the first one counts.
-        family: "llama", "mistral", "qwen2" or "qwen3".
+        family: "llama", "mistral", "qwen2" or "qwen3"; its model_type if others compute it.
         num_hidden_layers: Decoder layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; divides the query heads.
@@ -114,6 +116,68 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
     generation_path = path / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     return parse_hf_config(raw, str(path), generation)
+
+
+def load_engine_model(config: EngineConfig) -> ModelConfig:
+    """Configuration of the model that an engine serves, whoever computes it.
+
+    Raises:
+        ConfigError: The folder cannot be read, or this package would have to compute a model that
+            it does not know.
+    """
+    if config.mesh is None or config.uses_native_generator:
+        return load_hf_config(config.model)
+    return load_foreign_config(config.model)
+
+
+def load_foreign_config(folder: str | Path) -> ModelConfig:
+    """Read what an engine needs of a model that a class of another package computes.
+
+    Any architecture that transformers knows will do: sizes, positions and end tokens are read, what
+    says how to compute is not. Of an image-text model it is the text part's.
+
+    Raises:
+        ConfigError: The folder cannot be read, or says too little; names what is missing.
+    """
+    from transformers import AutoConfig  # takes seconds; only these models need it
+
+    path = Path(folder)
+    try:
+        whole = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"transformers cannot read the configuration of {path}: {error}") from (
+            error
+        )
+    text = whole.get_text_config()
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    try:
+        heads = int(text.num_attention_heads)
+        return ModelConfig(
+            name_or_path=str(path),
+            architectures=tuple(whole.architectures or ()),
+            family=str(whole.model_type),
+            num_hidden_layers=int(text.num_hidden_layers),
+            num_attention_heads=heads,
+            num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            hidden_size=int(text.hidden_size),
+            intermediate_size=int(text.intermediate_size),
+            vocab_size=int(text.vocab_size),
+            max_position_embeddings=int(text.max_position_embeddings),
+            rms_norm_eps=float(getattr(text, "rms_norm_eps", 0.0)),
+            tie_word_embeddings=bool(whole.tie_word_embeddings),
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            sliding_window=None,
+            rope=RopeConfig("default", 0.0),
+            eos_token_id=_eos_token_ids(whole.to_dict(), {**text.to_dict(), **generation}),
+            dtype=str(text.dtype or whole.dtype or "").removeprefix("torch."),
+        )
+    except AttributeError as error:
+        raise ConfigError(f"{path}/config.json: {error}") from error
 
 
 def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed transformers object

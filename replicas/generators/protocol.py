@@ -430,6 +430,39 @@ class SupportsTokenBudget(Protocol):
         ...
 
 
+class DescribesKVCache(Protocol):
+    """A generator whose cache holds something else than its engine would assume.
+
+    Attributes:
+        kv_rope: Order of K's elements, as `kv_transfer.layout.KVLayout.rope`; assumed is "hf".
+        kv_dtype: Their type, as `KVLayout.dtype`, once the cache is allocated; assumed is what the
+            engine's configuration says.
+    """
+
+    kv_rope: ClassVar[str]
+
+    @property
+    def kv_dtype(self) -> str:
+        """See the class."""
+        ...
+
+
+class KeepsSlotState(Protocol):
+    """A generator that keeps something for each slot besides its KV."""
+
+    def release_request(self, slot: int) -> None:
+        """Forget it: another sequence, or the same one from its start, takes the slot."""
+        ...
+
+
+class Closes(Protocol):
+    """A generator that holds something on the device; closed before the device is."""
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        ...
+
+
 class SupportsPerLayerKVCache(Protocol):
     """A generator whose layers cache differently (sliding windows, shared layers)."""
 

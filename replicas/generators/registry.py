@@ -9,13 +9,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, cast
 
+from replicas.config import NATIVE_TT_GENERATOR
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import FAMILIES
 
 if TYPE_CHECKING:
+    from replicas.config import MeshConfig
     from replicas.generators.protocol import Generator
 
 _TORCH_GENERATOR = "replicas.generators.torch.generator:TorchGenerator"
+TT_METAL = "tt-metal"
+"""What a configuration calls the class of tt-metal that serves the model's architecture."""
+
 _targets: dict[str, str] = dict.fromkeys(FAMILIES, _TORCH_GENERATOR)
 
 REQUIRED_METHODS = (
@@ -79,6 +84,47 @@ def resolve_generator(name_or_architecture: str) -> type[Generator]:
         raise UnknownGeneratorError(f"module {module_name!r} has no class {class_name!r}")
     _check_interface(target, found)
     return cast("type[Generator]", found)
+
+
+def resolve_mesh_generator(
+    name: str | None, architecture: str, mesh: MeshConfig
+) -> type[Generator]:
+    """Import the generator class of a Tenstorrent mesh.
+
+    A class that was written for Tenstorrent's vLLM plug-in is put behind our protocol. One that
+    extends this package's own is taken as it is.
+
+    Args:
+        name: None for this package's own; "tt-metal" for the class that serves the architecture
+            there; "module:Class"; or the architecture of a bundle.
+        architecture: Of the model.
+        mesh: Where bundles and tt-metal are.
+
+    Raises:
+        UnknownGeneratorError: No such class; says what to set.
+        ConfigError: The class cannot serve text; says why.
+    """
+    if name is None or name == NATIVE_TT_GENERATOR:
+        return resolve_generator(NATIVE_TT_GENERATOR)
+    # They import torch, which most that ask this module for something do without.
+    from replicas.generators.plugin.adapter import adapt
+    from replicas.generators.plugin.find import PluginPaths, find_plugin_class
+
+    if name == TT_METAL:
+        found = find_plugin_class(architecture, PluginPaths(mesh.tt_metal_home))
+    else:
+        found = find_plugin_class(name, PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir))
+    bases = (f"{base.__module__}:{base.__qualname__}" for base in found.__mro__)
+    if NATIVE_TT_GENERATOR in bases:
+        _check_interface(name, found)
+        return cast("type[Generator]", found)
+    adapted = adapt(found)
+    if mesh.sample_on_device == "all" and not adapted.signature.prefill.takes("sampling_params"):
+        raise ConfigError(
+            f"generator {adapted.signature.class_name} does not sample in prefill: its "
+            "prefill_forward takes no sampling_params; set mesh.sample_on_device: decode_only"
+        )
+    return adapted
 
 
 def _split(target: str) -> tuple[str, str]:

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError
 from replicas.generators.model_config import (
     RopeConfig,
+    load_engine_model,
+    load_foreign_config,
     load_hf_config,
     parse_hf_config,
     to_model_config,
@@ -155,3 +158,41 @@ def test_a_folder_without_configuration_is_refused(tmp_path):
 def test_an_object_that_is_no_configuration_is_refused():
     with pytest.raises(ConfigError, match="got SimpleNamespace"):
         to_model_config(SimpleNamespace())
+
+
+def write_gemma3(folder):
+    """An image-text model: its text part is a configuration inside the configuration."""
+    from transformers import Gemma3Config, Gemma3TextConfig
+
+    text = Gemma3TextConfig(
+        num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        hidden_size=320, intermediate_size=640, vocab_size=2048, max_position_embeddings=4096,
+        eos_token_id=1,
+    )  # fmt: skip
+    config = Gemma3Config(text_config=text, architectures=["Gemma3ForConditionalGeneration"])
+    config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+
+
+def test_a_model_that_another_package_computes_is_read_by_its_sizes(tmp_path):
+    write_gemma3(tmp_path)
+    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration"):
+        load_hf_config(tmp_path)
+    config = load_foreign_config(tmp_path)
+    assert config.architectures == ("Gemma3ForConditionalGeneration",)
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (6, 4, 64)
+    assert (config.vocab_size, config.max_position_embeddings) == (2048, 4096)
+    assert {1, 106} <= set(config.eos_token_id)
+    mesh = MeshConfig(name="N150")
+    theirs = EngineConfig(model=str(tmp_path), mesh=mesh, generator="tt-metal")
+    assert load_engine_model(theirs) == config
+    with pytest.raises(ConfigError, match="Gemma3"):
+        load_engine_model(EngineConfig(model=str(tmp_path), mesh=mesh))
+
+
+def test_a_folder_that_transformers_cannot_read(tmp_path):
+    with pytest.raises(ConfigError, match="transformers cannot read"):
+        load_foreign_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ConfigError, match="transformers cannot read"):
+        load_foreign_config(tmp_path)

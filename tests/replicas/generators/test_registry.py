@@ -1,17 +1,22 @@
 """Generators are found by architecture or by "module:Class", and checked before use."""
 
+import json
 import subprocess
 import sys
 from typing import Any, ClassVar
 
 import pytest
 
+from replicas.config import MeshConfig
 from replicas.errors import ConfigError, UnknownGeneratorError
+from replicas.generators import registry
+from replicas.generators.plugin.adapter import AdaptedGenerator
 from replicas.generators.registry import (
     REQUIRED_METHODS,
     known_generators,
     register_generator,
     resolve_generator,
+    resolve_mesh_generator,
 )
 from replicas.generators.torch.generator import TorchGenerator
 
@@ -103,6 +108,71 @@ def test_a_promised_capability_needs_its_method():
 def test_a_class_without_capabilities_is_refused():
     with pytest.raises(ConfigError, match="model_capabilities"):
         resolve_generator(f"{__name__}:Silent")
+
+
+MESH = MeshConfig(name="N150")
+
+
+class Plugin:
+    """A class written for Tenstorrent's plug-in, of the oldest kind."""
+
+    @classmethod
+    def initialize_vllm_model(cls, hf_config, mesh_device, max_batch_size, max_seq_len):
+        raise NotImplementedError
+
+    def allocate_kv_cache(self, shape, dtype, num_layers):
+        raise NotImplementedError
+
+    def warmup_model_prefill(self, kv_cache, enable_trace):
+        raise NotImplementedError
+
+    def prefill_forward(self, tokens, page_table, kv_cache, prompt_lens):
+        raise NotImplementedError
+
+    def decode_forward(self, tokens, page_table, kv_cache, start_pos):
+        raise NotImplementedError
+
+
+def test_a_class_of_the_plugin_is_adapted_on_a_mesh():
+    found = resolve_mesh_generator(f"{__name__}:Plugin", "LlamaForCausalLM", MESH)
+    assert issubclass(found, AdaptedGenerator)
+    assert found.plugin_class is Plugin
+
+
+def test_a_class_that_cannot_draw_in_prefill_is_refused_before_a_request_finds_out():
+    mesh = MeshConfig(name="N150", sample_on_device="all")
+    with pytest.raises(ConfigError, match=r"Plugin does not sample in prefill.*decode_only"):
+        resolve_mesh_generator(f"{__name__}:Plugin", "LlamaForCausalLM", mesh)
+
+
+def test_a_class_that_extends_ours_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setattr(registry, "NATIVE_TT_GENERATOR", f"{__name__}:Complete")
+    child = f"{__name__}:Child"
+    assert resolve_mesh_generator(child, "LlamaForCausalLM", MESH) is Child
+    assert resolve_mesh_generator(None, "LlamaForCausalLM", MESH) is Complete
+    assert resolve_mesh_generator(f"{__name__}:Complete", "LlamaForCausalLM", MESH) is Complete
+
+
+class Child(Complete):
+    pass
+
+
+def test_a_bundle_is_found_by_its_architecture(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "vllm_metadata.json").write_text(
+        json.dumps({"arch": "TTMineForCausalLM", "main_class": f"{__name__}:Plugin"})
+    )
+    mesh = MeshConfig(name="N150", extra_models_dir=str(tmp_path))
+    found = resolve_mesh_generator("MineForCausalLM", "LlamaForCausalLM", mesh)
+    assert found.plugin_class is Plugin
+
+
+def test_tt_metal_has_a_class_for_the_architecture_and_must_be_there():
+    with pytest.raises(
+        UnknownGeneratorError, match=r"generator_vllm:QwenForCausalLM.*TT_METAL_HOME"
+    ):
+        resolve_mesh_generator("tt-metal", "Qwen3ForCausalLM", MESH)
 
 
 def test_the_protocol_and_the_registry_import_without_torch():

@@ -1,0 +1,1 @@
+"""Generator classes written for other engines on Tenstorrent hardware, behind our protocol."""

@@ -1,0 +1,77 @@
+"""Brings the forms in which generator classes answer to the one that our protocol names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replicas.errors import DeviceError
+
+if TYPE_CHECKING:
+    from replicas.generators.protocol import ForwardOutput
+
+
+def is_on_host(output: ForwardOutput) -> bool:
+    """Whether there is nothing to read from the device: a tensor, or a tuple of them and None."""
+    parts = output if isinstance(output, tuple) else (output,)
+    return all(part is None or isinstance(part, torch.Tensor) for part in parts)
+
+
+def host_output(
+    output: Any,  # noqa: ANN401 - whatever the class has answered
+    num_rows: int,
+    vocab_size: int,
+    *,
+    is_tokens: bool,
+    wants_log_probs: bool,
+) -> ForwardOutput:
+    """Shape a host answer.
+
+    Args:
+        output: Logits (rows, V) or (rows, 1, V); tokens (rows,), (rows, 1) or (rows, 1, 1); or a
+            pair of either and log-probabilities or None. There may be more rows than were asked
+            for, and V may be padded.
+        num_rows: Rows that were asked for.
+        vocab_size: Real size of the vocabulary.
+        is_tokens: They were sampled on the device.
+        wants_log_probs: Log-probabilities were asked for.
+
+    Returns:
+        Float32 logits (rows, 1, V), or int tokens (rows, 1), or with `wants_log_probs` a pair
+        (tokens, log-probabilities).
+
+    Raises:
+        DeviceError: The answer is none of these; says its shape.
+    """
+    rest: Any = None
+    if isinstance(output, (tuple, list)):
+        if len(output) != 2:
+            raise DeviceError(f"the generator answered with {len(output)} values, not one or two")
+        output, rest = output
+    if not isinstance(output, torch.Tensor):
+        raise DeviceError(f"the generator answered with {type(output).__name__}, not a host tensor")
+    if is_tokens:
+        tokens = _tokens(output, num_rows)
+        return (tokens, rest) if wants_log_probs else tokens
+    return _logits(output, num_rows, vocab_size)
+
+
+def _tokens(output: torch.Tensor, num_rows: int) -> torch.Tensor:
+    is_one_per_row = output.ndim >= 1 and output.numel() == len(output)
+    if output.is_floating_point() or not is_one_per_row or len(output) < num_rows:
+        raise DeviceError(
+            f"sampling on the device gave {output.dtype} {tuple(output.shape)}, not a token for "
+            f"each of {num_rows} rows"
+        )
+    return output.reshape(-1, 1)[:num_rows]
+
+
+def _logits(output: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+    rows = output if output.ndim == 2 else output[:, -1] if output.ndim == 3 else None
+    if rows is None or len(rows) < num_rows or rows.shape[-1] < vocab_size:
+        raise DeviceError(
+            f"the generator gave logits {tuple(output.shape)} for {num_rows} rows of a vocabulary "
+            f"of {vocab_size}"
+        )
+    return rows[:num_rows, None, :vocab_size].float()

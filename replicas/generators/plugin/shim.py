@@ -1,0 +1,234 @@
+"""A stand-in for vLLM, so that tt-metal's generator classes can be imported without it.
+
+tt-metal's ``generator_vllm.py`` files import vLLM at the top: decorators that register image
+processors, marker base classes, and records of KV cache layouts. A text-only engine calls none of
+it. `vllm_stand_in` puts modules with just those names into ``sys.modules`` and takes them out again
+when the import is done; what the imported module has bound stays with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+T = TypeVar("T")
+
+
+class MissingVLLMError(ImportError):
+    """Something of vLLM was wanted that the stand-in does not have; says what and what to do.
+
+    An ImportError, not an AttributeError: ``from vllm.x import y`` swallows the message of those.
+    """
+
+
+@contextlib.contextmanager
+def vllm_stand_in() -> Iterator[None]:
+    """Let the body import vLLM's names; does nothing where vLLM itself is installed.
+
+    Not for several threads at once: ``sys.modules`` is everybody's.
+    """
+    if not _is_needed():
+        yield
+        return
+    modules = _make_modules()
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+def _is_needed() -> bool:
+    return "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None
+
+
+class _Module(ModuleType):
+    """A module of the stand-in; also a package, so that its submodules can be imported."""
+
+    def __init__(self, name: str, contents: Mapping[str, object]) -> None:
+        super().__init__(name, "Stand-in of ttserve; vLLM is not installed.")
+        # A specification, because `importlib.util.find_spec` fails on modules without.
+        vars(self).update(contents, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingVLLMError(
+            f"vLLM is not installed, and its stand-in has no {self.__name__}.{name}: a text-only "
+            "generator class can do without; otherwise install vLLM beside ttserve",
+            name=self.__name__,
+        )
+
+
+def _make_modules() -> dict[str, ModuleType]:
+    modules: dict[str, ModuleType] = {}
+    for path in _CONTENTS:
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            if name not in modules:
+                modules[name] = _Module(name, _CONTENTS.get(name, {}))
+                if depth > 1:
+                    setattr(modules[".".join(parts[: depth - 1])], parts[depth - 1], modules[name])
+    return modules
+
+
+# --- what the modules hold ------------------------------------------------------------------------
+
+
+class _Registry:
+    """Registers nothing: hands a decorated class back as it is."""
+
+    def _decorate(self, *_args: object, **_settings: object) -> Callable[[T], T]:
+        return lambda decorated: decorated
+
+    register_processor = _decorate
+    register_input_processor = _decorate
+    register_image_input_mapper = _decorate
+
+
+def _marker(name: str) -> type:
+    """An empty base class: it must not stand in the way of the other bases' ``__init__``."""
+    return type(name, (), {"__doc__": f"Stand-in for vLLM's {name}."})
+
+
+def _processor(name: str) -> type:
+    """A class to derive from and to subscript, whose instances a text-only engine never makes."""
+
+    def refuse(self: object, *_args: object, **_settings: object) -> None:
+        raise MissingVLLMError(f"vLLM is not installed: {type(self).__name__} needs its {name}")
+
+    return type(
+        name,
+        (),
+        {
+            "__doc__": f"Stand-in for vLLM's {name}.",
+            "__init__": refuse,
+            "__class_getitem__": classmethod(lambda cls, _item: cls),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """KV of a layer that attends to everything.
+
+    Attributes:
+        block_size: Tokens per block.
+        num_kv_heads: KV heads of the whole model, not of one chip.
+        head_size: Elements of one head.
+        dtype: Of the elements.
+        sliding_window: Tokens attended to, if the model says so; the cache holds all of them.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """KV of a layer that attends to a window."""
+
+
+def _processors(prefix: str) -> dict[str, object]:
+    kinds = ("DummyInputsBuilder", "MultiModalProcessor", "ProcessingInfo")
+    return {prefix + kind: _processor(prefix + kind) for kind in kinds}
+
+
+def _markers(*names: str) -> dict[str, object]:
+    return {name: _marker(name) for name in names}
+
+
+_REGISTRY = _Registry()
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+_INPUTS = _markers(
+    "DecoderOnlyInputs", "EncoderDecoderInputs", "InputContext", "MultiModalDataDict",
+    "TokenInputs", "token_inputs",
+)  # fmt: skip
+_MULTIMODAL_INPUTS = _markers(
+    "MultiModalDataDict", "MultiModalEncDecInputs", "MultiModalFieldConfig", "MultiModalInputs",
+    "MultiModalKwargs", "MultiModalKwargsItems",
+)  # fmt: skip
+_PROCESSING = {
+    name: _processor(name)
+    for name in ("BaseDummyInputsBuilder", "BaseMultiModalProcessor", "BaseProcessingInfo",
+                 "EncDecMultiModalProcessor", "PromptReplacement", "PromptUpdate")
+}  # fmt: skip
+_ATTENTION_SPECS: dict[str, object] = {
+    "FullAttentionSpec": FullAttentionSpec,
+    "SlidingWindowSpec": SlidingWindowSpec,
+    "KVCacheSpec": FullAttentionSpec,
+}
+_CONTENTS: Mapping[str, Mapping[str, object]] = {
+    "vllm.config": _markers("VllmConfig"),
+    "vllm.envs": {"VLLM_USE_V1": True},
+    "vllm.inputs": {"INPUT_REGISTRY": _REGISTRY, **_INPUTS},
+    "vllm.model_executor.models.gemma3_mm": _processors("Gemma3"),
+    "vllm.model_executor.models.interfaces": _markers("SupportsMultiModal", "SupportsV0Only"),
+    "vllm.model_executor.models.mistral3": _processors("Mistral3"),
+    "vllm.model_executor.models.mllama": _processors("Mllama"),
+    "vllm.model_executor.models.qwen2_5_vl": _processors("Qwen2_5_VL"),
+    "vllm.model_executor.models.qwen2_vl": _processors("Qwen2VL"),
+    "vllm.model_executor.models.qwen3_vl": _processors("Qwen3VL"),
+    "vllm.multimodal": {"MULTIMODAL_REGISTRY": _REGISTRY},
+    "vllm.multimodal.inputs": _MULTIMODAL_INPUTS,
+    "vllm.multimodal.parse": _markers("MultiModalDataItems"),
+    "vllm.multimodal.processing": _PROCESSING,
+    "vllm.multimodal.profiling": {
+        "BaseDummyInputsBuilder": _PROCESSING["BaseDummyInputsBuilder"],
+    },
+    "vllm.utils.torch_utils": {"STR_DTYPE_TO_TORCH_DTYPE": _DTYPES},
+    "vllm.v1.kv_cache_interface": _ATTENTION_SPECS,
+}
+"""Module -> its names: those that tt-metal's ``generator_vllm.py`` files import, no others."""
+
+
+def vllm_config(
+    hf_config: Any,  # noqa: ANN401 - a transformers configuration: no base worth naming
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> SimpleNamespace:
+    """As much of a ``VllmConfig`` as the classes' ``get_kv_cache_spec`` reads.
+
+    Args:
+        hf_config: The model's transformers configuration.
+        num_kv_heads: KV heads of the whole model.
+        head_size: Elements of one head.
+        block_size: Tokens per block.
+        dtype: Of the cache.
+    """
+    model = SimpleNamespace(
+        hf_config=hf_config,
+        dtype=dtype,
+        get_num_kv_heads=lambda _parallel_config: num_kv_heads,
+        get_head_size=lambda: head_size,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=block_size),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )

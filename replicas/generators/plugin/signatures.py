@@ -1,0 +1,259 @@
+"""Reads off a generator class which of the interface's generations it was written for.
+
+The interface of Tenstorrent's vLLM integration has changed several times, and classes of every age
+are in use: without ``start_pos`` in prefill and with a list of sampling parameters in warm-up
+(2025), with ``reset_batch`` in decode (2026), with the four commands of decode contract 1 (late
+2026). A class says its contract by the marker ``decode_input_update_contract``; everything else is
+seen from its methods' parameters.
+Source: vllm-tt-plugin ``async_decode.py`` and ``docs/DECODE_RELOAD_CONTRACT.md``; tt-metal
+``models/tt_transformers/tt/generator_vllm.py`` of 2025 and 2026.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, cast
+
+from replicas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMMANDS = (
+    "reload_inputs",
+    "reload_page_table",
+    "reload_sampling_params",
+    "reset_sampling_state",
+)
+"""Of decode contract 1; each is a bool, and all are sent with every decode."""
+
+_EVERY_CLASS_HAS = (
+    "initialize_vllm_model", "allocate_kv_cache", "warmup_model_prefill", "prefill_forward",
+    "decode_forward",
+)  # fmt: skip
+_ANSWERABLE = {
+    "initialize": {
+        "hf_config", "mesh_device", "max_batch_size", "max_seq_len", "tt_data_parallel",
+        "optimizations",
+    },
+    "prefill": {
+        "tokens", "page_table", "kv_cache", "enable_trace", "prompt_lens", "start_pos",
+        "empty_slots", "sampling_params", "page_tables_per_layer", "images", "pixel_values",
+        "image_grid_thw",
+    },
+    "decode": {
+        "tokens", "page_table", "kv_cache", "start_pos", "enable_trace", "read_from_device",
+        "sampling_params", "page_tables_per_layer", "prompt_tokens", "output_tokens",
+        "reset_batch", "slot_remap", "rope_deltas_all_users", *COMMANDS,
+    },
+    "warmup_prefill": {
+        "kv_cache", "enable_trace", "can_sample_on_device", "sampling_params", "greedy_only",
+        "non_greedy_decoding_on_device",
+    },
+    "warmup_decode": {
+        "kv_cache", "enable_trace", "max_batch_size", "num_blocks", "can_sample_on_device",
+        "sampling_params", "greedy_only", "non_greedy_decoding_on_device",
+    },
+    "token_budget": {
+        "model_name", "num_devices", "tt_data_parallel", "max_model_len", "max_num_seqs",
+    },
+}  # fmt: skip
+"""Parameters that can be given a value; a class that requires any other is not for text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of one method, ``self`` and ``cls`` left out.
+
+    Attributes:
+        names: Those that can be given by keyword.
+        required: Those among them without a default.
+        takes_any: It has ``**kwargs``.
+    """
+
+    names: frozenset[str]
+    required: frozenset[str]
+    takes_any: bool
+
+    def takes(self, name: str) -> bool:
+        """Whether the keyword may be given."""
+        return self.takes_any or name in self.names
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSignature:
+    """What a generator class can be asked, and how.
+
+    Attributes:
+        class_name: "module:Class", for messages.
+        contract: 1 for the four reload commands, 0 for what came before.
+        initialize: Parameters of ``initialize_vllm_model``.
+        prefill: Of ``prefill_forward``.
+        decode: Of ``decode_forward``.
+        warmup_prefill: Of ``warmup_model_prefill``.
+        warmup_decode: Of ``warmup_model_decode``; None where there is none.
+        splits_read: It has ``read_decode_output(..., async_read)`` and
+            ``process_decode_output_host(..., is_tokens)``.
+        allocates_per_layer: It has ``allocate_kv_cache_per_layer``.
+        has_kv_cache_spec: It has ``get_kv_cache_spec``.
+        token_budget: Parameters of ``get_max_tokens_all_users``; None where there is none.
+        drafts: It has ``spec_plan`` and ``propose_draft_tokens``.
+        slot_hooks: Which of ``release_request``, ``release_persistent_capture`` and
+            ``note_state_slots_moved`` it has.
+    """
+
+    class_name: str
+    contract: int
+    initialize: Parameters
+    prefill: Parameters
+    decode: Parameters
+    warmup_prefill: Parameters
+    warmup_decode: Parameters | None
+    splits_read: bool
+    allocates_per_layer: bool
+    has_kv_cache_spec: bool
+    token_budget: Parameters | None
+    drafts: bool
+    slot_hooks: frozenset[str]
+
+
+def read_signature(cls: type) -> ClassSignature:
+    """Inspect a generator class.
+
+    Args:
+        cls: Any class with the plugin's methods.
+
+    Raises:
+        ConfigError: It lacks a method, requires a parameter that a text-only engine has no value
+            for, or declares contract 1 and does not take its commands; names them.
+    """
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    missing = [method for method in _EVERY_CLASS_HAS if not _has(cls, method)]
+    if missing:
+        raise ConfigError(f"generator {name} lacks {', '.join(missing)}")
+    signature = ClassSignature(
+        class_name=name,
+        # A later contract must be a superset of this one.
+        contract=min(int(getattr(cls, "decode_input_update_contract", 0) or 0), 1),
+        initialize=_parameters(cls, "initialize_vllm_model"),
+        prefill=_parameters(cls, "prefill_forward"),
+        decode=_parameters(cls, "decode_forward"),
+        warmup_prefill=_parameters(cls, "warmup_model_prefill"),
+        warmup_decode=_optional(cls, "warmup_model_decode"),
+        splits_read=_splits_read(cls),
+        allocates_per_layer=_has(cls, "allocate_kv_cache_per_layer"),
+        has_kv_cache_spec=_has(cls, "get_kv_cache_spec"),
+        token_budget=_optional(cls, "get_max_tokens_all_users"),
+        drafts=_has(cls, "spec_plan") and _has(cls, "propose_draft_tokens"),
+        slot_hooks=frozenset(
+            hook
+            for hook in ("release_request", "release_persistent_capture", "note_state_slots_moved")
+            if _has(cls, hook)
+        ),
+    )
+    _check(signature)
+    return signature
+
+
+def _check(signature: ClassSignature) -> None:
+    for call, answerable in _ANSWERABLE.items():
+        parameters: Parameters | None = getattr(signature, call)
+        unknown = (parameters.required if parameters is not None else frozenset()) - answerable
+        if unknown:
+            raise ConfigError(
+                f"generator {signature.class_name}: {call} requires "
+                f"{', '.join(sorted(unknown))}, which a text-only engine has nothing for"
+            )
+    refused = [command for command in COMMANDS if not signature.decode.takes(command)]
+    if signature.contract and refused:
+        raise ConfigError(
+            f"generator {signature.class_name} declares decode_input_update_contract = 1, but its "
+            f"decode_forward does not take {', '.join(refused)}"
+        )
+
+
+def _has(cls: type, name: str) -> bool:
+    return callable(getattr(cls, name, None))
+
+
+def _splits_read(cls: type) -> bool:
+    if not (_has(cls, "read_decode_output") and _has(cls, "process_decode_output_host")):
+        return False
+    return _parameters(cls, "read_decode_output").takes("async_read") and _parameters(
+        cls, "process_decode_output_host"
+    ).takes("is_tokens")
+
+
+def _optional(cls: type, name: str) -> Parameters | None:
+    return _parameters(cls, name) if _has(cls, name) else None
+
+
+def _parameters(cls: type, name: str) -> Parameters:
+    method, mentioned = _what_runs(cls, name)
+    parameters = inspect.signature(method).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return Parameters(
+        names=mentioned.union(p.name for p in named) - {"self", "cls"},
+        required=frozenset(p.name for p in named if p.default is p.empty) - {"self", "cls"},
+        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _what_runs(cls: type, name: str) -> tuple[Callable[..., object], frozenset[str]]:
+    """The method, or the one of a base class that it only passes its arguments on to.
+
+    tt_transformers' classes are full of ``def prefill_forward(self, *args, **kwargs): return
+    super().prefill_forward_text(*args, **kwargs)``: the second's parameters are the ones that
+    count, and the strings of the first: they name what it takes out of ``kwargs`` for itself.
+    """
+    method, mentioned = _function(cls, name), frozenset[str]()
+    seen = {method}
+    while isinstance(method, FunctionType) and _passes_everything_on(method):
+        targets = {
+            target
+            for called in method.__code__.co_names
+            if (target := _inherited(cls, method, called)) is not None
+        } - seen
+        if len(targets) != 1:
+            break
+        mentioned = mentioned.union(c for c in method.__code__.co_consts if isinstance(c, str))
+        method = targets.pop()
+        seen.add(method)
+    return method, mentioned
+
+
+def _passes_everything_on(method: FunctionType) -> bool:
+    parameters = list(inspect.signature(method).parameters.values())
+    kinds = {parameter.kind for parameter in parameters[1:]}
+    return "super" in method.__code__.co_names and kinds <= {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+
+
+def _inherited(cls: type, method: FunctionType, name: str) -> Callable[..., object] | None:
+    """What ``super().name`` is inside ``method``."""
+    mro = cls.__mro__
+    owner = next((i for i, base in enumerate(mro) if method in map(_plain, vars(base).values())), 0)
+    for base in mro[owner + 1 :]:
+        found = _plain(vars(base).get(name))
+        if isinstance(found, FunctionType) and base is not object:
+            return found
+    return None
+
+
+def _function(cls: type, name: str) -> Callable[..., object]:
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = _plain(vars(base)[name])
+            if isinstance(found, FunctionType):
+                return found
+    found = getattr(cls, name)
+    assert callable(found)
+    return cast("Callable[..., object]", found)
+
+
+def _plain(attribute: object) -> object:
+    return attribute.__func__ if isinstance(attribute, (classmethod, staticmethod)) else attribute

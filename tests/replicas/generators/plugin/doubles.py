@@ -1,0 +1,704 @@
+"""Models written to the plugin's interface that check every argument and compute real tokens.
+
+Three generations of the interface: contract 1, the legacy contract, and the one of 2025. Each takes
+exactly the keywords of its time, by name, so that any other fails. The token after a context is a
+hash of the rows found through the page tables (`replicas.generators.simulated.tokens`), and what a
+device keeps from step to step is kept here too, so that a missing reload gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import transformers
+
+from replicas.generators.plugin.adapter import adapt
+from replicas.generators.protocol import CpuDevice
+from replicas.generators.simulated.tokens import NextToken, PagedKVCache, kv_rows
+
+VOCAB_SIZE = 160
+PADDED_VOCAB_SIZE = 192
+HEAD_DIM = 16
+NUM_KV_HEADS = 2
+NUM_LAYERS = 3
+
+
+@dataclass
+class Mesh:
+    """The bare mesh; a class must be given it and not its wrapping."""
+
+    num_devices: int = 1
+
+    def get_num_devices(self) -> int:
+        return self.num_devices
+
+    def __repr__(self) -> str:
+        return f"<mesh of {self.num_devices}>"
+
+
+@dataclass
+class WrappedMesh:
+    """As an engine opens it."""
+
+    device: Mesh
+    is_closed: bool = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A plane of the cache, which only has a dtype."""
+
+    dtype: str = "DataType.BFLOAT8_B"
+
+
+@dataclass
+class Event:
+    """Happens when it is waited for."""
+
+    is_done: bool = False
+
+
+@dataclass
+class OnDevice:
+    """A decode's output: nothing that can be looked at."""
+
+    number: int
+    values: torch.Tensor
+    is_tokens: bool
+    event: Event | None = None
+
+    def __repr__(self) -> str:
+        return f"<output {self.number} on the device>"
+
+
+class Recording:
+    """Everything that the double was called with, a line per call."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def call(self, name: str, *positional: object, **named: object) -> None:
+        texts = [_text(value) for value in positional]
+        texts += [f"{key}={_text(value)}" for key, value in named.items() if value is not MISSING]
+        self.lines += textwrap.wrap(
+            f"{name}({', '.join(texts)})", 100, subsequent_indent="    ", break_on_hyphens=False
+        )
+
+    def note(self, text: str) -> None:
+        self.lines.append(f"  # {text}")
+
+
+MISSING = object()
+"""Default of every optional keyword: a recording shows whether it was given."""
+
+
+def _text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{list(value.shape)}{_values(value)}"
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype}{list(value.shape)}{_values(torch.from_numpy(value))}"
+    if isinstance(value, (transformers.PretrainedConfig, CpuDevice)):
+        return type(value).__name__
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return "<kv cache>"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if hasattr(value, "enable_log_probs"):
+        inside = (f"{f.name}={_runs(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__name__}({', '.join(inside)})"
+    return repr(value)
+
+
+def _values(tensor: torch.Tensor) -> str:
+    """Rows without the zeros that fill them up on the right."""
+    if tensor.is_floating_point():
+        return ""
+    if tensor.ndim < 2:
+        return f" {tensor.tolist()}"
+    rows = []
+    for row in tensor.tolist():
+        while len(row) > 1 and row[-1] == 0:
+            row.pop()
+        rows.append(_runs(row))
+    return f" {{{' '.join(rows)}}}"
+
+
+def _runs(row: list[Any]) -> str:
+    """Tokens mostly count up here, and rows of settings repeat: [1..40, 7], [0.0] * 4."""
+    if len(row) > 2 and len(set(row)) == 1:
+        return f"[{row[0]}] * {len(row)}"
+    texts, i = [], 0
+    while i < len(row):
+        end = i + 1
+        while type(row[i]) is int and row[end : end + 1] == [row[i] + end - i]:
+            end += 1
+        if end - i > 3:
+            texts.append(f"{row[i]}..{row[end - 1]}")
+        else:
+            texts += map(str, row[i:end])
+        i = end
+    return f"[{', '.join(texts)}]"
+
+
+class Double:
+    """What the three generations share; not itself a plugin class."""
+
+    recording: ClassVar[Recording] = Recording()
+    """Of the instance at hand; a test sets a new one."""
+
+    def __init__(self, mesh: Mesh, max_batch_size: int, max_seq_len: int, num_lanes: int) -> None:
+        self.mesh = mesh
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.num_lanes = num_lanes
+        self.next_token = NextToken(VOCAB_SIZE, ())
+        self.already_warmed_up_prefill = False
+        self.has_prefill_trace = False
+        self.warm_ups: list[str] = []
+        self.num_decodes = 0
+        self.pending: OnDevice | None = None
+        # What a device keeps: the state of each slot, and the inputs of the last decode.
+        self.state: list[int | None] = [None] * max_batch_size
+        self.tokens = np.zeros(max_batch_size, np.int64)
+        self.positions = np.full(max_batch_size, -1, np.int64)
+        self.tables = np.zeros((max_batch_size, 1), np.int64)
+
+    @classmethod
+    def make(
+        cls, hf_config: Any, mesh: Any, max_batch_size: Any, max_seq_len: int, lanes: int
+    ) -> Any:
+        assert isinstance(hf_config, transformers.PretrainedConfig)
+        assert hf_config.num_key_value_heads == NUM_KV_HEADS
+        assert isinstance(max_batch_size, int)
+        assert max_batch_size % lanes == 0
+        return cls(mesh, max_batch_size, max_seq_len, lanes)
+
+    def allocate(self, shape: Any, dtype: Any, num_layers: int) -> list[Any]:
+        assert isinstance(shape, tuple)
+        assert all(type(size) is int for size in shape)
+        num_blocks, heads, block_size, head_dim = shape
+        chips = self.mesh.get_num_devices() if isinstance(self.mesh, Mesh) else 1
+        assert heads == NUM_KV_HEADS // min(chips // self.num_lanes, NUM_KV_HEADS)
+        assert head_dim == HEAD_DIM
+        assert isinstance(dtype, torch.dtype)
+        assert num_layers == NUM_LAYERS
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.paged = PagedKVCache(self.num_lanes, num_blocks, block_size)
+        self.width = min(-(-self.max_seq_len // block_size), num_blocks)
+        self.cache = [
+            [[DeviceTensor(), DeviceTensor()] for _ in range(num_layers)]
+            for _ in range(self.num_lanes)
+        ]
+        return self.cache
+
+    # --- warm-up -----------------------------------------------------------------------------
+
+    def warm_prefill(self, enable_trace: bool) -> None:
+        self.warm_ups.append(f"prefill {'captured' if enable_trace else 'compiled'}")
+        self.check_warm_ups()
+        if self.already_warmed_up_prefill:
+            return
+        self.already_warmed_up_prefill = True
+        self.has_prefill_trace = enable_trace
+
+    def warm_decode(self, enable_trace: bool) -> None:
+        self.warm_ups.append(f"decode {'captured' if enable_trace else 'compiled'}")
+        self.check_warm_ups()
+
+    def check_warm_ups(self) -> None:
+        """All is compiled before anything is captured."""
+        captured = [i for i, name in enumerate(self.warm_ups) if "captured" in name]
+        compiled = [i for i, name in enumerate(self.warm_ups) if "compiled" in name]
+        assert not captured or max(compiled) < min(captured), self.warm_ups
+        assert len(set(self.warm_ups)) == len(self.warm_ups), self.warm_ups
+
+    # --- prefill -----------------------------------------------------------------------------
+
+    def prefill(
+        self, tokens: Any, page_table: Any, kv_cache: Any, lens: Any, start_pos: Any, slots: Any
+    ) -> np.ndarray:
+        """The next tokens of all rows, after every check."""
+        assert kv_cache is self.cache
+        num_rows = len(tokens)
+        assert tokens.dtype == torch.int32
+        assert tokens.shape == (num_rows, int(max(lens)))
+        assert page_table.dtype == torch.int32
+        assert page_table.shape == (num_rows, self.width)
+        assert len(lens) == len(start_pos) == len(slots) == num_rows
+        assert type(slots) is list
+        assert len(set(slots)) == num_rows
+        lanes = np.array([self.lane(slot) for slot in slots])
+        tables = page_table.numpy().astype(np.int64)
+        for row, (start, end) in enumerate(zip(start_pos, lens, strict=True)):
+            ids, table = tokens[row].numpy(), tables[row]
+            assert 0 <= start < end <= self.max_seq_len
+            assert not ids[end:].any()
+            self.check_table(table, int(end))
+            held = self.paged.context_sums(lanes[[row]], table[None], np.array([start]))
+            said = kv_rows(ids[:start], np.arange(start)).sum(dtype=np.uint64)
+            assert held[0] == said, "the KV before the chunk is not that of these tokens"
+            self.paged.write_tokens(int(lanes[row]), table, ids[start:end], int(start))
+            self.state[slots[row]] = int(ids[0])
+        sums = self.paged.context_sums(lanes, tables, np.asarray(lens, np.int64))
+        return self.next_token(sums)
+
+    # --- decode ------------------------------------------------------------------------------
+
+    def load(self, tokens: torch.Tensor, start_pos: torch.Tensor, page_table: torch.Tensor) -> None:
+        """Copy all inputs to the device."""
+        self.tokens = tokens[:, 0].numpy().astype(np.int64)
+        self.positions = start_pos.numpy().astype(np.int64)
+        self.tables = page_table.numpy().astype(np.int64)
+
+    def check_decode(self, tokens: Any, page_table: Any, kv_cache: Any, start_pos: Any) -> None:
+        assert kv_cache is self.cache
+        assert self.pending is None, "an output was never read"
+        assert tokens.dtype == torch.int32
+        assert tokens.shape == (self.max_batch_size, 1)
+        assert start_pos.dtype == torch.int32
+        assert start_pos.shape == (self.max_batch_size,)
+        assert page_table.dtype == torch.int32
+        assert page_table.shape == (self.max_batch_size, self.width)
+        padding = start_pos == -1
+        assert not tokens[padding].any()
+        assert not page_table[padding].any()
+        assert bool((start_pos[~padding] >= 0).all())
+
+    def move_slots(self, slot_remap: Any) -> None:
+        assert slot_remap.dtype == torch.int32
+        assert sorted(slot_remap.tolist()) == list(range(self.max_batch_size))
+        self.state = [self.state[slot] for slot in slot_remap.tolist()]
+
+    def decode(self) -> np.ndarray:
+        """The next token of every row from what the device holds; moves its positions on."""
+        live = np.nonzero(self.positions >= 0)[0]
+        lanes = np.array([self.lane(row) for row in live], np.int64)
+        result = np.zeros(self.max_batch_size, np.int64)
+        if len(live):
+            positions, tables = self.positions[live], self.tables[live]
+            for row, table, position in zip(live, tables, positions, strict=True):
+                self.check_table(table, int(position) + 1)
+                first = self.paged.rows[self.lane(row), table[0], 0]
+                state = self.state[row]
+                assert state is not None
+                assert (first == kv_rows([state], [0])[0]).all(), f"slot {row} has another's state"
+            self.paged.write_rows(lanes, tables, self.tokens[live], positions)
+            result[live] = self.next_token(self.paged.context_sums(lanes, tables, positions + 1))
+        self.positions[live] += 1
+        self.tokens = result.copy()
+        self.num_decodes += 1
+        return result
+
+    def check_table(self, table: np.ndarray, num_tokens: int) -> None:
+        used = -(-num_tokens // self.block_size)
+        assert (table[:used] > 0).all(), "a token would go to the null block"
+        assert (table < self.num_blocks).all()
+
+    def lane(self, slot: int) -> int:
+        assert 0 <= slot < self.max_batch_size
+        return int(slot) // (self.max_batch_size // self.num_lanes)
+
+    # --- outputs -----------------------------------------------------------------------------
+
+    def logits(self, tokens: np.ndarray) -> torch.Tensor:
+        """(rows, 1, V): the vocabulary is padded, and the padding must never win."""
+        logits = torch.zeros(len(tokens), 1, PADDED_VOCAB_SIZE)
+        logits[:, 0, VOCAB_SIZE:] = 1e6
+        logits[torch.arange(len(tokens)), 0, torch.from_numpy(tokens)] = 100.0
+        return logits
+
+    def leave_on_device(self, values: torch.Tensor, *, is_tokens: bool) -> OnDevice:
+        self.pending = OnDevice(self.num_decodes, values, is_tokens)
+        return self.pending
+
+    def check_params(self, params: Any, num_rows: int) -> None:
+        names = [field.name for field in fields(params)]
+        assert len(names) == 9
+        for name in names:
+            column = getattr(params, name)
+            assert type(column) is list, name
+            assert len(column) == num_rows, name
+        assert all(type(seed) is int or seed is None for seed in params.seed)
+
+
+class ReadsLater(Double):
+    """Decode leaves its output on the device, to be read in two calls."""
+
+    def read_decode_output(self, tt_out: Any, async_read: bool = False) -> Any:
+        self.recording.call("read_decode_output", tt_out, async_read=async_read)
+        assert async_read
+        assert tt_out is self.pending
+        tt_out.event = Event()
+        return tt_out, [tt_out.event]
+
+    def process_decode_output_host(self, tt_out: Any, is_tokens: bool = False) -> Any:
+        self.recording.call("process_decode_output_host", tt_out, is_tokens=is_tokens)
+        assert tt_out is self.pending
+        assert tt_out.event.is_done, "nobody waited for the copy"
+        assert is_tokens == tt_out.is_tokens
+        self.pending = None
+        return tt_out.values
+
+
+class Contract1(ReadsLater):
+    """Decode contract 1, with all that it allows."""
+
+    decode_input_update_contract = 1
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_chunked_prefill": True,
+        "supports_async_decode": True,
+        "supports_sample_on_device": True,
+        "max_device_top_k": 32,
+    }
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = None,
+    ) -> Contract1:
+        cls.recording.call(
+            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
+            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
+        )  # fmt: skip
+        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
+
+    @classmethod
+    def get_max_tokens_all_users(cls, **kwargs: Any) -> int:
+        return 4096
+
+    def allocate_kv_cache_per_layer(self, per_layer_specs: Any) -> list[Any]:
+        self.recording.call("allocate_kv_cache_per_layer", per_layer_specs)
+        assert [index for _, _, index in per_layer_specs] == list(range(NUM_LAYERS))
+        (shape, dtype), *others = {spec[:2] for spec in per_layer_specs}
+        assert not others
+        return self.allocate(shape, dtype, len(per_layer_specs))
+
+    def allocate_kv_cache(self, *args: Any) -> Any:
+        raise AssertionError("the other one is preferred")
+
+    def warmup_model_prefill(
+        self, *, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
+    ) -> None:
+        self.recording.call(
+            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
+            can_sample_on_device=can_sample_on_device,
+        )  # fmt: skip
+        self.warm_prefill(enable_trace)
+
+    def warmup_model_decode(
+        self,
+        *,
+        kv_cache: Any,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool,
+    ) -> None:
+        self.recording.call(
+            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
+            max_batch_size=max_batch_size, num_blocks=num_blocks,
+            can_sample_on_device=can_sample_on_device,
+        )  # fmt: skip
+        assert max_batch_size == self.max_batch_size
+        assert num_blocks == self.width
+        self.warm_decode(enable_trace)
+
+    def prefill_forward(
+        self,
+        *,
+        tokens: Any,
+        page_table: Any,
+        kv_cache: Any,
+        enable_trace: Any,
+        prompt_lens: Any,
+        start_pos: Any,
+        empty_slots: Any,
+        sampling_params: Any = MISSING,
+    ) -> Any:
+        self.recording.call(
+            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
+            enable_trace=enable_trace, prompt_lens=prompt_lens, start_pos=start_pos,
+            empty_slots=empty_slots, sampling_params=sampling_params,
+        )  # fmt: skip
+        assert isinstance(prompt_lens, np.ndarray)
+        assert prompt_lens.dtype == np.int64
+        assert isinstance(start_pos, np.ndarray)
+        assert start_pos.dtype == np.int32
+        assert not enable_trace or self.has_prefill_trace
+        result = self.prefill(tokens, page_table, kv_cache, prompt_lens, start_pos, empty_slots)
+        if sampling_params is MISSING:
+            return self.logits(result)
+        self.check_params(sampling_params, len(tokens))
+        return torch.from_numpy(result).to(torch.int32)[:, None]
+
+    def decode_forward(
+        self,
+        *,
+        tokens: Any,
+        page_table: Any,
+        kv_cache: Any,
+        start_pos: Any,
+        enable_trace: Any,
+        read_from_device: Any,
+        reload_inputs: Any,
+        reload_page_table: Any,
+        reload_sampling_params: Any,
+        reset_sampling_state: Any,
+        sampling_params: Any = MISSING,
+        slot_remap: Any = MISSING,
+    ) -> Any:
+        self.recording.call(
+            "decode_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
+            start_pos=start_pos, enable_trace=enable_trace, read_from_device=read_from_device,
+            reload_inputs=reload_inputs, reload_page_table=reload_page_table,
+            reload_sampling_params=reload_sampling_params,
+            reset_sampling_state=reset_sampling_state, sampling_params=sampling_params,
+            slot_remap=slot_remap,
+        )  # fmt: skip
+        commands = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
+        assert all(type(command) is bool for command in commands)
+        assert not (reload_inputs and reload_page_table)
+        assert reload_inputs or not reset_sampling_state
+        assert read_from_device is False
+        samples = sampling_params is not MISSING
+        assert samples or reload_inputs, "the host knows the token, the device does not"
+        self.check_decode(tokens, page_table, kv_cache, start_pos)
+        if slot_remap is not MISSING:
+            self.move_slots(slot_remap)
+        if reload_inputs:
+            self.load(tokens, start_pos, page_table)
+        elif reload_page_table:
+            self.tables = page_table.numpy().astype(np.int64)
+        result = self.decode()
+        if not samples:
+            return self.leave_on_device(self.logits(result), is_tokens=False)
+        self.check_params(sampling_params, self.max_batch_size)
+        return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
+
+
+class _LegacyText(ReadsLater):
+    """What `Legacy` inherits, as from tt_transformers' ``Generator``."""
+
+    def prefill_forward_text(
+        self,
+        tokens: Any,
+        page_table: Any = None,
+        kv_cache: Any = None,
+        prompt_lens: Any = None,
+        empty_slots: Any = None,
+        enable_trace: Any = True,
+        sampling_params: Any = MISSING,
+        start_pos: Any = None,
+    ) -> Any:
+        self.recording.call(
+            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
+            enable_trace=enable_trace, prompt_lens=prompt_lens, start_pos=start_pos,
+            empty_slots=empty_slots, sampling_params=sampling_params,
+        )  # fmt: skip
+        result = self.prefill(tokens, page_table, kv_cache, prompt_lens, start_pos, empty_slots)
+        if sampling_params is MISSING:
+            return self.logits(result)[:, 0]
+        self.check_params(sampling_params, len(tokens))
+        return torch.from_numpy(result).to(torch.int32), None
+
+    def decode_forward_text(
+        self,
+        tokens: Any,
+        start_pos: Any,
+        page_table: Any = None,
+        kv_cache: Any = None,
+        enable_trace: Any = True,
+        read_from_device: Any = True,
+        sampling_params: Any = MISSING,
+        reset_batch: Any = MISSING,
+        prompt_tokens: Any = None,
+        output_tokens: Any = None,
+        slot_remap: Any = MISSING,
+    ) -> Any:
+        self.recording.call(
+            "decode_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
+            start_pos=start_pos, enable_trace=enable_trace, read_from_device=read_from_device,
+            sampling_params=sampling_params, reset_batch=reset_batch, slot_remap=slot_remap,
+        )  # fmt: skip
+        assert read_from_device is False
+        samples = sampling_params is not MISSING
+        assert samples == (reset_batch is not MISSING)
+        self.check_decode(tokens, page_table, kv_cache, start_pos)
+        if slot_remap is not MISSING:
+            self.move_slots(slot_remap)
+        if not samples or reset_batch:
+            self.load(tokens, start_pos, page_table)
+        elif (self.tables != page_table.numpy()).any():
+            self.tables = page_table.numpy().astype(np.int64)
+        result = self.decode()
+        if not samples:
+            return self.leave_on_device(self.logits(result), is_tokens=False)
+        self.check_params(sampling_params, self.max_batch_size)
+        values = torch.from_numpy(result).to(torch.int32)[:, None]
+        return self.leave_on_device(values, is_tokens=True)
+
+
+class Legacy(_LegacyText):
+    """Of early 2026: the model itself decides when to reload, but for ``reset_batch``."""
+
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_chunked_prefill": True,
+        "supports_async_decode": True,
+        "supports_sample_on_device": True,
+    }
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        n_layers: int | None = None,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = "performance",
+    ) -> Legacy:
+        cls.recording.call(
+            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
+            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
+        )  # fmt: skip
+        assert n_layers is None
+        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
+
+    def allocate_kv_cache(self, *args: Any) -> list[Any]:
+        self.recording.call("allocate_kv_cache", *args)
+        return self.allocate(*args)
+
+    def warmup_model_prefill(
+        self,
+        kv_cache: Any,
+        enable_trace: bool,
+        can_sample_on_device: bool,
+        greedy_only: bool = False,
+    ) -> None:
+        self.recording.call(
+            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
+            can_sample_on_device=can_sample_on_device,
+        )  # fmt: skip
+        assert greedy_only is False
+        self.warm_prefill(enable_trace)
+
+    def warmup_model_decode(
+        self,
+        kv_cache: Any,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool,
+        non_greedy_decoding_on_device: bool,
+    ) -> None:
+        self.recording.call(
+            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
+            max_batch_size=max_batch_size, num_blocks=num_blocks,
+            can_sample_on_device=can_sample_on_device,
+            non_greedy_decoding_on_device=non_greedy_decoding_on_device,
+        )  # fmt: skip
+        assert num_blocks == self.width
+        self.warm_decode(enable_trace)
+
+    def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in tt_transformers: only the method that this one calls shows the parameters."""
+        return super().prefill_forward_text(*args, **kwargs)
+
+    def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().decode_forward_text(*args, **kwargs)
+
+
+class Seed(Double):
+    """Of 2025: whole prompts, a list of sampling parameters for warm-up, outputs on the host."""
+
+    model_capabilities: ClassVar = {"supports_prefix_caching": False}
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        tt_data_parallel: int,
+        optimizations: str | None,
+    ) -> Seed:
+        cls.recording.call(
+            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
+            tt_data_parallel=tt_data_parallel, optimizations=optimizations,
+        )  # fmt: skip
+        return cls.make(hf_config, mesh_device, max_batch_size, 128, tt_data_parallel)
+
+    def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> list[Any]:
+        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
+        return self.allocate(kv_cache_shape, dtype, num_layers)
+
+    def warmup_model_prefill(
+        self, kv_cache: Any, enable_trace: bool, sampling_params: list[Any]
+    ) -> None:
+        self.recording.call(
+            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
+            sampling_params=sampling_params,
+        )  # fmt: skip
+        assert sampling_params[-1] is None
+        self.warm_prefill(enable_trace)
+
+    def prefill_forward(
+        self,
+        tokens: Any,
+        page_table: Any,
+        kv_cache: Any,
+        prompt_lens: Any,
+        sampling_params: Any = MISSING,
+        empty_slots: Any = None,
+    ) -> Any:
+        self.recording.call(
+            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
+            prompt_lens=prompt_lens, empty_slots=empty_slots, sampling_params=sampling_params,
+        )  # fmt: skip
+        assert isinstance(prompt_lens, torch.Tensor)
+        starts = np.zeros(len(tokens), np.int64)
+        lens = prompt_lens.numpy()
+        return self.logits(self.prefill(tokens, page_table, kv_cache, lens, starts, empty_slots))
+
+    def decode_forward(
+        self,
+        tokens: Any,
+        start_pos: Any,
+        page_table: Any,
+        kv_cache: Any,
+        enable_trace: bool,
+        read_from_device: bool = True,
+        sampling_params: Any = MISSING,
+    ) -> Any:
+        self.recording.call(
+            "decode_forward", tokens=tokens, start_pos=start_pos, page_table=page_table,
+            kv_cache=kv_cache, enable_trace=enable_trace, read_from_device=read_from_device,
+            sampling_params=sampling_params,
+        )  # fmt: skip
+        assert read_from_device is True
+        self.check_decode(tokens, page_table, kv_cache, start_pos)
+        self.load(tokens, start_pos, page_table)
+        return self.logits(self.decode())
+
+
+AdaptedContract1 = adapt(Contract1)
+AdaptedLegacy = adapt(Legacy)
+AdaptedSeed = adapt(Seed)
+GENERATIONS = {"contract1": AdaptedContract1, "legacy": AdaptedLegacy, "seed": AdaptedSeed}

@@ -1,0 +1,463 @@
+"""The adapter's single calls: what it changes on the way in and out, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+import transformers
+
+from replicas.errors import ConfigError, DeviceError
+from replicas.generators.model_config import load_hf_config, parse_hf_config
+from replicas.generators.plugin.adapter import AdaptedGenerator, adapt
+from replicas.generators.plugin.outputs import host_output
+from replicas.generators.plugin.sampling import to_tt_sampling_params
+from replicas.generators.plugin.shim import SlidingWindowSpec
+from tests.engines import engine_core, make_config
+from tests.replicas.generators.plugin.conformance import CONFIG, params
+from tests.replicas.generators.plugin.doubles import VOCAB_SIZE, Mesh, WrappedMesh
+from tests.replicas.generators.plugin.test_signatures import Minimal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HF_CONFIG = transformers.LlamaConfig(
+    **{key: value for key, value in CONFIG.items() if key != "model_type"}
+)
+
+
+class Plain(Minimal):
+    """Remembers its calls; answers what it was told to."""
+
+    answer: ClassVar[Any] = torch.zeros(8, 1, VOCAB_SIZE)
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+    @classmethod
+    def initialize_vllm_model(
+        cls, hf_config: Any, mesh_device: Any, max_batch_size: Any, **kwargs: Any
+    ) -> Plain:
+        made = cls()
+        made.calls = [("initialize", (hf_config, mesh_device, max_batch_size), kwargs)]
+        return made
+
+    def allocate_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("allocate", args, kwargs))
+        return None
+
+    def warmup_model_prefill(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("warm up prefill", args, kwargs))
+
+    def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("prefill", args, kwargs))
+        return self.answer
+
+    def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("decode", args, kwargs))
+        return self.answer
+
+
+def make(
+    cls: type = Plain, num_slots: int = 2, *, hf_config: Any = HF_CONFIG, chips: int = 1, **kw: Any
+) -> Any:
+    mesh = WrappedMesh(Mesh(chips))
+    return adapt(cls).initialize_vllm_model(hf_config, mesh, num_slots, max_seq_len=64, **kw)
+
+
+def last_call(generator: Any) -> dict[str, Any]:
+    return generator._model.calls[-1][2]
+
+
+def prefill(generator: Any, num_rows: int = 2, **changes: Any) -> Any:
+    settings = {
+        "tokens": torch.ones((num_rows, 3), dtype=torch.int32),
+        "page_table": torch.ones((num_rows, 2), dtype=torch.int32),
+        "kv_cache": None,
+        "enable_trace": True,
+        "prompt_lens": torch.full((num_rows,), 3),
+        "start_pos": torch.zeros(num_rows, dtype=torch.int32),
+        "empty_slots": list(range(num_rows)),
+    }
+    return generator.prefill_forward(**{**settings, **changes})
+
+
+def decode(generator: Any, num_rows: int = 2, **changes: Any) -> Any:
+    settings = {
+        "tokens": torch.ones((num_rows, 1), dtype=torch.int32),
+        "page_table": torch.ones((num_rows, 2), dtype=torch.int32),
+        "kv_cache": None,
+        "start_pos": torch.full((num_rows,), 3, dtype=torch.int32),
+        "enable_trace": True,
+    }
+    return generator.decode_forward(**{**settings, **changes})
+
+
+# --- set up ---------------------------------------------------------------------------------------
+
+
+def test_initialize(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It gives the bare mesh and transformers' configuration, and says what is off."""
+    with caplog.at_level(logging.INFO):
+        generator = make(hf_config=load_hf_config(folder), optimizations="performance")
+    _, (config, mesh, max_batch_size), settings = generator._model.calls[0]
+    assert isinstance(config, transformers.LlamaConfig)
+    assert config._name_or_path == str(folder)
+    assert isinstance(mesh, Mesh)
+    assert max_batch_size == 2
+    assert settings == {"max_seq_len": 64, "tt_data_parallel": 1, "optimizations": None}
+    assert [record.getMessage().split(": ")[-1] for record in caplog.records] == [
+        "the class does not declare it"
+    ] * 2
+    _, _, settings = make(optimizations="accuracy")._model.calls[0]
+    assert settings["optimizations"] == "accuracy"
+
+
+def test_class_refuses(folder: Path) -> None:
+    class Refusing(Plain):
+        @classmethod
+        def initialize_vllm_model(cls, *args: Any, **kwargs: Any) -> Plain:
+            raise ValueError("no more than 32768 on N150")
+
+        @classmethod
+        def get_max_tokens_all_users(cls, model_name: str, max_num_seqs: int) -> int:
+            assert max_num_seqs <= 32, "at most 32 users"
+            return 1234
+
+    with pytest.raises(ConfigError, match=r"max_seq_len 64.*: no more than 32768 on N150"):
+        make(Refusing)
+    sizes = {"model_name": "m", "num_devices": 8, "tt_data_parallel": 2, "max_model_len": 64}
+    adapted: Any = adapt(Refusing)
+    assert adapted.get_max_tokens_all_users(**sizes, max_num_seqs=32) == 1234
+    with pytest.raises(ConfigError, match="at most 32 users"):
+        adapted.get_max_tokens_all_users(**sizes, max_num_seqs=33)
+    (folder / "config.json").write_text('{"model_type": "nobody"}')
+    ours = parse_hf_config(CONFIG, str(folder))
+    with pytest.raises(ConfigError, match="transformers cannot read the configuration"):
+        make(hf_config=ours)
+
+
+@pytest.mark.parametrize(
+    ("chips", "lanes", "heads"), [(1, 1, 8), (2, 1, 4), (8, 2, 2), (8, 1, 1), (32, 1, 1)]
+)
+def test_heads_of_one_chip(chips: int, lanes: int, heads: int) -> None:
+    generator = make(num_slots=8, chips=chips, tt_data_parallel=lanes)
+    generator.allocate_kv_cache((9, 8, 64, 128), torch.bfloat16, 4)
+    assert generator._model.calls[-1][1] == ((9, heads, 64, 128), torch.bfloat16, 4)
+    assert generator.kv_dtype == "bfloat8_b"
+    assert generator.kv_rope == "meta"
+
+
+def test_lanes_that_do_not_divide_the_chips() -> None:
+    with pytest.raises(ConfigError, match="tt_data_parallel 4 does not divide the 2 chips"):
+        make(num_slots=8, chips=2, tt_data_parallel=4)
+
+
+def test_dtype_of_the_cache() -> None:
+    """It is the class's decision, and seen from the planes."""
+
+    class Own(Plain):
+        def allocate_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+            return [[[torch.zeros(1, dtype=torch.bfloat16)] * 2]]
+
+    generator = make(Own)
+    generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 1)
+    assert generator.kv_dtype == "bfloat16"
+
+
+def test_required_block_size() -> None:
+    cls = type("Blocks", (Plain,), {"model_capabilities": {"required_block_size": 64}})
+    generator = make(cls)
+    with pytest.raises(ConfigError, match="needs block_size 64, and block_size is 32"):
+        generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
+    generator.allocate_kv_cache((9, 2, 64, 16), torch.bfloat16, 3)
+
+
+class Windows(Plain):
+    """Every second layer attends to a window, with heads of its own."""
+
+    @classmethod
+    def get_kv_cache_spec(cls, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        size = {"block_size": vllm_config.cache_config.block_size, "dtype": torch.bfloat16}
+        assert vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config) == 8
+        full = FullAttentionSpec(num_kv_heads=1, head_size=512, **size)
+        window = SlidingWindowSpec(num_kv_heads=8, head_size=256, sliding_window=32, **size)
+        return {f"model.layers.{i}.self_attn": [full, window][i % 2] for i in (3, 2, 1, 0)}
+
+    def allocate_kv_cache_per_layer(self, layers: Any) -> Any:
+        self.calls.append(("allocate per layer", (layers,), {}))
+
+
+def test_layers_that_differ() -> None:
+    """Each gets its own shape, and its own page table, which is everybody's."""
+    generator = make(Windows, chips=4)
+    generator.allocate_kv_cache((9, 8, 32, 128), torch.bfloat16, 4)
+    assert generator._model.calls[-1][1] == (
+        [
+            ((9, 1, 32, 512), torch.bfloat16, 0),
+            ((9, 2, 32, 256), torch.bfloat16, 1),
+            ((9, 1, 32, 512), torch.bfloat16, 2),
+            ((9, 2, 32, 256), torch.bfloat16, 3),
+        ],
+    )
+    for call in (prefill, decode):
+        call(generator)
+        tables = last_call(generator)["page_tables_per_layer"]
+        assert len(tables) == 4
+        assert all(table is last_call(generator)["page_table"] for table in tables)
+    plain = make()
+    prefill(plain)
+    assert "page_tables_per_layer" not in last_call(plain)
+
+
+def test_layers_that_differ_need_the_method() -> None:
+    cls = type("NoMethod", (Windows,), {"allocate_kv_cache_per_layer": None})
+    with pytest.raises(ConfigError, match=r"layers' KV differs, .* \[\(1, 512\), \(8, 256\)\]"):
+        make(cls).allocate_kv_cache((9, 8, 32, 128), torch.bfloat16, 4)
+
+
+def test_config_asks_for_what_the_class_lacks(folder: Path) -> None:
+    """The engine refuses to go on without what was asked for by name."""
+    name = "tests.replicas.generators.plugin.doubles:AdaptedSeed"
+    config = make_config(str(folder), generator=name, enable_prefix_caching=True)
+    reason = "enable_prefix_caching is on but the generator does not support it"
+    with pytest.raises(ConfigError, match=reason), engine_core(config):
+        pass
+
+
+# --- warm-up --------------------------------------------------------------------------------------
+
+
+def test_warm_up_flag_is_reset_before_capture() -> None:
+    generator = make()
+    generator._model.already_warmed_up_prefill = True
+    generator.warmup_model_prefill(kv_cache=None, enable_trace=False)
+    assert generator._model.already_warmed_up_prefill
+    generator.warmup_model_prefill(kv_cache=None, enable_trace=True)
+    assert not generator._model.already_warmed_up_prefill
+    assert last_call(generator) == {
+        "kv_cache": None, "enable_trace": True, "can_sample_on_device": False,
+    }  # fmt: skip
+
+
+def test_warm_up_with_a_list() -> None:
+    """Of each kind of sampling, and None for the host's."""
+
+    class Listed(Plain):
+        def warmup_model_prefill(
+            self, kv_cache: Any, enable_trace: bool, sampling_params: list[Any]
+        ) -> None:
+            self.calls.append(("warm up prefill", (), {"sampling_params": sampling_params}))
+
+    generator = make(Listed)
+    generator.warmup_model_prefill(kv_cache=None, enable_trace=False)
+    assert last_call(generator)["sampling_params"] == [None]
+    generator.warmup_model_prefill(kv_cache=None, enable_trace=True, can_sample_on_device=True)
+    greedy, drawn, host = last_call(generator)["sampling_params"]
+    assert greedy.temperature == [0.0, 0.0]
+    assert drawn.temperature == [1.0, 1.0]
+    assert drawn.top_k == [32, 32]
+    assert host is None
+
+
+def test_decode_warm_up_of_a_class_without() -> None:
+    """A step of padding."""
+    generator = make()
+    generator.warmup_model_decode(kv_cache=None, enable_trace=True, max_batch_size=2, num_blocks=3)
+    arguments = last_call(generator)
+    assert arguments["start_pos"].tolist() == [-1, -1]
+    assert arguments["page_table"].tolist() == [[0, 0, 0]] * 2
+    assert arguments["enable_trace"] is True
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+def test_start_pos_that_the_class_does_not_take() -> None:
+    class Whole(Plain):
+        def prefill_forward(
+            self, tokens: Any, page_table: Any, kv_cache: Any, prompt_lens: Any
+        ) -> Any:
+            return self.answer
+
+    generator = make(Whole)
+    assert prefill(generator).shape == (2, 1, VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="takes no start_pos and cannot go on after 2 tokens"):
+        prefill(generator, start_pos=torch.tensor([0, 2], dtype=torch.int32))
+    with pytest.raises(ConfigError, match="takes no sampling_params: set sample_on_device"):
+        prefill(generator, sampling_params=params(2))
+    with pytest.raises(ConfigError, match="takes no pixel_values: it is for text only"):
+        prefill(generator, pixel_values=[torch.zeros(1)] * 2)
+
+
+def test_images_that_the_class_requires() -> None:
+    """A text-only batch has none, which these classes know from None."""
+
+    class Vision(Plain):
+        def prefill_forward(
+            self, tokens: Any, images: Any, page_table: Any, kv_cache: Any, prompt_lens: Any
+        ) -> Any:
+            self.calls.append(("prefill", (), {"images": images}))
+            return self.answer
+
+    generator = make(Vision)
+    prefill(generator)
+    assert last_call(generator)["images"] == [None, None]
+    prefill(generator, images=["a", "b"])
+    assert last_call(generator)["images"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_deltas(key: str) -> None:
+    """They go to the slots of the rows, and to the model once after they changed."""
+    config = SimpleNamespace(vocab_size=VOCAB_SIZE, **{key: {"mrope_section": [16, 24, 24]}})
+    generator = make(num_slots=3, hf_config=SimpleNamespace(text_config=config))
+    generator._model.answer = (torch.zeros(2, 1, VOCAB_SIZE), torch.tensor([[5], [7]]))
+    assert prefill(generator, empty_slots=[2, 0]).shape == (2, 1, VOCAB_SIZE)
+    generator._model.answer = torch.zeros(3, 1, VOCAB_SIZE)
+    decode(generator, 3)
+    assert last_call(generator)["rope_deltas_all_users"] == [7, 0, 5]
+    decode(generator, 3)
+    assert last_call(generator)["rope_deltas_all_users"] is None
+    generator.release_request(2)
+    assert generator._rope_deltas == [7, 0, 0]
+
+
+def test_legacy_reset_batch() -> None:
+    """With sampling on the device only, and none of the four commands."""
+    generator = make()
+    decode(generator)
+    assert not {"reset_batch", "reload_inputs", "sampling_params"} & set(last_call(generator))
+    generator._model.answer = torch.zeros(2, dtype=torch.int32)
+    for reset in (True, False):
+        decode(
+            generator,
+            sampling_params=params(2),
+            reload_sampling_params=reset,
+            reset_sampling_state=reset,
+            prompt_tokens=torch.zeros(2, 3),
+            output_tokens=torch.zeros(2, 1),
+        )
+        arguments = last_call(generator)
+        assert arguments["reset_batch"] is reset
+        assert "reload_inputs" not in arguments
+        assert arguments["prompt_tokens"].shape == (2, 3)
+    with pytest.raises(TypeError, match="reset_batch is retired"):
+        decode(generator, reset_batch=True)
+
+
+def test_commands_that_cannot_be() -> None:
+    generator = make()
+    with pytest.raises(AssertionError):
+        decode(generator, reload_inputs=True, reload_page_table=True)
+    with pytest.raises(AssertionError):
+        decode(generator, reload_inputs=False, reset_sampling_state=True)
+    with pytest.raises(AssertionError, match="must reload every step"):
+        decode(generator, reload_inputs=False)
+
+
+def test_output_stays_on_the_device() -> None:
+    generator = make()
+    generator._model.answer = object()
+    with pytest.raises(DeviceError, match="lacks read_decode_output"):
+        decode(generator)
+
+
+def test_read_out_without_events() -> None:
+    class NoEvents(Plain):
+        def read_decode_output(self, tt_out: Any, async_read: bool) -> Any:
+            return [torch.zeros(2, 1, VOCAB_SIZE)]
+
+        def process_decode_output_host(self, tt_out: Any, is_tokens: bool) -> Any: ...
+
+    generator = make(NoEvents)
+    generator._model.answer = [object()]
+    with pytest.raises(DeviceError, match="gave list, not a pair of output and events"):
+        decode(generator)
+
+
+def test_hooks() -> None:
+    class Hooked(Plain):
+        def release_request(self, row: int) -> None:
+            self.calls.append(("release", (row,), {}))
+
+        def release_persistent_capture(self) -> None:
+            self.calls.append(("close", (), {}))
+
+    generator = make(Hooked)
+    generator.release_request(1)
+    generator.close()
+    assert generator._model.calls[1:] == [("release", (1,), {}), ("close", (), {})]
+    plain = make()
+    plain.release_request(1)
+    plain.close()
+    assert len(plain._model.calls) == 1
+
+
+# --- settings and outputs -------------------------------------------------------------------------
+
+
+def test_sampling_params_are_padded() -> None:
+    padded = to_tt_sampling_params(params(2), 4)
+    assert padded.temperature == [0.7, 0.0, 0.0, 0.0]
+    assert padded.top_k == [20, 1, 1, 1]
+    assert padded.top_p == [0.9, 1.0, 1.0, 1.0]
+    assert padded.repetition_penalty == [1.0] * 4
+    assert padded.seed == [100, None, None, None]
+    assert padded.num_logprobs == [-2] * 4
+    assert padded.enable_log_probs == [False] * 4
+    assert not padded.wants_log_probs
+
+
+def give(output: object, *, is_tokens: bool = False, wants_log_probs: bool = False) -> Any:
+    return host_output(output, 2, 5, is_tokens=is_tokens, wants_log_probs=wants_log_probs)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (4, 1, 8), (3, 6), (2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forms_of_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    logits = torch.arange(64.0).reshape(-1)[: int(torch.tensor(shape).prod())].reshape(shape)
+    expected = logits.reshape(shape[0], -1, shape[-1])[:2, -1:, :5]
+    for output in (logits.to(dtype), (logits.to(dtype), None)):
+        found = give(output)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1), (4, 1)])
+def test_forms_of_tokens(shape: tuple[int, ...]) -> None:
+    tokens = torch.arange(shape[0], dtype=torch.int32).reshape(shape)
+    log_probs = torch.zeros(shape)
+    assert give(tokens, is_tokens=True).tolist() == [[0], [1]]
+    assert give((tokens, log_probs), is_tokens=True).tolist() == [[0], [1]]
+    found, found_log_probs = give((tokens, log_probs), is_tokens=True, wants_log_probs=True)
+    assert found.tolist() == [[0], [1]]
+    assert found_log_probs is log_probs
+
+
+@pytest.mark.parametrize(
+    ("output", "is_tokens", "reason"),
+    [
+        (torch.zeros(2, 5), True, r"torch\.float32 \(2, 5\), not a token for each of 2 rows"),
+        (torch.zeros(1, dtype=torch.int32), True, "not a token for each of 2 rows"),
+        (torch.zeros((2, 3), dtype=torch.int32), True, "not a token for each of 2 rows"),
+        (torch.zeros(2, 4), False, r"logits \(2, 4\) for 2 rows of a vocabulary of 5"),
+        (torch.zeros(1, 5), False, r"logits \(1, 5\) for 2 rows"),
+        (torch.zeros(5), False, r"logits \(5,\) for 2 rows"),
+        ((1, 2, 3), False, "answered with 3 values"),
+        ("text", False, "answered with str"),
+    ],
+)
+def test_other_forms(output: object, is_tokens: bool, reason: str) -> None:
+    with pytest.raises(DeviceError, match=reason):
+        give(output, is_tokens=is_tokens)
+
+
+def test_protocol_methods() -> None:
+    """The registry's own check of a generator's methods."""
+    from replicas.generators.registry import REQUIRED_METHODS
+
+    assert not [name for name in REQUIRED_METHODS if not hasattr(AdaptedGenerator, name)]

@@ -1,0 +1,140 @@
+"""The adapter's calls, recorded: each generation of the interface, by hand and by a real engine.
+
+``recordings/*.txt`` hold what a double was called with, a line per call. To write them anew:
+``TTSERVE_WRITE_RECORDINGS=1 pytest tests/replicas/generators/plugin``; then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from replicas.config import MeshConfig
+from replicas.engine import worker
+from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
+from tests.replicas.generators.plugin.conformance import (
+    BLOCK_SIZE,
+    MAX_SEQ_LEN,
+    NUM_SLOTS,
+    expect,
+    make_prompt,
+    run_by_hand,
+)
+from tests.replicas.generators.plugin.doubles import (
+    GENERATIONS,
+    Contract1,
+    Legacy,
+    Mesh,
+    WrappedMesh,
+)
+
+if TYPE_CHECKING:
+    from tests.replicas.generators.plugin.doubles import Recording
+
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+def compare(name: str, recording: Recording) -> None:
+    """Hold a recording to the one of that name."""
+    path = RECORDINGS / f"{name}.txt"
+    text = "\n".join(recording.lines) + "\n"
+    if os.environ.get("TTSERVE_WRITE_RECORDINGS"):
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; see the module's docstring"
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("draws_on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("name", ["contract1", "legacy", "seed"])
+def test_by_hand(name: str, draws_on_device: bool, folder: Path, recording: Recording) -> None:
+    """The life of four requests, step by step."""
+    if name == "seed" and draws_on_device:
+        assert not GENERATIONS[name].model_capabilities.get("supports_sample_on_device")
+        return
+    sequences = run_by_hand(GENERATIONS[name], folder, draws_on_device=draws_on_device)
+    assert all(sequence.is_right for sequence in sequences)
+    compare(f"{name}-{'device' if draws_on_device else 'host'}", recording)
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("name", ["contract1", "legacy", "seed"])
+def test_through_an_engine(name: str, folder: Path, recording: Recording) -> None:
+    """Continuous batching with prefix hits, chunks and preemption gives every prompt its tokens."""
+    adapted = GENERATIONS[name]
+    config = make_config(
+        str(folder),
+        generator=f"tests.replicas.generators.plugin.doubles:Adapted{adapted.__name__}",
+        dtype="bfloat16",
+        max_batch_size=NUM_SLOTS,
+        max_model_len=MAX_SEQ_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=9,
+        max_num_batched_tokens=64 if name != "seed" else MAX_SEQ_LEN,
+    )
+    shared = make_prompt(0, 40)
+    prompts = [shared, make_prompt(50, 30), [*shared, 7, 8], make_prompt(90, 70), make_prompt(3, 9)]
+    with engine_core(config) as core:
+        assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
+        many = [make_prompt(i * 11, 55 + i) for i in range(5)] + [make_prompt(30, 60)]
+        assert generate(core, many) == [expect(prompt, 12) for prompt in many]
+        assert num_preemptions(core) > 0
+        assert (num_prefix_hits(core) > 0) == (name != "seed")
+    compare(f"{name}-engine", recording)
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("draws", ["decode_only", "all"])
+@pytest.mark.parametrize("plugin_class", [Contract1, Legacy])
+def test_through_an_engine_that_draws_on_the_device(
+    plugin_class: type[Contract1 | Legacy],
+    draws: str,
+    folder: Path,
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a mesh, found by name as the plugin's classes are: steady steps reload nothing."""
+    mesh = WrappedMesh(Mesh(2))
+    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: lambda *_args, **_settings: mesh)
+    config = make_config(
+        str(folder),
+        generator=f"tests.replicas.generators.plugin.doubles:{plugin_class.__name__}",
+        dtype="auto",
+        mesh=MeshConfig(name="N300", sample_on_device=draws),
+        max_batch_size=NUM_SLOTS,
+        max_model_len=MAX_SEQ_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=9,
+        max_num_batched_tokens=64,
+    )
+    prompts = [make_prompt(i * 11, 55 + i) for i in range(5)]
+    with engine_core(config) as core:
+        assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
+        assert num_preemptions(core) > 0
+    assert mesh.is_closed
+    compare(f"{plugin_class.__name__.lower()}-engine-{draws}", recording)
+
+
+@pytest.mark.usefixtures("ttnn", "recording")
+@pytest.mark.parametrize("draws", ["off", "all"])
+def test_lanes(draws: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes of two slots: a block id means another block in each."""
+    mesh = WrappedMesh(Mesh(2))
+    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: lambda *_args, **_settings: mesh)
+    config = make_config(
+        str(folder),
+        generator="tests.replicas.generators.plugin.doubles:Contract1",
+        dtype="auto",
+        mesh=MeshConfig(name="N300", sample_on_device=draws),
+        max_batch_size=NUM_SLOTS,
+        tt_data_parallel=2,
+        max_model_len=MAX_SEQ_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=7,
+        max_num_batched_tokens=64,
+    )
+    prompts = [make_prompt(i * 11, 20 + 7 * i) for i in range(9)]
+    with engine_core(config) as core:
+        assert generate(core, prompts, stagger=2) == [expect(prompt, 12) for prompt in prompts]

@@ -1,0 +1,231 @@
+"""What is seen of classes of every age."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from replicas.errors import ConfigError
+from replicas.generators.plugin.adapter import adapt
+from replicas.generators.plugin.signatures import COMMANDS, read_signature
+from tests.replicas.generators.plugin.doubles import Contract1, Legacy, Seed
+
+
+class Minimal:
+    """Nothing but what every class has; takes everything."""
+
+    @classmethod
+    def initialize_vllm_model(
+        cls, hf_config: Any, mesh_device: Any, max_batch_size: Any, **kw: Any
+    ):
+        return cls()
+
+    def allocate_kv_cache(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def warmup_model_prefill(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def prefill_forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def decode_forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_contract_1() -> None:
+    signature = read_signature(Contract1)
+    assert signature.contract == 1
+    assert all(signature.decode.takes(command) for command in COMMANDS)
+    assert not signature.decode.takes("reset_batch")
+    assert signature.splits_read
+    assert signature.allocates_per_layer
+    assert signature.token_budget is not None
+    assert not signature.drafts
+    assert signature.warmup_decode is not None
+    assert signature.warmup_decode.required == {
+        "kv_cache", "enable_trace", "max_batch_size", "num_blocks", "can_sample_on_device",
+    }  # fmt: skip
+
+
+def test_legacy_is_read_through_the_methods_that_only_pass_on() -> None:
+    signature = read_signature(Legacy)
+    assert signature.contract == 0
+    assert not signature.prefill.takes_any
+    assert signature.prefill.required == {"tokens"}
+    assert signature.prefill.takes("start_pos")
+    assert signature.decode.takes("reset_batch")
+    assert not signature.decode.takes("reload_inputs")
+    assert not signature.allocates_per_layer
+
+
+def test_seed() -> None:
+    signature = read_signature(Seed)
+    assert signature.contract == 0
+    assert not signature.initialize.takes("max_seq_len")
+    assert not signature.prefill.takes("start_pos")
+    assert not signature.prefill.takes("enable_trace")
+    assert signature.warmup_prefill.takes("sampling_params")
+    assert signature.warmup_decode is None
+    assert not signature.splits_read
+
+
+def test_takes_everything() -> None:
+    """What it passes on to an attribute cannot be seen, so all of the interface is given."""
+
+    class Wrapping(Minimal):
+        def prefill_forward(self, *args: Any, **kwargs: Any) -> None:
+            return self.inner.prefill_forward(*args, **kwargs)
+
+    for cls in (Minimal, Wrapping):
+        signature = read_signature(cls)
+        assert signature.prefill.takes_any
+        assert signature.prefill.takes("start_pos")
+
+
+def test_takes_something_out_before_it_passes_the_rest_on() -> None:
+    """As image models do with what the text model has no parameter for."""
+
+    class Taking(Seed):
+        def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("rope_deltas_all_users", None)
+            if kwargs.get("slot_remap") is not None:
+                del kwargs["slot_remap"]
+            return super().decode_forward(*args, **kwargs)
+
+    decode = read_signature(Taking).decode
+    assert decode.takes("rope_deltas_all_users")
+    assert decode.takes("slot_remap")
+    assert decode.takes("sampling_params")
+    assert not decode.takes("reset_batch")
+
+
+def test_older_readers() -> None:
+    """Read-out without ``async_read`` is not split: such a class reads in ``decode_forward``."""
+
+    class Older(Minimal):
+        def read_decode_output(self, tt_out: Any, unpadded_batch: int) -> None: ...
+
+        def process_decode_output_host(self, tt_out: Any, is_tokens: bool = False) -> None: ...
+
+    assert not read_signature(Older).splits_read
+
+
+def test_hooks() -> None:
+    class Hooked(Minimal):
+        def release_request(self, row: int) -> None: ...
+
+        @classmethod
+        def spec_plan(cls, *args: Any) -> None: ...
+
+        def propose_draft_tokens(self, **kwargs: Any) -> None: ...
+
+    signature = read_signature(Hooked)
+    assert signature.slot_hooks == {"release_request"}
+    assert signature.drafts
+
+
+def test_later_contract() -> None:
+    """Later ones must be supersets of the first."""
+
+    class Later(Minimal):
+        decode_input_update_contract = 2
+
+    assert read_signature(Later).contract == 1
+
+
+def test_lacks_a_method() -> None:
+    with pytest.raises(ConfigError, match=r"object lacks initialize_vllm_model, allocate_kv_cache"):
+        read_signature(object)
+
+
+def test_requires_images() -> None:
+    """Encoder-decoder models need what no text-only engine has."""
+
+    class Vision(Minimal):
+        def prefill_forward(
+            self, tokens: Any, images: Any, page_table: Any, cross_page_table: Any, **kwargs: Any
+        ) -> None: ...
+
+    with pytest.raises(ConfigError, match="prefill requires cross_page_table, which a text-only"):
+        read_signature(Vision)
+
+
+def test_marker_without_commands() -> None:
+    class Marked(Seed):
+        decode_input_update_contract = 1
+
+    with pytest.raises(
+        ConfigError, match="decode_forward does not take reload_inputs, reload_page"
+    ):
+        read_signature(Marked)
+
+
+# --- capabilities ---------------------------------------------------------------------------------
+
+
+def test_capabilities_of_contract_1() -> None:
+    adapted = adapt(Contract1)
+    expected = {**Contract1.model_capabilities}
+    expected |= {"supports_spec_decode": False, "supports_async_spec_decode": False}
+    assert adapted.model_capabilities == expected
+    assert adapted.notes == ()
+    assert adapted.__name__ == "Contract1"
+    assert adapted.decode_input_update_contract == 1
+
+
+def test_silent_class_has_no_prefix_cache() -> None:
+    """And says so."""
+    adapted = adapt(Minimal)
+    assert not adapted.model_capabilities.get("supports_prefix_caching")
+    assert adapted.notes == (
+        "supports_prefix_caching is off: the class does not declare it",
+        "supports_chunked_prefill is off: the class does not declare it",
+    )
+    assert not hasattr(adapted, "get_max_tokens_all_users")
+
+
+def test_declared_but_impossible() -> None:
+    class Promising(Seed):
+        model_capabilities = {  # noqa: RUF012
+            "supports_prefix_caching": True,
+            "supports_chunked_prefill": True,
+            "supports_async_decode": True,
+            "supports_spec_decode": True,
+            "supports_mixed_batch": True,
+        }
+
+    adapted = adapt(Promising)
+    assert adapted.model_capabilities == {
+        "supports_prefix_caching": False,
+        "supports_chunked_prefill": False,
+        "supports_async_decode": False,
+        "supports_spec_decode": False,
+        "supports_async_spec_decode": False,
+    }
+    assert [note.partition(":")[0] for note in adapted.notes] == [
+        "supports_prefix_caching is off, though declared",
+        "supports_chunked_prefill is off, though declared",
+        "supports_async_decode is off, though declared",
+        "supports_spec_decode is off, though declared",
+    ]
+
+
+def test_asynchronous_without_a_split_read() -> None:
+    class Marked(Minimal):
+        decode_input_update_contract = 1
+        model_capabilities = {"supports_async_decode": True}  # noqa: RUF012
+
+    adapted = adapt(Marked)
+    assert adapted.model_capabilities["supports_async_decode"] is False
+    assert any("lacks read_decode_output" in note for note in adapted.notes)
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ({"output_tokens_per_step": 8}, "gives output_tokens_per_step 8 tokens a step"),
+        (["supports_prefix_caching"], "model_capabilities is a list, not a dictionary"),
+    ],
+)
+def test_refused(declared: object, reason: str) -> None:
+    cls = type("Refused", (Minimal,), {"model_capabilities": declared})
+    with pytest.raises(ConfigError, match=reason):
+        adapt(cls)
