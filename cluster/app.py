@@ -47,7 +47,6 @@ def build(args: Mapping[str, Any]) -> Application:
     # both, see above.
     made_secrets = [] if config.kv_key_file is not None else [new_secret()]
     pools = {
-        role: pool_deployment(role, pool).bind(plain, role, made_secrets)
-        for role, pool in config.pools.items()
+        role: pool_deployment(config, role).bind(plain, role, made_secrets) for role in config.pools
     }
     return ingress_deployment(config).bind(plain, made_secrets, **pools)

@@ -15,14 +15,15 @@ import yaml
 
 import configs
 from cluster.errors import ClusterConfigError
+from kv_transfer.dtypes import is_lossless
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import STORE_BACKENDS, StoreConfig
 from replicas.config import STORE_CONNECTORS, EngineConfig
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import FaultPlan
-from replicas.generators.model_config import load_hf_config
-from replicas.kv_sizing import longest_sequence, resolve_dtype
+from replicas.generators.model_config import load_engine_model
+from replicas.kv_sizing import kv_rope, longest_sequence, resolve_dtype
 
 Role = Literal["prefill", "decode", "both"]
 """What a pool's replicas start as: prefill only, decode (and short prompts), or everything."""
@@ -204,7 +205,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         }
         # Alone first: a mistake in what all pools share is named where it stands.
         _convert({**self.engine, "model": ""}, EngineConfig, "args.engine")
-        return _convert(fields, EngineConfig, of_pool)
+        return _with_model_places(_convert(fields, EngineConfig, of_pool))
 
     def replica_config(self, role: Role, rank: int) -> EngineConfig:
         """Configuration of the engine of one replica: its pool's, with the replica's own faults.
@@ -407,6 +408,7 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
             _check_engine(config.engine_config(role))
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
+    _check_boards(config)
     _check_pools_agree(config)
     _check_faults(config)
     return config
@@ -415,6 +417,26 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, to start children with."""
     return dict(os.environ)  # noqa: TID251 - the one place
+
+
+def _with_model_places(engine: EngineConfig) -> EngineConfig:
+    """Where a mesh's generator comes from, as Tenstorrent's own tools are told: the environment.
+
+    Each replica asks the environment of its own host.
+    """
+    mesh = engine.mesh
+    if mesh is None or engine.uses_native_generator:
+        return engine
+    mesh = msgspec.structs.replace(
+        mesh,
+        tt_metal_home=mesh.tt_metal_home or _variable("TT_METAL_HOME"),
+        extra_models_dir=mesh.extra_models_dir or _variable("EXTRA_MODELS_DIR"),
+    )
+    return msgspec.structs.replace(engine, mesh=mesh)
+
+
+def _variable(name: str) -> str | None:
+    return os.environ.get(name) or None  # noqa: TID251 - see `process_environment`
 
 
 def _check_counts(config: ClusterConfig) -> None:
@@ -437,7 +459,19 @@ def _check_counts(config: ClusterConfig) -> None:
 def _check_engine(engine: EngineConfig) -> None:
     """Everything about an engine that its model's config.json decides."""
     engine.validate()
-    longest_sequence(engine, load_hf_config(engine.model))
+    longest_sequence(engine, load_engine_model(engine))
+
+
+def _check_boards(config: ClusterConfig) -> None:
+    """Replicas do not share boards: those that are named are one replica's."""
+    for role, pool in config.pools.items():
+        mesh = config.engine_config(role).mesh
+        if mesh is not None and mesh.visible_devices is not None and pool.replicas > 1:
+            raise ClusterConfigError(
+                f"args.pools.{role}: {pool.replicas} replicas cannot all have the boards of "
+                f"mesh.visible_devices {list(mesh.visible_devices)}; remove visible_devices, and "
+                "Ray gives each replica boards of its own"
+            )
 
 
 def _check_kv(config: ClusterConfig) -> None:
@@ -508,19 +542,48 @@ def _check_pools_agree(config: ClusterConfig) -> None:
             f"simulated_mesh.model is {of_prefill} in the prefill pool and {of_decode} in the "
             "decode pool; make them equal"
         )
-    model = load_hf_config(prefill.model)
-    of_prefill, of_decode = resolve_dtype(prefill, model), resolve_dtype(decode, model)
-    if of_prefill != of_decode and of_prefill not in decode.kv_accept_dtypes:
-        convert = (
-            ""
-            if config.kv_connector in STORE_CONNECTORS
-            else ", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: "
-            f"[{of_prefill}]"
-        )
+    of_prefill, of_decode = kv_rope(prefill), kv_rope(decode)
+    if of_prefill != of_decode:
         raise ClusterConfigError(
-            f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool; make "
-            f"them equal{convert}"
+            f"keys are rotated in the order of {of_prefill} by {_generator_name(prefill)} of the "
+            f"prefill pool, and of {of_decode} by {_generator_name(decode)} of the decode pool: "
+            "neither can use the other's KV; give both a generator of one kind"
         )
+    _check_dtypes_agree(config, prefill, decode)
+
+
+def _check_dtypes_agree(config: ClusterConfig, prefill: EngineConfig, decode: EngineConfig) -> None:
+    of_prefill = resolve_dtype(prefill, load_engine_model(prefill))
+    of_decode = resolve_dtype(decode, load_engine_model(decode))
+    if of_prefill == of_decode:
+        return
+    if of_prefill in decode.kv_accept_dtypes:
+        try:
+            is_lossless(of_prefill, of_decode)
+        except InvalidLayoutError as error:
+            raise ClusterConfigError(f"args.pools.decode.engine.kv_accept_dtypes: {error}") from (
+                error
+            )
+        return
+    by = [
+        f"{role}: mesh.optimizations {engine.mesh.optimizations}"
+        for role, engine in (("prefill", prefill), ("decode", decode))
+        if engine.mesh is not None
+    ]
+    why = f" ({', '.join(by)})" if by else ""
+    convert = (
+        ""
+        if config.kv_connector in STORE_CONNECTORS
+        else f", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: [{of_prefill}]"
+    )
+    raise ClusterConfigError(
+        f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool{why}; make "
+        f"them equal{convert}"
+    )
+
+
+def _generator_name(engine: EngineConfig) -> str:
+    return "ttserve's own" if engine.generator is None else f"generator {engine.generator}"
 
 
 def _simulated_model(engine: EngineConfig) -> str | None:

@@ -27,7 +27,8 @@ from cluster.ingress import IngressLimits, create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
 from cluster.tickets import key_ring
-from replicas.launch import start_engine
+from replicas.boards import RESOURCE
+from replicas.launch import child_environment, start_engine, stop_timeout_s
 from replicas.messages import EngineDescription
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ DISCOVERY_IDLE_S = 2.0
 """And how often when none is."""
 HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0
-_STOP_MARGIN_S = 10.0
-"""What a replica may take beyond its drain: stopping the engine takes up to half of it."""
 _CONSTRUCTOR_TRIES = 2
 """A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -108,10 +107,12 @@ class PoolReplica:
         """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
 
         Raises:
-            RuntimeError: It does not.
+            RuntimeError: It does not, or hangs.
         """
-        if self._engine is None or not self._engine.is_alive:
+        if self._engine is None:
             raise RuntimeError("the engine process is gone")
+        if not self._engine.is_alive:
+            raise RuntimeError(str(self._engine.failure or "the engine process is gone"))
 
     async def __del__(self) -> None:
         """Drain, then stop the engine. Serve awaits this before it ends the replica."""
@@ -132,7 +133,8 @@ class PoolReplica:
     def _on_engine_exit(self, code: int) -> None:
         """End this process with its engine: Serve notices that within a second."""
         if not self._is_stopping:
-            _tell(f"{self._role}: the engine process ended with code {code}")
+            failure = self._engine.failure if self._engine is not None else None
+            _tell(f"{self._role}: {failure or f'the engine process ended with code {code}'}")
             os._exit(1)
 
 
@@ -251,27 +253,54 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     Ray gives every worker one thread; an engine's own setting must not be capped by that.
 
     Args:
-        config: The engine's configuration.
+        config: The engine's configuration; a mesh that names its devices is bound to these.
         inherited: The replica's environment, with what Ray bound its devices with.
     """
     environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
     if config.num_threads is not None:
         environment |= dict.fromkeys(_THREAD_VARIABLES, str(config.num_threads))
-    return environment
+    return child_environment(config, environment)
 
 
-def pool_deployment(role: Role, pool: PoolConfig) -> Deployment:
-    """The deployment of one pool."""
+def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
+    """The deployment of one pool.
+
+    An engine with a mesh has its boards set aside: Ray binds the replica to them through
+    `TT_VISIBLE_DEVICES`, and they are all of one host.
+    """
+    pool, engine = config.pools[role], config.engine_config(role)
+    resources = pool_resources(pool, engine)
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "resources": resources}
+    placement: dict[str, Any] = {}
+    if engine.mesh is not None and resources:
+        # The replica's actor takes all of the one bundle.
+        placement["placement_group_bundles"] = [{"CPU": pool.num_cpus, **resources}]
+        placement["placement_group_strategy"] = "STRICT_PACK"
     return serve.deployment(
         name=role,
         num_replicas=pool.replicas,
-        ray_actor_options={"num_cpus": pool.num_cpus, "resources": pool.resources},
+        ray_actor_options=options,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
+        graceful_shutdown_timeout_s=_shutdown_timeout_s(config, role),
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        **placement,
     )(PoolReplica)
+
+
+def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
+    """Ray resources of each replica: the boards of its mesh, unless the pool says otherwise.
+
+    A pool says `{TTNPU: 0}` where its mesh is no board that Ray knows of, for one a mock cluster.
+    """
+    boards = {} if engine.mesh is None else {RESOURCE: engine.mesh.spec.num_pcie_devices}
+    return {name: count for name, count in {**boards, **pool.resources}.items() if count}
+
+
+def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
+    """How long Serve waits for a replica that is told to stop: its drain, and twice the stop."""
+    return config.pools[role].drain_timeout_s + 2 * stop_timeout_s(config.engine_config(role))
 
 
 def ingress_deployment(config: ClusterConfig) -> Deployment:
@@ -286,8 +315,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         # As long as the pools let their requests run, or streams would be cut here.
-        graceful_shutdown_timeout_s=_STOP_MARGIN_S
-        + max(pool.drain_timeout_s for pool in config.pools.values()),
+        graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
     )(serve.ingress()(IngressReplica))

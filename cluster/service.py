@@ -24,7 +24,7 @@ from cluster.tickets import TicketOffice
 from cluster.transfers import transfers_view
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, EngineError
-from replicas.generators.model_config import load_hf_config
+from replicas.generators.model_config import load_engine_model
 from replicas.kv_sizing import longest_sequence
 from replicas.messages import EngineRequest
 from replicas.output_processor import OutputProcessor
@@ -238,5 +238,5 @@ def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens:
 
 def _max_model_len(config: ClusterConfig) -> int:
     """What every pool can hold, known before any replica is up."""
-    model = load_hf_config(config.model_folder)
-    return min(longest_sequence(config.engine_config(role), model) for role in config.pools)
+    engines = [config.engine_config(role) for role in config.pools]
+    return min(longest_sequence(engine, load_engine_model(engine)) for engine in engines)

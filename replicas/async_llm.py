@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.async_client import AsyncMPClient
-from replicas.errors import RequestFailedError, RequestRefusedError
+from replicas.errors import EngineDeadError, RequestFailedError, RequestRefusedError
 from replicas.launch import start_engine
 from replicas.llm_engine import CompletionOutput, RequestOutput, to_token_ids
 from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
@@ -93,6 +93,9 @@ class AsyncLLM:
                 if delta is not None:
                     output.apply(delta, processor.num_cached_tokens)
                     yield output
+        except EngineDeadError as error:
+            # The connection knows only that it broke.
+            raise self._handle.failure or error from None
         finally:
             stream.close(abort=True)
 

@@ -282,4 +282,5 @@ class SyncMPClient:
         finally:
             socket.close(linger=0)
             # Also when a frame could not be read: nobody may wait for more.
-            self._events.put(EngineDeadError("the engine has ended or is frozen; see its log"))
+            silence = EngineDeadError("the engine has ended or is frozen; see its log")
+            self._events.put(self._handle.failure or silence)

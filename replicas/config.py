@@ -9,9 +9,16 @@ from kv_transfer.store import StoreConfig
 from kv_transfer.ticket import KeyRing
 from replicas.errors import ConfigError
 from replicas.faults import Fault
+from replicas.meshes import MeshSpec, lane_shape, mesh_spec
 
 STORE_CONNECTORS = ("pooled", "multi")
 """Connectors that cannot do without a store."""
+
+NATIVE_TT_GENERATOR = "replicas.generators.ttnn.generator:TTGenerator"
+"""The generator of a mesh whose configuration names none."""
+
+TILE_ROWS = 32
+"""Rows of a hardware tile: KV is written in tiles, and a decode batch of one lane fills one."""
 
 
 class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +61,82 @@ class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
 
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Tenstorrent mesh that an engine runs on.
+
+    Attributes:
+        name: A known mesh, for one "N150", "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
+        optimizations: "performance" keeps weights and KV in bfloat8_b, "accuracy" in bfloat16.
+        trace: Which calls are captured once and replayed: all, decode only, or none.
+        sample_on_device: Which steps draw their tokens on the device, where it can: none, decode
+            steps, or prefill too. Draws of a device are its own: they are not those of the host for
+            the same seed. A step with a request that the device cannot draw for, for one with a
+            larger top_k, is drawn for on the host.
+        trace_region_size: Bytes of each chip's DRAM set aside for traces.
+        worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
+        l1_small_size: Bytes of L1 set aside for small buffers.
+        fabric: Member of `ttnn.FabricConfig`, instead of the mesh's usual one.
+        dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
+        visible_devices: Indices of the boards to open; None takes those that Ray, or the
+            environment, has bound the process to.
+        weight_cache: Folder for converted weights; None is a folder in the user's cache.
+        tt_metal_home: Checkout of tt-metal, for generators that come from there.
+        extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
+    """
+
+    name: str
+    optimizations: Literal["performance", "accuracy"] = "performance"
+    trace: Literal["none", "decode_only", "all"] = "all"
+    sample_on_device: Literal["off", "decode_only", "all"] = "off"
+    trace_region_size: int = 50_000_000
+    worker_l1_size: int = 0
+    l1_small_size: int = 0
+    fabric: str | None = None
+    dispatch_core_axis: Literal["row", "col"] | None = None
+    visible_devices: tuple[int, ...] | None = None
+    weight_cache: str | None = None
+    tt_metal_home: str | None = None
+    extra_models_dir: str | None = None
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The mesh's chips and grid.
+
+        Raises:
+            ConfigError: There is no such mesh; names the known ones.
+        """
+        return mesh_spec(self.name)
+
+    def validate(self) -> None:
+        """Check what can be checked without the device.
+
+        Raises:
+            ConfigError: A value is out of range or there is no such mesh; names it.
+        """
+        spec = self.spec
+        spec.check_one_host()
+        for name in ("trace_region_size", "worker_l1_size", "l1_small_size"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"mesh.{name} must not be negative, got {getattr(self, name)}")
+        if self.trace != "none" and not self.trace_region_size:
+            raise ConfigError(
+                f"mesh.trace {self.trace!r} needs memory for traces and mesh.trace_region_size is "
+                "0; set it, for one to 50000000, or set mesh.trace: none"
+            )
+        devices = self.visible_devices
+        if devices is None:
+            return
+        if min(devices, default=-1) < 0 or len(set(devices)) != len(devices):
+            raise ConfigError(
+                f"mesh.visible_devices {list(devices)} must be different indices from 0 on"
+            )
+        if spec.board is not None and len(devices) != spec.num_pcie_devices:
+            raise ConfigError(
+                f"mesh.visible_devices names {len(devices)} devices, and mesh {spec.name} has "
+                f"{spec.num_pcie_devices}; name as many, or leave it out"
+            )
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that an engine is told; what it computes itself travels as arguments.
 
@@ -63,14 +146,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json
             only.
         weights_seed: Seed of random weights.
-        dtype: Compute and KV dtype; "auto" takes the checkpoint's.
+        dtype: Compute and KV dtype; "auto" takes the checkpoint's. On a mesh
+            `mesh.optimizations` decides.
         attention: Attention back end of the torch generator.
         max_model_len: Longest sequence, prompt and output together; None takes the model's.
         max_batch_size: Decode slots of the engine, over all lanes.
         tt_data_parallel: Lanes (DP groups) that the engine drives in lock-step.
-        block_size: Tokens per KV block.
-        kv_cache_memory_bytes: Memory for the KV caches of all lanes together.
-        num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`.
+        block_size: Tokens per KV block; on a mesh a multiple of 32, as a rule 64.
+        kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
+        num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`, or
+            what the mesh's memory holds beside the weights.
         max_num_batched_tokens: Token budget of one step.
         max_num_waiting: Most sequences that wait for a slot; None is unbounded (offline use).
         enable_chunked_prefill: Whether a prompt may be computed over several steps; None, as for
@@ -84,6 +169,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             one on a simulated mesh.
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
+        mesh: A Tenstorrent mesh instead of the CPU. It decides dtype and KV capacity. `generator`
+            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class", "tt-metal"
+            for the one that serves the model's architecture there, or a bundle's architecture.
+        step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         kv_keys: What tickets must be signed with; without a key every ticket is refused.
@@ -116,6 +205,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_steps_per_decode_step: int = 1
     num_threads: int | None = None
     simulated_mesh: SimulatedMeshConfig | None = None
+    mesh: MeshConfig | None = None
+    step_timeout_s: float = 300.0
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
     kv_keys: KeyRing = KeyRing()
@@ -130,12 +221,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises:
             ConfigError: A value is out of range or two values exclude each other; names both.
         """
-        for name in (
-            "max_batch_size", "tt_data_parallel", "block_size", "kv_cache_memory_bytes",
-            "max_num_batched_tokens", "prefill_steps_per_decode_step",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._validate_ranges()
         if self.max_batch_size % self.tt_data_parallel:
             raise ConfigError(
                 f"max_batch_size {self.max_batch_size} is not a multiple of "
@@ -146,21 +232,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_batch_size "
                 f"{self.max_batch_size}: a full decode step would not fit"
             )
+        if self.simulated_mesh is not None:
+            self._validate_simulated(self.simulated_mesh)
+        if self.mesh is not None:
+            self._validate_mesh(self.mesh)
+        self._validate_store()
+
+    def _validate_ranges(self) -> None:
+        for name in (
+            "max_batch_size", "tt_data_parallel", "block_size", "kv_cache_memory_bytes",
+            "max_num_batched_tokens", "prefill_steps_per_decode_step",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, least in (("max_model_len", 2), ("num_threads", 1), ("max_num_waiting", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
-        if not (math.isfinite(self.reservation_timeout_s) and self.reservation_timeout_s > 0):
-            raise ConfigError(
-                f"reservation_timeout_s must be positive, got {self.reservation_timeout_s}"
-            )
-        if self.simulated_mesh is not None:
-            self._validate_simulated(self.simulated_mesh)
+        for name in ("reservation_timeout_s", "step_timeout_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"{name} must be positive, got {seconds}")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
             )
-        self._validate_store()
 
     def _validate_store(self) -> None:
         store = self.kv_store
@@ -190,6 +286,49 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"generator {self.generator!r} and simulated_mesh exclude each other")
         if self.mixed_batches:
             raise ConfigError("mixed_batches: a mesh cannot mix prefill and decode in one pass")
+
+    def _validate_mesh(self, mesh: MeshConfig) -> None:
+        mesh.validate()
+        if self.simulated_mesh is not None:
+            raise ConfigError(
+                f"mesh {mesh.name} and simulated_mesh {self.simulated_mesh.board} exclude each "
+                "other; remove one of them"
+            )
+        if self.mixed_batches:
+            raise ConfigError("mixed_batches: a mesh cannot mix prefill and decode in one pass")
+        if self.dtype != "auto":
+            raise ConfigError(
+                f"dtype {self.dtype!r} and mesh exclude each other: mesh.optimizations decides, "
+                '"performance" for bfloat8_b, "accuracy" for bfloat16; remove dtype'
+            )
+        if self.attention != "fast":
+            raise ConfigError(f"attention {self.attention!r} is for engines on the CPU; remove it")
+        if not self.uses_native_generator and self.load_format == "random":
+            raise ConfigError(
+                f"load_format 'random' is for the generators of this package, and {self.generator} "
+                "loads its weights by itself; remove one of them"
+            )
+        lane_shape(mesh.spec, self.tt_data_parallel)
+        if self.slots_per_group > TILE_ROWS:
+            raise ConfigError(
+                f"max_batch_size {self.max_batch_size} in {self.tt_data_parallel} lanes is "
+                f"{self.slots_per_group} slots a lane, and a mesh decodes at most {TILE_ROWS}"
+            )
+        if self.block_size % TILE_ROWS:
+            raise ConfigError(
+                f"block_size {self.block_size} is no multiple of {TILE_ROWS}, the rows of a tile, "
+                "which a mesh writes KV in; 64 is usual"
+            )
+        if self.max_num_batched_tokens < self.block_size:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than block_size "
+                f"{self.block_size}, and a mesh writes a prompt's KV in whole blocks"
+            )
+
+    @property
+    def uses_native_generator(self) -> bool:
+        """Whether it runs on a mesh with this package's own models."""
+        return self.mesh is not None and self.generator in {None, NATIVE_TT_GENERATOR}
 
     @property
     def slots_per_group(self) -> int:

@@ -35,6 +35,10 @@ class UnknownGeneratorError(ConfigError):
     """No generator is registered under the given name."""
 
 
+class DeviceError(EngineError):
+    """A device that cannot be used, or that refused a call; says which and what to do."""
+
+
 class EngineStartError(EngineError):
     """The engine process ended, or said that it failed, before it was ready."""
 

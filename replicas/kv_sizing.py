@@ -7,25 +7,45 @@ from typing import TYPE_CHECKING
 from replicas.errors import ConfigError
 from replicas.generators.simulated.profiles import engine_profile
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
+from replicas.generators.ttnn.buckets import check_lane
+from replicas.generators.ttnn.budget import TILE_BYTES, native_token_budget, num_blocks
+from replicas.generators.ttnn.profiles import profile
+from replicas.meshes import lane_shape
 
 if TYPE_CHECKING:
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, MeshConfig
     from replicas.generators.model_config import ModelConfig
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Element sizes of the dtypes that an engine computes in."""
 
+DEFAULT_TOKEN_BUDGET = 131_072
+"""KV tokens of a lane for a class written for Tenstorrent's plug-in that does not say.
+Source: vllm-tt-plugin's worker."""
+
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """The engine's dtype; "auto" is the checkpoint's, half precision or none is bfloat16.
 
-    On a simulated mesh it is that of the bytes that travel, whatever the checkpoint says.
+    On a mesh it is the KV cache's. On a simulated mesh it is that of the bytes that travel,
+    whatever the checkpoint says.
     """
     if config.simulated_mesh is not None:
         return "float32"
+    if config.mesh is not None:
+        return profile(config.mesh.optimizations).kv_dtype
     if config.dtype != "auto":
         return config.dtype
     return model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
+
+
+def kv_rope(config: EngineConfig) -> str:
+    """Order of the elements of cached keys, as `kv_transfer.layout.KVLayout.rope`.
+
+    Classes of tt-metal permute their weights to Meta's; all others here keep Hugging Face's.
+    """
+    is_theirs = config.mesh is not None and not config.uses_native_generator
+    return "meta" if is_theirs else "hf"
 
 
 def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
@@ -33,20 +53,33 @@ def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
     if config.simulated_mesh is not None:
         return BYTES_PER_TOKEN * config.block_size
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    return elements * config.block_size * DTYPE_BYTES[resolve_dtype(config, model)]
+    elements *= config.block_size
+    if config.mesh is not None:
+        return elements * TILE_BYTES[profile(config.mesh.optimizations).kv_dtype] // 1024
+    return elements * DTYPE_BYTES[resolve_dtype(config, model)]
 
 
-def num_blocks_per_lane(config: EngineConfig, model: ModelConfig) -> int:
+def num_blocks_per_lane(
+    config: EngineConfig, model: ModelConfig, token_budget: int | None = None
+) -> int:
     """KV blocks of each lane, null block included: the configured count, or what memory holds.
 
-    Memory is the configured bytes, or the DRAM of a simulated mesh.
+    Memory is the configured bytes, or the DRAM of a mesh beside the weights.
+
+    Args:
+        config: The engine's configuration.
+        model: Of the served model's config.json.
+        token_budget: On a mesh, what a generator class says that a lane holds; None if it is one of
+            ours, or does not say.
 
     Raises:
-        ConfigError: It holds no usable block, or the simulated mesh cannot be; says the numbers.
+        ConfigError: It holds no usable block, or the mesh cannot be; says the numbers.
     """
     if config.simulated_mesh is not None:
-        profile = engine_profile(config, config.simulated_mesh)
-        return config.num_blocks or 1 + profile.max_tokens_per_lane // config.block_size
+        simulated = engine_profile(config, config.simulated_mesh)
+        return config.num_blocks or 1 + simulated.max_tokens_per_lane // config.block_size
+    if config.mesh is not None:
+        return _num_blocks_on_mesh(config, config.mesh, model, token_budget)
     if config.num_blocks is not None:
         return config.num_blocks
     size = bytes_per_block(config, model)
@@ -57,6 +90,23 @@ def num_blocks_per_lane(config: EngineConfig, model: ModelConfig) -> int:
             f"{config.tt_data_parallel} lanes: a block takes {size} bytes"
         )
     return count
+
+
+def _num_blocks_on_mesh(
+    config: EngineConfig, mesh: MeshConfig, model: ModelConfig, token_budget: int | None
+) -> int:
+    """See `num_blocks_per_lane`.
+
+    The null block is one of those that the rounding of each slot's tokens leaves over.
+    """
+    if config.uses_native_generator:
+        _, tp = lane_shape(mesh.spec, config.tt_data_parallel)
+        check_lane(model, tp, max_rows=config.slots_per_group, block_size=config.block_size)
+        # Even where the count is given: what it says of the weights holds all the same.
+        token_budget = native_token_budget(model, mesh.spec, mesh, config.tt_data_parallel)
+    elif token_budget is None:
+        token_budget = DEFAULT_TOKEN_BUDGET
+    return config.num_blocks or num_blocks(token_budget, config.block_size, config.slots_per_group)
 
 
 def position_limit(config: EngineConfig, model: ModelConfig) -> int:
@@ -73,21 +123,26 @@ def position_limit(config: EngineConfig, model: ModelConfig) -> int:
 def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     """Longest sequence of an engine, from its configuration and its model's alone.
 
+    A class written for Tenstorrent's plug-in says only when it is loaded what a lane holds: until
+    then it is taken to hold what was asked for.
+
     Raises:
         ConfigError: As `derive_max_model_len` and `num_blocks_per_lane`.
     """
-    return derive_max_model_len(
-        config, position_limit(config, model), num_blocks_per_lane(config, model)
+    is_unknown = (
+        config.mesh is not None and not config.uses_native_generator and not config.num_blocks
     )
+    count = None if is_unknown else num_blocks_per_lane(config, model)
+    return derive_max_model_len(config, position_limit(config, model), count)
 
 
-def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
+def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int | None) -> int:
     """Longest sequence that the model and one lane's KV cache allow.
 
     Args:
         config: The engine's configuration.
         model_limit: Positions that the model was made for.
-        num_blocks: KV blocks of a lane, null block included.
+        num_blocks: KV blocks of a lane, null block included; None if that is not known yet.
 
     Raises:
         ConfigError: The asked length exceeds what the model or the KV cache holds; both numbers.
@@ -98,18 +153,37 @@ def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int
             f"max_model_len {asked} exceeds the model's limit of {model_limit} positions; "
             "lower max_model_len"
         )
-    room = (num_blocks - 1) * config.block_size
-    if asked > room:
-        memory = "raise kv_cache_memory_bytes"
-        if config.simulated_mesh is not None:
-            memory = f"give a lane more of {config.simulated_mesh.board}'s chips"
-        raise ConfigError(
-            f"max_model_len {asked} does not fit the KV cache, which holds {room} tokens per lane "
-            f"({num_blocks - 1} blocks of {config.block_size}); {memory} or lower max_model_len"
-        )
+    if num_blocks is not None:
+        _check_room(config, asked, num_blocks)
     if config.enable_chunked_prefill is False and config.max_num_batched_tokens < asked:
         raise ConfigError(
             f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len "
             f"{asked} and chunked prefill is off: the longest prompt could never run"
         )
     return asked
+
+
+def _check_room(config: EngineConfig, asked: int, num_blocks: int) -> None:
+    room = (num_blocks - 1) * config.block_size
+    if asked > room:
+        raise ConfigError(
+            f"max_model_len {asked} does not fit the KV cache, which holds {room} tokens per lane "
+            f"({num_blocks - 1} blocks of {config.block_size}); {_more_memory(config)} or lower "
+            "max_model_len"
+        )
+
+
+def _more_memory(config: EngineConfig) -> str:
+    """How a lane gets a larger KV cache."""
+    if config.simulated_mesh is not None:
+        return f"give a lane more of {config.simulated_mesh.board}'s chips"
+    if config.mesh is None:
+        return "raise kv_cache_memory_bytes"
+    ways = []
+    if config.num_blocks is not None:
+        ways.append("raise num_blocks or leave it out")
+    if config.tt_data_parallel > 1:
+        ways.append(f"use fewer lanes than tt_data_parallel {config.tt_data_parallel}")
+    if config.mesh.optimizations != "performance":
+        ways.append('set mesh.optimizations to "performance"')
+    return ", ".join([*ways, f"use a larger mesh than {config.mesh.name}"])

@@ -1,48 +1,109 @@
-"""Start an engine process, follow its start, notice its end, stop it.
+"""Start an engine process, follow its start, notice its end or that it hangs, stop it.
 
 Owner of the child process: whoever holds the `EngineHandle`. Closing it closes the pipe that the
 engine lives by, so an engine never outlives its parent, however the parent ends.
+
+A device that hangs takes the engine's core thread with it, and maybe the whole interpreter, so it
+is this process that watches: the engine sends beats that say how far its core thread is, and one
+that stays in a step, or sends no beat, for `EngineConfig.step_timeout_s` is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import secrets
+import select
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from replicas.engine.process import EngineArguments, EngineReport
-from replicas.errors import EngineStartError
+from replicas.boards import VISIBLE_DEVICES
+from replicas.engine.process import STOP_S, EngineArguments, EngineReport
+from replicas.errors import EngineDeadError, EngineStartError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from replicas.config import EngineConfig
     from replicas.messages import EngineDescription
 
-STOP_S = 5.0
-"""How long a stopped engine may take before it is killed."""
+LOOK_S = 0.5
+"""How often an engine's beats are looked at."""
+START_TIMEOUT_S = 3600.0
+"""How long a start may show no progress. Generous: a model of a new shape compiles for minutes."""
+
+MESH_STOP_S = 60.0
+"""How long an engine may take to close a mesh; one that was not closed has to be reset."""
+
+Hang = Literal["step", "frozen"]
+"""step: the core thread does not get on; frozen: nothing in the process does."""
+
+
+class HangWatch:
+    """Tells an engine that hangs from one that is slow or idle.
+
+    Counts its own looks and reads no clock: a machine that slept must not end its engines.
+
+    Args:
+        timeout_s: How long a step may take, and how long no beat may come; rounded up to looks.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._max_looks = max(math.ceil(timeout_s / LOOK_S), 1)
+        self._count = 0
+        self._num_looks_in_step = 0
+        self._num_looks_without_beat = 0
+
+    def look(self, beats: Sequence[int]) -> Hang | None:
+        """Take the beats since the last look, `LOOK_S` ago; says whether the engine hangs.
+
+        Args:
+            beats: Values of `Pulse.count`, in order.
+        """
+        self._num_looks_without_beat = 0 if beats else self._num_looks_without_beat + 1
+        count = beats[-1] if beats else self._count
+        is_same_step = count == self._count and count % 2 == 1
+        self._num_looks_in_step = self._num_looks_in_step + 1 if is_same_step else 0
+        self._count = count
+        if self._num_looks_without_beat >= self._max_looks:
+            return "frozen"
+        return "step" if self._num_looks_in_step >= self._max_looks else None
 
 
 class EngineHandle:
     """A started engine process.
 
+    Args:
+        process: The process.
+        description: What the engine is.
+        stop_s: How long it may take to end when it is told to.
+
     Attributes:
         description: What the engine is.
+        failure: Why it was killed, if it hung; whatever else ends it leaves None.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], description: EngineDescription) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        description: EngineDescription,
+        stop_s: float = STOP_S,
+    ) -> None:
         self._process = process
+        self._stop_s = stop_s
         self.description = description
+        self.failure: EngineDeadError | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.poll() is None
+        """Whether the process still runs and does not hang."""
+        return self.failure is None and self._process.poll() is None
 
     def wait(self) -> int:
         """Block until the process ends; its exit code."""
@@ -57,14 +118,42 @@ class EngineHandle:
         threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """End the process: ask by closing its stdin, kill after `STOP_S`. Idempotent."""
+        """End the process: ask by closing its stdin, kill if it takes too long. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=STOP_S)
+            self._process.wait(timeout=self._stop_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            # A process that is stuck in a driver's call ends only when the call does.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=STOP_S)
+
+
+def _watch_for_hang(
+    handle: EngineHandle,
+    process: subprocess.Popen[bytes],
+    reports: _Reports,
+    timeout_s: float,
+) -> None:
+    """Kill the process if it hangs. Runs on a thread of its own until the process ends."""
+    watch = HangWatch(timeout_s)
+    with reports:
+        while process.poll() is None:
+            time.sleep(LOOK_S)
+            hang = watch.look([r.beat for r in reports.read(0.0) or [] if r.beat is not None])
+            if hang is not None and process.poll() is None:
+                # Before the process ends: whoever notices that must find out why.
+                handle.failure = _hang_error(hang, timeout_s)
+                process.kill()
+                return
+
+
+def _hang_error(hang: Hang, timeout_s: float) -> EngineDeadError:
+    what = "a step did not end" if hang == "step" else "nothing in its process moved"
+    return EngineDeadError(
+        f"the engine hung and was killed: {what} within {timeout_s:g} s, its step_timeout_s"
+    )
 
 
 def start_engine(
@@ -73,17 +162,20 @@ def start_engine(
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
     progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> EngineHandle:
     """Start an engine and wait until it is ready.
 
     Args:
         config: The engine's configuration.
         host: Address of this host that the engine listens on.
-        env: The child's whole environment (device binding, thread counts); None inherits.
+        env: The child's whole environment (device binding, thread counts); None inherits. A mesh
+            that names its devices is bound to these, whatever it says.
         progress: Called with (stage, fraction done) as the engine reports it.
+        start_timeout_s: How long the start may show no progress.
 
     Raises:
-        EngineStartError: The engine failed, or ended, before it was ready; carries its reason.
+        EngineStartError: The engine failed, ended, or hung before it was ready; carries its reason.
     """
     incarnation = secrets.token_hex(8)
     read_fd, write_fd = os.pipe()
@@ -92,37 +184,135 @@ def start_engine(
             [sys.executable, "-m", "replicas.engine.process"],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env=dict(env) if env is not None else None,
+            env=child_environment(config, env),
         )
+    except BaseException:
+        os.close(read_fd)
+        raise
     finally:
         os.close(write_fd)
     assert process.stdin is not None
     arguments = EngineArguments(
-        config=config, incarnation=incarnation, host=host, ready_fd=write_fd
+        config=config,
+        incarnation=incarnation,
+        host=host,
+        ready_fd=write_fd,
+        stop_timeout_s=stop_timeout_s(config),
     )
+    reports = _Reports(read_fd)
     try:
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
-        description = _await_ready(read_fd, process, progress)
+        description = _await_ready(reports, process, progress, start_timeout_s)
     except BaseException:
+        reports.close()
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
-    return EngineHandle(process, description)
+    handle = EngineHandle(process, description, stop_timeout_s(config))
+    threading.Thread(
+        target=_watch_for_hang,
+        args=(handle, process, reports, config.step_timeout_s),
+        name="engine-hang-watch",
+        daemon=True,
+    ).start()
+    return handle
+
+
+def stop_timeout_s(config: EngineConfig) -> float:
+    """How long an engine of this configuration may take to end before it is killed."""
+    return STOP_S if config.mesh is None else MESH_STOP_S
+
+
+def child_environment(config: EngineConfig, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment to start an engine with: a mesh's boards, and where its generator comes from.
+
+    Args:
+        config: The engine's configuration; a mesh that names its devices is bound to these.
+        env: What the caller gives; None stands for this process's own.
+    """
+    inherited = os.environ if env is None else env  # noqa: TID251 - handed on whole, not read
+    return {**inherited, **_mesh_variables(config)}
+
+
+def _mesh_variables(config: EngineConfig) -> dict[str, str]:
+    """What ttnn reads once imported, and the classes of tt-metal when they load a model."""
+    mesh = config.mesh
+    if mesh is None:
+        return {}
+    variables: dict[str, str] = {}
+    if mesh.visible_devices is not None:
+        variables[VISIBLE_DEVICES] = ",".join(map(str, mesh.visible_devices))
+    if not config.uses_native_generator:
+        variables |= {"HF_MODEL": config.model, "MESH_DEVICE": mesh.spec.name}
+        if mesh.tt_metal_home is not None:
+            variables["TT_METAL_HOME"] = mesh.tt_metal_home
+    return variables
+
+
+class _Reports:
+    """The lines that an engine sends on its ready descriptor.
+
+    Args:
+        fd: Where they are read; owned from now on.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self._is_open = True
+
+    def __enter__(self) -> _Reports:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no more. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+
+    def read(self, timeout_s: float) -> list[EngineReport] | None:
+        """Whatever has come, waiting at most so long for it; None once nothing can come."""
+        if not select.select([self._fd], [], [], timeout_s)[0]:
+            return []
+        raw = os.read(self._fd, 1 << 16)
+        if not raw:
+            return None
+        *lines, self._rest = (self._rest + raw).split(b"\n")
+        return [msgspec.json.decode(line, type=EngineReport) for line in lines]
 
 
 def _await_ready(
-    read_fd: int, process: subprocess.Popen[bytes], progress: Callable[[str, float], None]
+    reports: _Reports,
+    process: subprocess.Popen[bytes],
+    progress: Callable[[str, float], None],
+    timeout_s: float,
 ) -> EngineDescription:
-    with os.fdopen(read_fd, "rb") as lines:
-        for line in lines:
-            report = msgspec.json.decode(line, type=EngineReport)
+    watch = HangWatch(timeout_s)
+    stage, num_stages = "before its first stage", 0
+    signs: list[int] = []
+    next_look_s = time.monotonic() + LOOK_S
+    while (lines := reports.read(LOOK_S)) is not None:
+        for report in lines:
             if report.failed is not None:
                 raise EngineStartError(report.failed)
             if report.ready is not None:
                 return report.ready
             if report.stage is not None:
+                stage, num_stages = report.stage, num_stages + 1
                 progress(report.stage, report.fraction)
+            # A start is one long step, but for what it says of its progress.
+            signs.append(2 * num_stages + 1)
+        if time.monotonic() >= next_look_s:
+            if watch.look(signs) is not None:
+                raise EngineStartError(
+                    f"the engine hung in its start ({stage}): no progress within {timeout_s:g} s"
+                )
+            signs.clear()
+            next_look_s = time.monotonic() + LOOK_S
     raise EngineStartError(
         f"the engine process ended with code {process.wait()} before it was ready; its log says why"
     )

@@ -94,6 +94,9 @@ class PersistentBatch:
         self.top_k = np.zeros(max_batch_size, dtype=np.int32)
         self.top_p = np.ones(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
+        # The page table of the last decode step, for the next one that runs the same rows.
+        self._decode_rows = np.empty(0, dtype=np.int32)
+        self._decode_table = np.zeros_like(self.block_table)
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take over new sequences and new blocks; call before the inputs are built."""
@@ -178,14 +181,19 @@ class PersistentBatch:
         )
 
     def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
-        """The padded form of a decode step: every slot, whether it runs or not."""
+        """The padded form of a decode step: every slot, whether it runs or not.
+
+        The page table may be the one that the last call returned.
+        """
         tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
         start_pos = np.full(len(self.num_tokens), -1, dtype=np.int32)
-        page_table = np.zeros_like(self.block_table)
         start_pos[slots] = self.num_computed_tokens[slots]
         tokens[slots, 0] = self.token_ids[slots, start_pos[slots]]
-        page_table[slots] = self.block_table[slots]
-        return DecodeInputs(tokens, start_pos, page_table)
+        if not np.array_equal(slots, self._decode_rows):
+            self._decode_rows = slots
+            self._decode_table = np.zeros_like(self.block_table)
+            self._decode_table[slots] = self.block_table[slots]
+        return DecodeInputs(tokens, start_pos, self._decode_table)
 
     def _put(self, seq: NewSequence) -> None:
         slot, count = seq.slot, len(seq.token_ids)
@@ -206,3 +214,4 @@ class PersistentBatch:
         start = int(self.num_blocks[slot])
         self.block_table[slot, start : start + len(block_ids)] = block_ids
         self.num_blocks[slot] = start + len(block_ids)
+        self._decode_rows = np.empty(0, dtype=np.int32)

@@ -32,7 +32,7 @@ from kv_transfer.errors import TransferError
 from replicas.engine.facts import connector_settings
 from replicas.engine.scheduler import Scheduler, failure_word
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.errors import ConfigError, InvalidRequestError
+from replicas.errors import ConfigError, EngineError, InvalidRequestError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
     KV_TRANSFER_FAILED,
@@ -113,6 +113,24 @@ class EngineCore:
     ) -> None:
         config.validate()
         self._executor = executor
+        self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
+        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
+        self._successors: dict[str, tuple[bytes, AddRequest]] = {}
+        self._num_steps = 0
+        self._scheduled_tokens = 0
+        self._device_s = 0.0
+        self._host_s = 0.0
+        try:
+            self._start(config, incarnation, unix_epoch_s)
+        except BaseException:
+            # A device that is left open may be lost to everybody until it is reset.
+            try:
+                self._executor.collective_rpc("shutdown")
+            except (EngineError, OSError, RuntimeError):
+                logger.exception("an engine that could not start could not be closed either")
+            raise
+
+    def _start(self, config: EngineConfig, incarnation: str, unix_epoch_s: float | None) -> None:
         self._executor.collective_rpc("init_device")
         self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
         config = self.config = _resolve_capabilities(config, self.facts)
@@ -138,14 +156,8 @@ class EngineCore:
             connector=self._connector,
             resumes_prefill=self.facts.supports_prefix_caching
             or self.facts.supports_chunked_prefill,
+            chunk_alignment=self.facts.chunk_alignment,
         )
-        self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
-        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
-        self._successors: dict[str, tuple[bytes, AddRequest]] = {}
-        self._num_steps = 0
-        self._scheduled_tokens = 0
-        self._device_s = 0.0
-        self._host_s = 0.0
 
     def __repr__(self) -> str:
         return f"EngineCore({self._scheduler!r}, {self._connector!r})"

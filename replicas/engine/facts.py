@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def model_facts(
-    config: EngineConfig, model: ModelConfig, capabilities: ModelCapabilities
+    config: EngineConfig,
+    model: ModelConfig,
+    capabilities: ModelCapabilities,
+    token_budget: int | None = None,
 ) -> ModelFacts:
     """Collect them.
 
@@ -26,19 +29,21 @@ def model_facts(
         config: The engine's configuration.
         model: Of the served model's config.json.
         capabilities: What the generator says that it can; what it does not name, it cannot.
+        token_budget: See `num_blocks_per_lane`.
 
     Raises:
-        ConfigError: No KV block fits, or the simulated mesh cannot be; says the numbers.
+        ConfigError: No KV block fits, or the mesh cannot be; says the numbers.
     """
     return ModelFacts(
         max_position_embeddings=position_limit(config, model),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_id),
-        num_blocks=num_blocks_per_lane(config, model),
+        num_blocks=num_blocks_per_lane(config, model, token_budget),
         bytes_per_block=bytes_per_block(config, model),
         supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
+        chunk_alignment=1 if config.mesh is None else config.block_size,
     )
 
 

@@ -3,7 +3,8 @@
 Started as `python -m replicas.engine.process` by `replicas.launch`, which writes one line of JSON
 to stdin and then keeps the pipe open: end of file means that the parent is gone, and so is this
 process. Readiness, progress and start-up failure go back as JSON lines on the file descriptor that
-it names.
+it names, and so does a beat all the while: a device that hangs, or a call that never gives the
+interpreter back, can only be noticed from outside.
 
 Threads share nothing but two queues. A ZMQ socket belongs to one thread. Clients that are gone
 (their connection broke, or they do not read) have their requests dropped.
@@ -11,6 +12,7 @@ Threads share nothing but two queues. A ZMQ socket belongs to one thread. Client
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -34,12 +36,18 @@ from replicas.errors import EngineError
 from replicas.messages import EngineDescription, EngineFrame
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from replicas.messages import ClientMessage
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 """A client that gets nothing else gets an empty frame this often."""
+BEAT_S = 0.25
+"""The parent gets a beat this often, unless nothing in this process moves."""
+STOP_S = 5.0
+"""How long an engine without a mesh may take to end."""
 MAX_MESSAGES_PER_STEP = 4096
 """Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
@@ -56,12 +64,14 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: Random id of this start.
         host: Address to bind the two client sockets to, on free ports.
         ready_fd: Inherited descriptor for `EngineReport` lines.
+        stop_timeout_s: How long it may take to end.
     """
 
     config: EngineConfig
     incarnation: str
     host: str
     ready_fd: int
+    stop_timeout_s: float = STOP_S
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,12 +82,36 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         fraction: 0 to 1.
         ready: The engine runs.
         failed: It does not: why, for a person.
+        beat: What the core thread does, see `Pulse.count`.
     """
 
     stage: str | None = None
     fraction: float = 0.0
     ready: EngineDescription | None = None
     failed: str | None = None
+    beat: int | None = None
+
+
+class Pulse:
+    """Whether the core thread gets on; written by it alone, read by the thread that beats.
+
+    Attributes:
+        count: Grows with every turn of the core thread's loop; odd while it works, even while it
+            waits for messages.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def work(self) -> None:
+        """Another turn begins."""
+        self.count = (self.count + 2) | 1
+
+    def rest(self) -> None:
+        """Nothing is to be done until a message comes."""
+        self.count = (self.count | 1) + 1
 
 
 class _Wake(msgspec.Struct, frozen=True):
@@ -198,18 +232,23 @@ class EngineProcess:
         server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
         outbox: Frames for the sender.
+        pulse: Where it says that it gets on.
     """
 
-    def __init__(self, server: EngineServer, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self, server: EngineServer, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None
+    ) -> None:
         self._server = server
         self._inbox = inbox
         self._outbox = outbox
+        self._pulse = Pulse() if pulse is None else pulse
         self._stopped = False
 
     def run(self) -> None:
         """Loop until `_STOP` comes."""
         ran = False
         while not self._stopped:
+            self._pulse.work()
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
@@ -228,7 +267,10 @@ class EngineProcess:
     def _drain_inbox(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
         try:
+            if wait:
+                self._pulse.rest()
             item = self._inbox.get(block=wait, timeout=self._wait_s())
+            self._pulse.work()
             # Bounded, so that a flood of messages cannot keep the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
@@ -236,6 +278,8 @@ class EngineProcess:
             self._take(*item)
         except queue.Empty:
             return
+        finally:
+            self._pulse.work()
 
     def _wait_s(self) -> float | None:
         deadline_s = self._server.next_deadline_s()
@@ -259,6 +303,8 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s"
     )
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
+    # Not for processes of ours, a compiler for one: the parent takes its end for ours.
+    os.set_inheritable(arguments.ready_fd, False)
     report = os.fdopen(arguments.ready_fd, "wb", buffering=0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox: Inbox = queue.SimpleQueue()
@@ -266,12 +312,19 @@ def main() -> None:
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda _signal, _frame: inbox.put((b"", _STOP)))
-    threading.Thread(target=_stop_at_eof, args=(inbox,), name="parent-watch", daemon=True).start()
+    threading.Thread(
+        target=_stop_at_eof,
+        args=(inbox, arguments.stop_timeout_s),
+        name="parent-watch",
+        daemon=True,
+    ).start()
 
     def tell(line: EngineReport) -> None:
         report.write(msgspec.json.encode(line) + b"\n")
 
+    pulse = Pulse()
     threading.excepthook = _die_with_thread
+    threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         faults = engine_faults(arguments.config)
@@ -298,7 +351,7 @@ def main() -> None:
             )
         )
     )
-    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox).run()
+    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox, pulse).run()
     core.shutdown()
     outbox.put(None)
     sender.join(timeout=1.0)
@@ -315,14 +368,22 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _stop_at_eof(inbox: Inbox) -> None:
+def _beat(tell: Callable[[EngineReport], None], pulse: Pulse) -> None:
+    """Tell the parent that this process moves, until nobody reads it."""
+    with contextlib.suppress(OSError):
+        while True:
+            tell(EngineReport(beat=pulse.count))
+            time.sleep(BEAT_S)
+
+
+def _stop_at_eof(inbox: Inbox, timeout_s: float) -> None:
     """Ask for the end once the parent closes stdin, and insist if the core thread is stuck."""
     # Not through the buffered reader: this thread may still wait when the interpreter ends, which
     # aborts if somebody holds the buffer's lock. Nothing is in the buffer: one line was sent.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     inbox.put((b"", _STOP))
-    time.sleep(5.0)
+    time.sleep(timeout_s)
     os._exit(1)
 
 

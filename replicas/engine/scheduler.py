@@ -88,9 +88,11 @@ class Scheduler:
         connector: Scheduler side of the KV connector, if the engine has one.
         resumes_prefill: Whether the generator can compute a prompt from its middle on. One that
             cannot has no use for a part of a prompt's KV.
+        chunk_alignment: A chunk that leaves a part of its prompt for later ends on a multiple of
+            so many tokens, at most the token budget of a step: a whole budget always makes a chunk.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only: what the configuration alone cannot tell
         self,
         config: EngineConfig,
         *,
@@ -99,12 +101,15 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
         resumes_prefill: bool = True,
+        chunk_alignment: int = 1,
     ) -> None:
+        assert 1 <= chunk_alignment <= config.max_num_batched_tokens, f"{chunk_alignment=}"
         self._config = config
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._connector = connector
         self._resumes_prefill = resumes_prefill
+        self._chunk_alignment = chunk_alignment
         self._groups = DPGroups(config, num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -669,7 +674,7 @@ class Scheduler:
         for seq in list(self._running):
             if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq.num_new_tokens):
                 continue
-            count = self._clip(seq.num_new_tokens, plan.budget)
+            count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
                 continue
             num_tokens = seq.num_computed_tokens + count
@@ -721,7 +726,7 @@ class Scheduler:
         if num_external:
             self._admit_loading(seq, group, hits, num_external)
             return _Admission.ADMITTED
-        count = self._clip(seq.num_tokens - num_local, plan.budget)
+        count = self._clip(num_local, seq.num_tokens, plan.budget)
         if count == 0:
             return _Admission.NO_ROOM
         self._groups.admit(seq, group, hits, seq.num_tokens)
@@ -730,10 +735,14 @@ class Scheduler:
         plan.add(seq, count)
         return _Admission.ADMITTED
 
-    def _clip(self, num_new_tokens: int, budget: int) -> int:
-        if num_new_tokens <= budget:
-            return num_new_tokens
-        return budget if self._config.enable_chunked_prefill else 0
+    def _clip(self, start: int, end: int, budget: int) -> int:
+        """How many of the tokens from `start` to `end` a step may compute; 0: none now."""
+        if end - start <= budget:
+            return end - start
+        if not self._config.enable_chunked_prefill:
+            return 0
+        stop = start + budget
+        return max(stop - stop % self._chunk_alignment - start, 0)
 
     def _last_running(self, group: int) -> Sequence:
         return next(s for s in reversed(self._running) if s.dp_group == group)

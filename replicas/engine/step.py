@@ -88,6 +88,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         supports_mixed_batch: Prefill chunks and decodes may share a pass.
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
+        chunk_alignment: A chunk of a prompt that does not reach its end should end on a multiple of
+            so many tokens: a mesh writes KV in whole blocks, and computes the rest of one again.
     """
 
     max_position_embeddings: int
@@ -98,3 +100,4 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_mixed_batch: bool
     supports_chunked_prefill: bool
     supports_prefix_caching: bool
+    chunk_alignment: int = 1

@@ -7,6 +7,8 @@ the KV connector has anything at stake, `end_step`.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from typing import TYPE_CHECKING, cast
 
@@ -18,15 +20,16 @@ from kv_transfer.layout import KVLayout
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
 from replicas.engine.runner import ModelRunner
+from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
-from replicas.generators.model_config import load_hf_config
+from replicas.generators.model_config import load_engine_model
 from replicas.generators.protocol import CpuDevice
-from replicas.generators.registry import resolve_generator
+from replicas.generators.registry import resolve_generator, resolve_mesh_generator
 from replicas.generators.simulated.device import SimulatedMesh, WallClock
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
-from replicas.kv_sizing import resolve_dtype
+from replicas.kv_sizing import longest_sequence, resolve_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +42,23 @@ if TYPE_CHECKING:
         TransferResults,
         TransferStats,
     )
-    from replicas.config import EngineConfig, SimulatedMeshConfig
+    from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, KVCache, SupportsLayerCallbacks
+    from replicas.generators.protocol import (
+        Closes,
+        DescribesKVCache,
+        Generator,
+        KVCache,
+        ModelCapabilities,
+        SupportsLayerCallbacks,
+        SupportsTokenBudget,
+    )
+    from replicas.generators.ttnn.mesh import TTMesh
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_MESH_DTYPE = torch.bfloat16
+"""What a mesh computes in; its profile says how weights and KV are stored."""
 _SIMULATED_GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
 
 
@@ -58,10 +72,10 @@ class Worker:
         progress: Called with (stage, fraction done) during start.
     """
 
-    _generator: Generator
+    _generator_class: type[Generator]
     _runner: ModelRunner
     _hf_config: ModelConfig
-    _device: CpuDevice | SimulatedMesh
+    _device: CpuDevice | SimulatedMesh | TTMesh
 
     def __init__(
         self,
@@ -74,36 +88,66 @@ class Worker:
         self._incarnation = incarnation
         self._notify = notify
         self._progress = progress
+        self._generator: Generator | None = None
         self._connector: KVConnectorWorker | None = None
+        # The mesh, for as long as it is open.
+        self._mesh: TTMesh | None = None
+        # What else must be compiled before anything is traced.
+        self._compile_kv_io: Callable[[], None] = lambda: None
         # The generator, if it can tell of its layers; and whether it does.
         self._layers: SupportsLayerCallbacks | None = None
         self._tells_layers = False
 
     def init_device(self) -> None:
-        """Open the device and build the communication groups; on the CPU, set the thread count."""
-        mesh = self._config.simulated_mesh
+        """Open the device and build the communication groups; on the CPU, set the thread count.
+
+        Raises:
+            ConfigError: Configuration, model and generator cannot work together; says why.
+            DeviceError: There is no such mesh here, or it cannot be opened.
+        """
+        config = self._config
         # Beside a simulated mesh the host only samples, and a second thread that waits for the
         # first costs milliseconds a step where engines share cores.
-        num_threads = self._config.num_threads or (None if mesh is None else 1)
+        num_threads = config.num_threads or (None if config.simulated_mesh is None else 1)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._hf_config = load_hf_config(self._config.model)
-        self._faults = engine_faults(self._config)
-        self._dtype = _DTYPES[resolve_dtype(self._config, self._hf_config)]
-        self._device = self._cpu() if mesh is None else self._simulated_mesh(mesh)
+        self._hf_config = load_engine_model(config)
+        self._faults = engine_faults(config)
+        if config.mesh is not None:
+            self._init_mesh(config.mesh)
+            return
+        self._dtype = _DTYPES[resolve_dtype(config, self._hf_config)]
+        if config.simulated_mesh is not None:
+            self._generator_class = resolve_generator(_SIMULATED_GENERATOR)
+            self._device = self._simulated_mesh(config.simulated_mesh)
+        else:
+            name = config.generator or self._hf_config.architectures[0]
+            self._generator_class = resolve_generator(name)
+            self._device = self._cpu()
 
     def load_model(self) -> ModelFacts:
         """Load the weights and measure how many KV blocks fit."""
         config, hf = self._config, self._hf_config
-        generator_class = resolve_generator(self._generator_name())
-        self._generator = generator_class.initialize_vllm_model(
+        if config.mesh is None:
+            self._generator = self._generator_class.initialize_vllm_model(
+                hf,
+                self._device,
+                config.max_batch_size,
+                max_seq_len=config.max_model_len or hf.max_position_embeddings,
+                tt_data_parallel=config.tt_data_parallel,
+            )
+            return model_facts(config, hf, self._generator_class.model_capabilities)
+        max_seq_len = longest_sequence(config, hf)
+        budget = self._token_budget(config.mesh, max_seq_len)
+        self._generator = self._generator_class.initialize_vllm_model(
             hf,
             self._device,
             config.max_batch_size,
-            max_seq_len=config.max_model_len or hf.max_position_embeddings,
+            max_seq_len=max_seq_len,
             tt_data_parallel=config.tt_data_parallel,
+            optimizations=config.mesh.optimizations,
         )
-        return model_facts(config, hf, generator_class.model_capabilities)
+        return model_facts(config, hf, self._generator.model_capabilities, budget)
 
     def initialize_kv_cache(
         self, num_blocks: int, max_model_len: int
@@ -119,8 +163,9 @@ class Worker:
         """
         hf, config = self._hf_config, self._config
         shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
+        assert self._generator is not None
         kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, hf.num_hidden_layers)
-        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len)
+        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len, _wait)
         if config.kv_connector is None:
             return None
         unix_epoch_s = time.time() - time.monotonic()
@@ -137,7 +182,10 @@ class Worker:
     def warm_up(self) -> None:
         """Run every shape once before the first request does."""
         self._progress("warm up", 0.0)
-        self._runner.warm_up()
+        self._runner.compile()
+        self._compile_kv_io()
+        self._progress("warm up", 0.5)
+        self._runner.capture()
         self._progress("warm up", 1.0)
 
     def begin_step(
@@ -181,9 +229,19 @@ class Worker:
         return self._connector.stats(now_s) if self._connector is not None else None
 
     def shutdown(self) -> None:
-        """Close the connector and the device."""
-        if self._connector is not None:
-            self._connector.close(deadline_s=2.0)
+        """Close the connector, the generator and the device, as far as they are open.
+
+        Whatever goes wrong with one of them, the others are closed: a mesh that is left open may
+        have to be reset before anybody can use it again.
+        """
+        with contextlib.ExitStack() as closing:
+            if self._mesh is not None:
+                closing.callback(self._mesh.close)
+                self._mesh = None
+            if hasattr(self._generator, "close"):
+                closing.callback(cast("Closes", self._generator).close)
+            if self._connector is not None:
+                closing.callback(self._connector.close, deadline_s=2.0)
 
     def _tell_layers(self, *, on: bool) -> None:
         """Let the forward pass call the connector around each layer, or leave it alone."""
@@ -199,6 +257,52 @@ class Worker:
         self._tells_layers = on
 
     # --- the device ----------------------------------------------------------------------------
+
+    def _init_mesh(self, mesh: MeshConfig) -> None:
+        self._dtype = _MESH_DTYPE
+        open_mesh = _import_open_mesh(mesh)
+        architecture = self._hf_config.architectures[0]
+        self._generator_class = resolve_mesh_generator(self._config.generator, architecture, mesh)
+        capabilities = self._generator_class.model_capabilities
+        self._check_mesh_capabilities(mesh, capabilities)
+        self._device = self._mesh = open_mesh(
+            mesh,
+            fabric_config=capabilities.get("fabric_config"),
+            load_format=self._config.load_format,
+            seed=self._config.weights_seed,
+            progress=self._progress,
+        )
+
+    def _check_mesh_capabilities(self, mesh: MeshConfig, can: ModelCapabilities) -> None:
+        """Refuse what cannot work before a mesh is opened and minutes of loading have passed."""
+        config, name = self._config, self._generator_class.__qualname__
+        if mesh.sample_on_device != "off" and not can.get("supports_sample_on_device"):
+            raise ConfigError(
+                f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
+                "sample on the device; set it to off"
+            )
+        block_size = can.get("required_block_size", config.block_size)
+        if block_size != config.block_size:
+            raise ConfigError(
+                f"block_size is {config.block_size} and generator {name} needs {block_size}"
+            )
+        if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
+            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+        longest_sequence(config, self._hf_config)
+
+    def _token_budget(self, mesh: MeshConfig, max_seq_len: int) -> int | None:
+        """What a class that is not ours says of a lane's KV cache, if anything."""
+        config = self._config
+        ask = getattr(self._generator_class, "get_max_tokens_all_users", None)
+        if config.uses_native_generator or not callable(ask):
+            return None
+        return cast("SupportsTokenBudget", self._generator_class).get_max_tokens_all_users(
+            model_name=config.model,
+            num_devices=mesh.spec.num_chips,
+            tt_data_parallel=config.tt_data_parallel,
+            max_model_len=max_seq_len,
+            max_num_seqs=config.slots_per_group,
+        )
 
     def _cpu(self) -> CpuDevice:
         return CpuDevice(
@@ -220,23 +324,56 @@ class Worker:
             seed=self._incarnation,
         )
 
-    def _generator_name(self) -> str:
-        if self._config.simulated_mesh is not None:
-            return _SIMULATED_GENERATOR
-        return self._config.generator or self._hf_config.architectures[0]
-
     def _kv_io(self, kv_cache: KVCache) -> KVDeviceIO:
-        hf, config, device = self._hf_config, self._config, self._device
+        config, device = self._config, self._device
         if isinstance(device, SimulatedMesh):
             layout = simulated_kv_layout(config.block_size, model_fingerprint(config))
             return SimulatedKVIO(kv_cache, layout, device.timing, device.clock)
-        layout = KVLayout(
+        if isinstance(device, CpuDevice):
+            return TorchKVIO(kv_cache, self._kv_layout(str(self._dtype).removeprefix("torch.")))
+        from replicas.generators.ttnn.kv_io import TTKVIO
+
+        dtype, rope = resolve_dtype(config, self._hf_config), "hf"
+        if hasattr(self._generator, "kv_rope"):
+            described = cast("DescribesKVCache", self._generator)
+            dtype, rope = described.kv_dtype, described.kv_rope
+        io = TTKVIO(kv_cache, self._kv_layout(dtype, rope))
+        self._compile_kv_io = io.warm_up
+        return io
+
+    def _kv_layout(self, dtype: str, rope: str = "hf") -> KVLayout:
+        hf, config = self._hf_config, self._config
+        return KVLayout(
             num_layers=hf.num_hidden_layers,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=hf.head_dim,
             block_size=config.block_size,
-            dtype=str(self._dtype).removeprefix("torch."),
-            rope="hf",
+            dtype=dtype,
+            rope=rope,
             model_fingerprint=model_fingerprint(config),
         )
-        return TorchKVIO(kv_cache, layout)
+
+
+def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:
+    """What opens meshes; importing it loads ttnn, which most hosts do not have.
+
+    Raises:
+        DeviceError: This one has not.
+    """
+    try:
+        from replicas.generators.ttnn.mesh import open_mesh
+    except ImportError as error:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise DeviceError(
+            f"mesh {mesh.name} needs the package ttnn, which has wheels for Python 3.10 and 3.12 "
+            f"on Linux x86_64 and cannot be imported by this Python {version} ({error}); `ttserve "
+            "doctor` says what is missing"
+        ) from error
+    return open_mesh
+
+
+def _wait(event: object) -> None:
+    """Wait for a mesh to get to an event."""
+    from replicas.generators.ttnn.events import wait_for_event
+
+    wait_for_event(event)

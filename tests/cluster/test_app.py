@@ -1,12 +1,15 @@
 """What `serve deploy` calls refuses what `ttserve validate` refuses, and binds the rest."""
 
+import asyncio
 import json
 import warnings
 
 import pytest
 
-from cluster.config import DeploymentOverride
+from cluster.config import DeploymentOverride, load_cluster_config
 from cluster.errors import ClusterConfigError
+from replicas.errors import EngineDeadError
+from replicas.meshes import mesh_spec
 from tests.cluster.test_config import MODEL, changed
 
 with warnings.catch_warnings():
@@ -106,6 +109,97 @@ def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, s
     [engine] = started
     assert engine.kv_keys.secrets == (bytes(16),)
     assert (engine.kv_store is not None) == (store is not None)
+
+
+# --- meshes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_mesh(args):
+    """Args with the demo model, which fits any chip, and one pool on a mesh."""
+
+    def change(mesh, **fields):
+        lanes = mesh_spec(mesh).num_chips
+        engine = {"mesh": {"name": mesh}, "block_size": 64}
+        engine |= {"max_batch_size": lanes, "tt_data_parallel": lanes}
+        return {**args, "model": "demo", "pools": {"both": {"engine": engine, **fields}}}
+
+    return change
+
+
+def placement(deployment):
+    config = deployment._replica_config
+    return config.placement_group_bundles, config.placement_group_strategy
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [("N150", 1), ("N300", 1), ("T3K", 4), ("p150x4", 4), ("P300", 2), ("Galaxy", 32)],
+)
+def test_a_pool_on_a_mesh_sets_its_boards_aside_on_one_host(on_mesh, mesh, devices):
+    args = on_mesh(mesh, num_cpus=0.5, resources={"memory_of_ours": 2})
+    pool = deployments(build(args))["both"]
+    resources = {"TTNPU": devices, "memory_of_ours": 2}
+    assert pool.ray_actor_options["resources"] == resources
+    assert placement(pool) == ([{"CPU": 0.5, **resources}], "STRICT_PACK")
+
+
+def test_a_pool_may_say_itself_how_many_boards_its_mesh_is(on_mesh):
+    pool = deployments(build(on_mesh("TG", resources={"TTNPU": 4})))["both"]
+    assert pool.ray_actor_options["resources"] == {"TTNPU": 4}
+    assert placement(pool)[0] == [{"CPU": 0.1, "TTNPU": 4}]
+
+
+def test_a_pool_on_a_mesh_that_ray_knows_nothing_of_sets_nothing_aside(on_mesh):
+    pool = deployments(build(on_mesh("T3K", resources={"TTNPU": 0})))["both"]
+    assert not pool.ray_actor_options.get("resources")
+    assert placement(pool) == (None, None)
+
+
+def test_a_pool_without_a_mesh_has_no_placement_of_its_own(args):
+    assert placement(deployments(build(args))["prefill"]) == (None, None)
+
+
+def test_an_engine_gets_the_boards_that_ray_bound_its_replica_to(on_mesh):
+    args = on_mesh("N300")
+    of_ray = {"TT_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "1"}
+    engine = load_cluster_config(args).engine_config("both")
+    environment = deployments_module.engine_environment
+    assert environment(engine, of_ray) == {"TT_VISIBLE_DEVICES": "3"}
+    args["pools"]["both"]["engine"]["mesh"]["visible_devices"] = [0]
+    engine = load_cluster_config(args).engine_config("both")
+    assert environment(engine, of_ray) == {"TT_VISIBLE_DEVICES": "0"}
+
+
+def test_a_replica_on_a_mesh_has_time_to_close_it(args, on_mesh):
+    stops = []
+    without = {**args, "pools": {"both": {"drain_timeout_s": 7}}}
+    for each in (without, on_mesh("N150", drain_timeout_s=7)):
+        bound = deployments(build(each))
+        stops.append([d._deployment_config.graceful_shutdown_timeout_s for d in bound.values()])
+    assert stops == [[17, 17], [127, 127]]
+
+
+@pytest.mark.parametrize("failure", [None, EngineDeadError("the engine hung")])
+def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(args, monkeypatch, failure):
+    class Engine:
+        is_alive = True
+
+        def call_at_exit(self, callback):
+            pass
+
+    Engine.failure = failure
+
+    class Replica(deployments_module.PoolReplica):
+        def __del__(self):
+            """Nothing was started."""
+
+    monkeypatch.setattr(deployments_module, "start_engine", lambda *_, **__: Engine())
+    replica = Replica({**args, "pools": {"both": {}}}, "both", [bytes(16)])
+    asyncio.run(replica.check_health())
+    Engine.is_alive = False
+    with pytest.raises(RuntimeError, match=str(failure or "the engine process is gone")):
+        asyncio.run(replica.check_health())
 
 
 def test_pools_outlive_their_drain_and_the_ingress_outlives_the_pools(args):

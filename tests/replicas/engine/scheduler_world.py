@@ -33,8 +33,11 @@ Prefix = tuple[int, ...]
 class World:
     """One scheduler with its fake device and connector; accounts for every request."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, max_model_len: int, chunk_alignment: int = 1
+    ) -> None:
         self.config = config
+        self.chunk_alignment = chunk_alignment
         self.num_blocks = num_blocks
         self.connector = FakeConnector(config.block_size)
         self.scheduler = Scheduler(
@@ -43,6 +46,7 @@ class World:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,
+            chunk_alignment=chunk_alignment,
         )
         self.batch = PersistentBatch(config.max_batch_size, max_model_len, config.block_size)
         self.kv: dict[tuple[int, int, int], Prefix] = {}
@@ -91,6 +95,7 @@ class World:
             self.assert_holds(seq.dp_group, blocks, tokens[:start])
             self.write(seq.dp_group, blocks, tokens, start)
             samples = end == seq.num_tokens
+            assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
             token_ids.append(sample() if samples else -1)
         self.batch.advance(batch, token_ids)

@@ -149,3 +149,21 @@ def test_lane_of_each_row_travels_with_it():
     batch = make_batch()
     work = step("mixed", {3: 1, 0: 1}, [new(3, [1], [1], group=1), new(0, [1], [1])])
     assert batch.flat_inputs(*apply(batch, work)).dp_groups.tolist() == [1, 0]
+
+
+def test_page_table_is_made_anew_only_when_rows_or_blocks_change():
+    batch = make_batch()
+    first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
+    apply(batch, first)
+    batch.advance(first, [7, 8])
+
+    def table(scheduled):
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table
+
+    both = table(step("decode", {0: 1, 2: 1}))
+    assert table(step("decode", {0: 1, 2: 1})) is both
+    grown = table(step("decode", {0: 1, 2: 1}, appended=[(2, [9])]))
+    assert (grown[2].tolist(), both[2].tolist()) == ([6, 9, 0], [6, 0, 0])
+    assert table(step("decode", {2: 1})).tolist() == [[0] * 3, [0] * 3, [6, 9, 0], [0] * 3]
+    table(step("prefill", {0: 3}, [new(0, [1, 2, 3], [4])]))
+    assert table(step("decode", {2: 1, 0: 1}))[0].tolist() == [4, 0, 0]

@@ -29,7 +29,8 @@ def worlds(draw):
     room = (num_blocks - 1) * block_size
     max_model_len = draw(st.integers(room // 2 + 1, room))
     chunked = draw(st.booleans())
-    least = max(groups * slots, 1 if chunked else max_model_len)
+    chunk_alignment = draw(st.sampled_from([1, block_size]))
+    least = max(groups * slots, chunk_alignment if chunked else max_model_len)
     config = make_config(
         max_batch_size=groups * slots,
         tt_data_parallel=groups,
@@ -42,7 +43,7 @@ def worlds(draw):
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
-    return World(config, num_blocks, max_model_len)
+    return World(config, num_blocks, max_model_len, chunk_alignment)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

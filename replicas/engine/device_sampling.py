@@ -1,0 +1,143 @@
+"""When tokens are drawn on the device, with which parameters, and what a decode call must reload.
+
+Owner: the model runner holds the one `DecodeCommands`. Pure numpy; rows are slots of the
+persistent batch, `replicas.engine.batch`.
+Source of the commands: vllm-tt-plugin docs/DECODE_RELOAD_CONTRACT.md (decode contract 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replicas.generators.protocol import DeviceSamplingParams
+from replicas.sampling_params import GREEDY_EPS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from replicas.engine.batch import PersistentBatch
+
+_NO_LOG_PROBS = -2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReload:
+    """The four commands of one decode call; see `TextDecoder.decode_forward`.
+
+    Attributes:
+        inputs: Tokens, positions and page table are to be taken from the call.
+        page_table: The page table alone is.
+        sampling_params: The sampling parameters are new.
+        sampling_state: Seeds of the rows start afresh.
+    """
+
+    inputs: bool
+    page_table: bool = False
+    sampling_params: bool = False
+    sampling_state: bool = False
+
+
+HOST_SAMPLED = DecodeReload(inputs=True)
+"""Of every decode call whose logits come back: the host knows the next tokens, the device not."""
+
+
+class DecodeCommands:
+    """Knows what the device still holds of the last decode call.
+
+    Args:
+        runs_ahead: Whether the generator may go on from what it sampled itself: it says so, and its
+            decode calls are traced.
+    """
+
+    def __init__(self, *, runs_ahead: bool) -> None:
+        self._runs_ahead = runs_ahead
+        self._rows: npt.NDArray[np.int32] | None = None
+
+    def forget(self) -> None:
+        """Another call than a decode that sampled on the device has been made, or will be."""
+        self._rows = None
+
+    def next_call(
+        self, slots: npt.NDArray[np.int32], *, has_new: bool, has_new_blocks: bool
+    ) -> DecodeReload:
+        """The commands of a decode call that samples on the device.
+
+        Args:
+            slots: (R,) rows that run.
+            has_new: One of them is another sequence than before, or starts again.
+            has_new_blocks: The block table of one of them has grown.
+        """
+        goes_on = not has_new and self._rows is not None and np.array_equal(self._rows, slots)
+        self._rows = slots
+        if not goes_on:
+            return DecodeReload(inputs=True, sampling_params=True, sampling_state=True)
+        if not self._runs_ahead:
+            return DecodeReload(inputs=True)
+        return DecodeReload(inputs=False, page_table=has_new_blocks)
+
+
+def can_draw(batch: PersistentBatch, rows: npt.NDArray[np.int32], max_top_k: int | None) -> bool:
+    """Whether the device can draw for each of these rows.
+
+    Args:
+        batch: The persistent batch.
+        rows: (S,) rows that sample.
+        max_top_k: Most candidates that it can choose from; None for any number.
+    """
+    if max_top_k is None:
+        return True
+    top_k = batch.top_k[rows]
+    possible = (batch.temperature[rows] < GREEDY_EPS) | ((top_k > 0) & (top_k <= max_top_k))
+    return bool(possible.all())
+
+
+def prefill_params(batch: PersistentBatch, slots: npt.NDArray[np.int32]) -> DeviceSamplingParams:
+    """Sampling parameters of a prefill call, one entry per row of the call.
+
+    Args:
+        batch: The persistent batch.
+        slots: (R,) its rows; all of them sample.
+    """
+    return _params(batch, slots, np.arange(len(slots)), len(slots))
+
+
+def decode_params(batch: PersistentBatch, slots: npt.NDArray[np.int32]) -> DeviceSamplingParams:
+    """Sampling parameters of a decode call, one entry per slot.
+
+    Args:
+        batch: The persistent batch.
+        slots: (R,) rows that run; the others get what padding rows get.
+    """
+    return _params(batch, slots, slots, len(batch.num_tokens))
+
+
+def _params(
+    batch: PersistentBatch,
+    slots: npt.NDArray[np.int32],
+    entries: npt.NDArray[np.integer],
+    num_entries: int,
+) -> DeviceSamplingParams:
+    """Parameters of `slots` at `entries`, and padding everywhere else."""
+    temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
+    top_p = np.ones(num_entries)
+    seed: list[int | None] = [None] * num_entries
+    is_random = batch.temperature[slots] >= GREEDY_EPS
+    drawn, at = slots[is_random], entries[is_random]
+    temperature[at], top_k[at] = batch.temperature[drawn], batch.top_k[drawn]
+    top_p[at] = batch.top_p[drawn]
+    for entry, value in zip(at.tolist(), batch.seed[drawn].tolist(), strict=True):
+        seed[entry] = value
+    return DeviceSamplingParams(
+        temperature=temperature.tolist(),
+        top_k=top_k.tolist(),
+        top_p=top_p.tolist(),
+        presence_penalty=[0.0] * num_entries,
+        frequency_penalty=[0.0] * num_entries,
+        repetition_penalty=[1.0] * num_entries,
+        seed=seed,
+        num_logprobs=[_NO_LOG_PROBS] * num_entries,
+        enable_log_probs=[False] * num_entries,
+    )

@@ -1,0 +1,230 @@
+"""Configurations of Tenstorrent meshes: the shipped ones work, mistakes are named with numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import configs
+from cluster.config import load_cluster_config, load_serve_file
+from cluster.errors import ClusterConfigError
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.ttnn.budget import native_token_budget
+from replicas.kv_sizing import bytes_per_block, longest_sequence, num_blocks_per_lane
+
+FOLDER = Path(configs.__file__).parent
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with the configuration of Llama-3.1-8B."""
+    folder = tmp_path_factory.mktemp("Llama-3.1-8B")
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(folder)
+
+
+def args(model="demo", pools=None, **engine):
+    """Args of one n150."""
+    fields = {"block_size": 64, "mesh": {"name": "N150"}, **engine}
+    return {"model": model, "engine": fields, "pools": pools or {"both": {}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [
+        ("n150", {"both": ("N150", 1, 32)}),
+        ("n300", {"both": ("N300", 1, 32)}),
+        ("t3k-pd", {"prefill": ("T3K", 4, 16), "decode": ("T3K", 8, 256)}),
+        ("galaxy-lanes", {"both": ("Galaxy", 16, 128)}),
+        ("p150x4", {"both": ("P150x4", 4, 128)}),
+    ],
+)
+def test_shipped_meshes_are_what_their_names_say(name, pools):
+    config = load_cluster_config(load_serve_file(FOLDER / f"{name}.yaml").args)
+    found = {}
+    for role in config.pools:
+        engine = config.engine_config(role)
+        found[role] = (engine.mesh.name, engine.tt_data_parallel, engine.max_batch_size)
+    assert found == pools
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [
+        ("n150", {"both": 1}),
+        ("n300", {"both": 2}),
+        ("t3k-pd", {"prefill": 1, "decode": 8}),
+        ("galaxy-lanes", {"both": 4}),
+        ("p150x4", {"both": 4}),
+    ],
+)
+def test_shipped_meshes_serve_a_real_model_as_their_comments_say(name, lanes, llama):
+    raw = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["applications"][0]["args"]
+    for role, count in lanes.items():
+        raw["pools"][role]["engine"]["tt_data_parallel"] = count
+    raw["model"] = llama
+    load_cluster_config(raw)
+
+
+def test_a_lane_holds_what_fits_beside_the_weights(llama):
+    config = load_cluster_config(args(llama, max_model_len=32768))
+    engine, model = config.engine_config("both"), load_hf_config(llama)
+    budget = native_token_budget(model, engine.mesh.spec, engine.mesh, 1)
+    # Each of 32 slots may leave most of a block unused; the null block is one of them.
+    assert num_blocks_per_lane(engine, model) == -(-(budget + 64 * 32) // 64)
+    assert longest_sequence(engine, model) == 32768 <= budget
+    assert bytes_per_block(engine, model) == 64 * 69632
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({}, r"max_model_len 131072 does not fit the KV cache, which holds \d+ tokens per lane "
+             r"\(\d+ blocks of 64\); use a larger mesh than N150 or lower max_model_len"),
+        ({"mesh": {"name": "N300", "optimizations": "accuracy"}, "max_model_len": 100000},
+         "max_model_len 100000 .*mesh.optimizations to \"performance\", use a larger mesh than N"),
+        ({"mesh": {"name": "T3K"}, "tt_data_parallel": 8},
+         "fewer lanes than tt_data_parallel 8, use a larger mesh than T3K"),
+        ({"num_blocks": 100}, "raise num_blocks or leave it out"),
+        ({"mesh": {"name": "N150", "optimizations": "accuracy"}},
+         "does not fit mesh N150 .*bfloat16 take 1[0-9.]+ GB of each chip"),
+        ({"mesh": {"name": "Galaxy"}, "tt_data_parallel": 2, "max_model_len": 128},
+         "8 KV heads do not divide by the 16 chips of a lane"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        load_cluster_config(args(llama, **engine))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"mesh": {"name": "N151"}}, "mesh 'N151' is not known; use one of N150, "),
+        ({"mesh": {}}, "args.engine.mesh: .*`name`"),
+        ({"mesh": {"name": "N150", "tracing": "all"}}, "args.engine.mesh: .*`tracing`"),
+        ({"mesh": {"name": "N150", "trace": "some"}}, "args.engine.mesh.trace: .*'some'"),
+        ({"mesh": {"name": "N150", "trace_region_size": 0}},
+         "mesh.trace 'all' needs memory for traces and mesh.trace_region_size is 0"),
+        ({"mesh": {"name": "N150", "trace_region_size": -1}},
+         "mesh.trace_region_size must not be negative, got -1"),
+        ({"mesh": {"name": "N150", "worker_l1_size": -2}}, "worker_l1_size .* got -2"),
+        ({"mesh": {"name": "N300", "visible_devices": [0, 1]}},
+         "visible_devices names 2 devices, and mesh N300 has 1"),
+        ({"mesh": {"name": "T3K", "visible_devices": [0, 1, 1, 2]}},
+         r"visible_devices \[0, 1, 1, 2\] must be different"),
+        ({"mesh": {"name": "T3K", "visible_devices": []}}, r"visible_devices \[\] must be"),
+        ({"mesh": {"name": "DualGalaxy"}}, "DualGalaxy spans 2 hosts, and an engine runs on one"),
+        ({"simulated_mesh": {"model": "Llama-3.1-8B", "board": "T3K"}},
+         "mesh N150 and simulated_mesh T3K exclude each other"),
+        ({"mixed_batches": True}, "mixed_batches: a mesh cannot mix"),
+        ({"dtype": "bfloat16"}, "dtype 'bfloat16' and mesh exclude each other"),
+        ({"attention": "reference"}, "attention 'reference' is for engines on the CPU"),
+        ({"generator": "a:B", "load_format": "random"}, "'random' .* a:B loads its weights"),
+        ({"tt_data_parallel": 2}, "tt_data_parallel 2 does not divide the 1 chips of mesh N150"),
+        ({"max_batch_size": 33}, "33 slots a lane, and a mesh decodes at most 32"),
+        ({"block_size": 48}, "block_size 48 is no multiple of 32"),
+        ({"block_size": 256}, "block_size 256 does not divide the smallest bucket, 128"),
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens 63 is less than block_size 64"),
+        ({"step_timeout_s": 0}, "step_timeout_s must be positive, got 0"),
+        ({"step_timeout_s": float("nan")}, "step_timeout_s must be positive, got nan"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+         "max_num_batched_tokens 1024 is less than max_model_len 2048"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(engine, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        load_cluster_config(args(**engine))
+
+
+def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
+    config = load_cluster_config(args(llama, generator="tt-metal"))
+    assert longest_sequence(config.engine_config("both"), load_hf_config(llama)) == 131072
+    with pytest.raises(ClusterConfigError, match="max_model_len 131072 does not fit"):
+        load_cluster_config(args(llama, generator="tt-metal", num_blocks=100))
+
+
+@pytest.mark.parametrize("generator", [None, "tt-metal"])
+def test_a_plugins_class_is_looked_for_where_the_environment_says(monkeypatch, generator):
+    monkeypatch.setenv("TT_METAL_HOME", "/opt/tt-metal")
+    monkeypatch.setenv("EXTRA_MODELS_DIR", "/opt/models")
+    asked = {"name": "N150", "extra_models_dir": "/srv/models"}
+    mesh = load_cluster_config(args(generator=generator, mesh=asked)).engine_config("both").mesh
+    assert mesh.tt_metal_home == (generator and "/opt/tt-metal")
+    assert mesh.extra_models_dir == "/srv/models"
+
+
+CPU = {"mesh": None, "block_size": 32}
+ACCURATE = {"mesh": {"name": "N150", "optimizations": "accuracy"}}
+SIMULATED = {"mesh": None, "simulated_mesh": {"model": "Llama-3.1-8B", "board": "n150"}}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({}, {"mesh": {"name": "T3K"}, "tt_data_parallel": 8}),
+        ({}, {"block_size": 32}),
+        (CPU, {"kv_accept_dtypes": ["bfloat16"]}),
+        (ACCURATE, {"kv_accept_dtypes": ["bfloat16"]}),
+        (CPU, ACCURATE),
+        ({}, {**CPU, "kv_accept_dtypes": ["bfloat8_b"]}),
+        ({"generator": "tt-metal"}, {"generator": "a.b:C"}),
+    ],
+)  # fmt: skip
+def test_pools_that_understand_each_other(prefill, decode):
+    pools = {"prefill": {"engine": prefill}, "decode": {"engine": decode}}
+    load_cluster_config(args(pools=pools))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "message"),
+    [
+        (CPU, {}, r"dtype is bfloat16 in the prefill pool and bfloat8_b in the decode pool "
+         r"\(decode: mesh.optimizations performance\); make them equal, or let decode convert: "
+         r".*\[bfloat16\]"),
+        (ACCURATE, {},
+         "prefill: mesh.optimizations accuracy, decode: mesh.optimizations performance"),
+        ({}, {**CPU, "dtype": "float64", "kv_accept_dtypes": ["bfloat8_b"]},
+         "kv_accept_dtypes: .*'bfloat8_b' cannot be converted to 'float64'"),
+        ({"generator": "tt-metal"}, {},
+         "in the order of meta by generator tt-metal of the prefill pool, and of hf by ttserve's "
+         "own of the decode pool"),
+        ({"max_model_len": 2048}, {**SIMULATED, "max_model_len": 2048},
+         "simulated_mesh.model is None in the prefill pool and Llama-3.1-8B in the decode pool"),
+    ],
+)  # fmt: skip
+def test_pools_that_do_not_are_refused(prefill, decode, message):
+    pools = {"prefill": {"engine": prefill}, "decode": {"engine": decode}}
+    with pytest.raises(ClusterConfigError, match=message):
+        load_cluster_config(args(pools=pools))
+
+
+def test_replicas_do_not_share_boards():
+    mesh = {"name": "N150", "visible_devices": [0]}
+    load_cluster_config(args(mesh=mesh))
+    with pytest.raises(ClusterConfigError, match=r"2 replicas cannot all have the boards.*\[0\]"):
+        load_cluster_config(args(mesh=mesh, pools={"both": {"replicas": 2}}))
+
+
+def test_a_model_that_only_tt_metal_computes(tmp_path):
+    from transformers import Gemma3TextConfig
+
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"]).save_pretrained(tmp_path)
+    load_cluster_config(args(str(tmp_path), generator="tt-metal"))
+    with pytest.raises(ClusterConfigError, match="Gemma3ForCausalLM"):
+        load_cluster_config(args(str(tmp_path)))

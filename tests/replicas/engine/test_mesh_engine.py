@@ -1,0 +1,247 @@
+"""An engine on a mesh, with a double of the device: life cycle, facts, reloads and refusals."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from replicas.config import EngineConfig, MeshConfig
+from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
+from replicas.errors import ConfigError, DeviceError
+from replicas.sampling_params import SamplingParams
+from tests.engines import engine_core, generate, num_preemptions
+from tests.models import model_folder
+from tests.replicas.engine.mesh_doubles import MeshGenerator, install
+
+PROMPTS = [[7, 8, 9] * 5, [11, 3] * 40, [5] * 33, [2, 4, 6, 8], [1, 2, 3] * 25, [9, 9, 1]]
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return model_folder("qwen3")
+
+
+def config(folder: str, *, mesh: dict[str, object] | None = None, **changes: object):
+    settings: dict[str, object] = {
+        "model": folder, "max_batch_size": 4, "max_model_len": 128, "block_size": 32,
+        "num_blocks": 17, "num_threads": 1, "max_num_batched_tokens": 64,
+        "mesh": MeshConfig(**{"name": "N150", **(mesh or {})}),
+    }  # fmt: skip
+    return EngineConfig(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What the CPU generates."""
+    cpu = msgspec.structs.replace(config(folder), mesh=None, dtype="float32")
+    with engine_core(cpu) as core:
+        return generate(core, PROMPTS, GREEDY, stagger=3)
+
+
+MODES = [
+    {},
+    {"sample_on_device": "decode_only"},
+    {"sample_on_device": "all"},
+    {"sample_on_device": "all", "trace": "none"},
+]
+
+
+@pytest.mark.parametrize("mesh", MODES, ids=str)
+def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
+    monkeypatch, folder, expected, mesh
+):
+    install(monkeypatch)
+    with engine_core(config(folder, mesh=mesh)) as core:
+        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+        loads = core._executor._worker._generator.loads
+    runs_ahead = mesh.get("sample_on_device", "off") != "off" and mesh.get("trace") != "none"
+    assert ((False, False) in loads) == ((False, True) in loads) == runs_ahead
+
+
+def test_preempted_rows_are_loaded_anew(monkeypatch, folder, expected):
+    install(monkeypatch)
+    with engine_core(config(folder, mesh={"sample_on_device": "all"}, num_blocks=7)) as core:
+        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+        assert num_preemptions(core) > 0
+
+
+def test_lanes_have_rows_of_their_own(monkeypatch, folder, expected):
+    install(monkeypatch)
+    lanes = config(folder, mesh={"name": "N300", "sample_on_device": "all"}, tt_data_parallel=2)
+    with engine_core(lanes) as core:
+        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+
+
+def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
+    monkeypatch, folder, expected
+):
+    install(monkeypatch)
+    hot = SamplingParams(max_tokens=9, temperature=1.0, seed=5, ignore_eos=True)
+    sampling = [hot if i == 1 else GREEDY for i in range(len(PROMPTS))]
+    with engine_core(config(folder, mesh={"sample_on_device": "all"})) as core:
+        found = generate(core, PROMPTS, sampling, stagger=3)
+    assert [o for i, o in enumerate(found) if i != 1] == [
+        o for i, o in enumerate(expected) if i != 1
+    ]
+
+
+def test_the_mesh_is_opened_as_asked_and_closed_after_the_generator(monkeypatch, folder):
+    doubles = install(monkeypatch)
+    executor = UniProcExecutor(config(folder, weights_seed=3, load_format="random"))
+    core = EngineCore(executor._worker._config, executor)
+    [mesh] = doubles.meshes
+    assert mesh.settings.name == "N150"
+    assert mesh.arguments["load_format"] == "random"
+    assert mesh.arguments["seed"] == 3
+    assert mesh.arguments["fabric_config"] == {"config": "FABRIC_2D"}
+    generator = executor._worker._generator
+    core.shutdown()
+    assert generator.log == [
+        "prefill False", "decode False", "prefill True", "decode True", "close"
+    ]  # fmt: skip
+    core.shutdown()
+    assert mesh.closed == 1
+
+
+def test_facts_of_a_mesh(monkeypatch, folder):
+    install(monkeypatch)
+    with engine_core(config(folder)) as core:
+        facts = core.facts
+    assert facts.chunk_alignment == 32
+    assert not facts.supports_mixed_batch
+    assert facts.supports_chunked_prefill
+    assert facts.bytes_per_block == 2 * 3 * 2 * 32 * 32 * 1088 // 1024
+
+
+class Failing(MeshGenerator):
+    where: ClassVar[str]
+
+    def __getattribute__(self, name):
+        if name == type(self).where:
+            raise DeviceError(f"{name} failed")
+        return super().__getattribute__(name)
+
+    @classmethod
+    def initialize_vllm_model(cls, *args, **kwargs):
+        if cls.where == "initialize_vllm_model":
+            raise DeviceError("initialize_vllm_model failed")
+        return super().initialize_vllm_model(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "initialize_vllm_model", "allocate_kv_cache", "warmup_model_prefill",
+        "warmup_model_decode", "close",
+    ],
+)  # fmt: skip
+def test_whatever_fails_at_start_the_mesh_is_closed(monkeypatch, folder, where):
+    doubles = install(monkeypatch, type("Failing", (Failing,), {"where": where}))
+    # The last one starts, and fails while it is closed.
+    with pytest.raises(DeviceError, match=f"{where} failed"):  # noqa: PT012
+        core = EngineCore(config(folder), UniProcExecutor(config(folder)))
+        core.shutdown()
+    [mesh] = doubles.meshes
+    assert mesh.closed == 1
+
+
+class FailingTwice(Failing):
+    where = "warmup_model_decode"
+
+    def close(self):
+        raise DeviceError("close failed")
+
+
+def test_why_an_engine_did_not_start_is_what_is_said(monkeypatch, folder):
+    doubles = install(monkeypatch, FailingTwice)
+    with pytest.raises(DeviceError, match="warmup_model_decode failed"):
+        EngineCore(config(folder), UniProcExecutor(config(folder)))
+    assert [mesh.closed for mesh in doubles.meshes] == [1]
+
+
+def test_a_cache_too_small_for_a_sequence_is_refused_before_the_mesh_is_opened(monkeypatch, folder):
+    doubles = install(monkeypatch)
+    small = config(folder, num_blocks=4)
+    with pytest.raises(ConfigError, match=r"max_model_len 128 .* 96 tokens per lane"):
+        EngineCore(small, UniProcExecutor(small))
+    assert doubles.meshes == []
+
+
+class Small(MeshGenerator):
+    """A class written for the plug-in, which says what it holds."""
+
+    budget: ClassVar[dict[str, object]] = {}
+
+    @classmethod
+    def get_max_tokens_all_users(cls, **kwargs):
+        cls.budget.update(kwargs)
+        return 100
+
+
+def test_a_class_that_says_too_small_a_budget_is_refused_with_both_numbers(monkeypatch, folder):
+    doubles = install(monkeypatch, Small)
+    foreign = config(
+        folder, num_blocks=None, generator="a.b:C", max_model_len=256,
+        mesh={"name": "N300"}, tt_data_parallel=2,
+    )  # fmt: skip
+    # ceil((100 + 32 * 2) / 32) blocks, one of them the null block.
+    with pytest.raises(ConfigError, match=r"max_model_len 256 .* holds 160 tokens .*5 blocks"):
+        EngineCore(foreign, UniProcExecutor(foreign))
+    assert Small.budget == {
+        "model_name": folder, "num_devices": 2, "tt_data_parallel": 2, "max_model_len": 256,
+        "max_num_seqs": 2,
+    }  # fmt: skip
+    assert [mesh.closed for mesh in doubles.meshes] == [1]
+
+
+def test_a_class_that_says_nothing_gets_the_plugins_budget(monkeypatch, folder):
+    install(monkeypatch)
+    foreign = config(folder, num_blocks=None, generator="a.b:C", block_size=64)
+    with engine_core(foreign) as core:
+        assert core.facts.num_blocks == (131_072 + 64 * 4) // 64
+
+
+class Undrawing(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {"supports_chunked_prefill": True}
+
+
+class Blocks64(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {"required_block_size": 64}
+
+
+class Whole(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {}
+
+
+@pytest.mark.parametrize(
+    ("generator", "mesh", "message"),
+    [
+        (Undrawing, {"sample_on_device": "decode_only"},
+         "'decode_only' and generator Undrawing does not sample on the device"),
+        (Blocks64, {}, "block_size is 32 and generator Blocks64 needs 64"),
+        (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
+    ],
+)  # fmt: skip
+def test_what_a_generator_cannot_do_is_refused_before_the_mesh_is_opened(
+    monkeypatch, folder, generator, mesh, message
+):
+    doubles = install(monkeypatch, generator)
+    wrong = config(folder, mesh=mesh)
+    with pytest.raises(ConfigError, match=message):
+        EngineCore(wrong, UniProcExecutor(wrong))
+    assert doubles.meshes == []
+
+
+def test_without_ttnn_the_error_says_where_there_is_one(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "ttnn", None)
+    monkeypatch.delitem(sys.modules, "replicas.generators.ttnn.mesh", raising=False)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    with pytest.raises(
+        DeviceError, match=rf"mesh N150 needs .* 3.10 and 3.12 .* Python {version} .*ttserve doctor"
+    ):
+        EngineCore(config(folder), UniProcExecutor(config(folder)))

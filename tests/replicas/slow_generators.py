@@ -1,0 +1,53 @@
+"""Generators whose device hangs, in the ways that a device's driver can, or is only slow."""
+
+import ctypes
+import threading
+import time
+
+from replicas.generators.torch.generator import TorchGenerator
+
+HANGS_AT = 5
+"""The first forward pass, warm-up aside, that does not return."""
+
+SLOW_STEP_S = 0.4
+
+
+class _Counting(TorchGenerator):
+    num_passes = 0
+
+    def _forward(self, *args, is_warm_up=False, **kwargs):
+        if not is_warm_up:
+            self.num_passes += 1
+            self.delay()
+        return super()._forward(*args, is_warm_up=is_warm_up, **kwargs)
+
+
+class Waiting(_Counting):
+    """Waits for its device as it should: other threads go on."""
+
+    def delay(self):
+        if self.num_passes == HANGS_AT:
+            threading.Event().wait()
+
+
+class Holding(_Counting):
+    """Waits for its device inside a call that keeps the interpreter to itself."""
+
+    def delay(self):
+        if self.num_passes == HANGS_AT:
+            ctypes.PyDLL(None).pause()
+
+
+class Slow(_Counting):
+    """Takes long over every pass, and holds the interpreter for half of it."""
+
+    def delay(self):
+        ctypes.PyDLL(None).usleep(int(SLOW_STEP_S / 2 * 1e6))
+        time.sleep(SLOW_STEP_S / 2)
+
+
+class HangsInStart(TorchGenerator):
+    """Never becomes ready."""
+
+    def warmup_model_prefill(self, **_):
+        threading.Event().wait()

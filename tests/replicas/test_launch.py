@@ -1,0 +1,243 @@
+"""An engine that hangs is noticed from outside and killed; one that is slow or idle is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import configs
+from replicas import async_client, client, launch
+from replicas.async_llm import AsyncLLM
+from replicas.client import SyncMPClient
+from replicas.config import MeshConfig
+from replicas.errors import EngineDeadError, EngineStartError
+from replicas.launch import LOOK_S, EngineHandle, HangWatch, child_environment, start_engine
+from replicas.messages import EngineRequest, TokenOutput
+from replicas.sampling_params import SamplingParams
+from tests.engines import make_config
+from tests.models import model_folder
+from tests.replicas.slow_generators import SLOW_STEP_S
+
+DEMO_MODEL = str(Path(configs.__file__).parent / "demo-model")
+TIMEOUT_S = 2.0
+PROMPT = [5, 9, 3]
+LONG = SamplingParams(max_tokens=240, temperature=0.0, seed=0, ignore_eos=True)
+
+
+def config(**changes):
+    settings = {
+        "max_model_len": 256,
+        "max_batch_size": 4,
+        "num_blocks": 40,
+        "step_timeout_s": TIMEOUT_S,
+        **changes,
+    }
+    if "generator" in settings:
+        settings["generator"] = f"tests.replicas.slow_generators:{settings['generator']}"
+    model = settings.pop("model", None) or model_folder("llama-gqa")
+    return make_config(model, **settings)
+
+
+# --- the watch ---------------------------------------------------------------------------------
+
+
+def looks(watch, *beats):
+    """What each look says, one for each list of beats."""
+    return [watch.look(come) for come in beats]
+
+
+def test_an_idle_engine_that_beats_never_hangs():
+    watch = HangWatch(2 * LOOK_S)
+    assert looks(watch, *[[4, 4]] * 100) == [None] * 100
+
+
+def test_a_step_that_does_not_end_hangs_after_as_many_looks_as_its_time_has():
+    watch = HangWatch(3 * LOOK_S)
+    assert looks(watch, *[[7, 7]] * 4) == [None, None, None, "step"]
+
+
+def test_every_turn_starts_the_time_anew():
+    watch = HangWatch(2 * LOOK_S)
+    assert looks(watch, [3], [3], [5], [5], [7], [7]) == [None] * 6
+
+
+def test_an_engine_that_rested_in_between_is_in_another_step():
+    watch = HangWatch(2 * LOOK_S)
+    assert looks(watch, [3], [3], [4, 5], [5], [5]) == [None, None, None, None, "step"]
+
+
+def test_no_beat_at_all_is_a_process_that_does_not_move():
+    watch = HangWatch(2 * LOOK_S)
+    assert looks(watch, [4], [], [4], [], []) == [None, None, None, None, "frozen"]
+
+
+def test_a_time_between_two_looks_is_rounded_up():
+    assert looks(HangWatch(1.2 * LOOK_S), [], []) == [None, "frozen"]
+    assert looks(HangWatch(LOOK_S / 100), []) == ["frozen"]
+
+
+# --- what an engine is started with ------------------------------------------------------------
+
+
+def test_a_mesh_that_names_its_boards_is_bound_to_them(monkeypatch):
+    mesh = MeshConfig(name="T3K", visible_devices=(2, 0))
+    bound = config(mesh=mesh)
+    assert child_environment(bound, {"A": "b", "TT_VISIBLE_DEVICES": "1"}) == {
+        "A": "b",
+        "TT_VISIBLE_DEVICES": "2,0",
+    }
+    monkeypatch.setenv("OF_THIS_PROCESS", "1")
+    inherited = child_environment(bound)
+    assert inherited["TT_VISIBLE_DEVICES"] == "2,0"
+    assert inherited["OF_THIS_PROCESS"] == "1"
+    assert "TT_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(name="T3K")])
+def test_any_other_engine_keeps_the_boards_that_it_was_given(mesh):
+    given = {"TT_VISIBLE_DEVICES": "1"}
+    assert child_environment(config(mesh=mesh), given) == given
+    assert child_environment(config(mesh=mesh)) == dict(os.environ)
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(**changes):
+    handle = start_engine(config(**changes))
+    try:
+        yield handle
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(handle.description.pid, signal.SIGKILL)
+        handle.stop()
+
+
+def wait_killed(handle):
+    """Exit code, from the callback that a replica uses too."""
+    ended, codes = threading.Event(), []
+    handle.call_at_exit(lambda code: (codes.append(code), ended.set()))
+    assert ended.wait(60.0), "nobody killed it"
+    return codes[0]
+
+
+def drain(engine):
+    """Read more often than there can be steps."""
+    for _ in range(1000):
+        engine.get_outputs()
+
+
+async def freeze_at_first_token(llm):
+    async for _ in llm.generate(PROMPT, LONG):
+        os.kill(llm._handle.description.pid, signal.SIGSTOP)
+
+
+@pytest.mark.process
+def test_a_frozen_idle_engine_is_killed():
+    with running() as handle:
+        os.kill(handle.description.pid, signal.SIGSTOP)
+        assert wait_killed(handle) == -signal.SIGKILL
+        assert not handle.is_alive
+        assert "nothing in its process moved within 2 s" in str(handle.failure)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("generator", ["Waiting", "Holding"])
+def test_a_hanging_device_ends_a_synchronous_client_with_the_reason(generator, monkeypatch):
+    # Not by its own patience: it is the engine's parent too.
+    monkeypatch.setattr(client, "SILENCE_S", 60.0)
+    engine = SyncMPClient(config(generator=generator))
+    try:
+        engine.add_request(EngineRequest("r", PROMPT, LONG))
+        with pytest.raises(EngineDeadError, match=r"the engine hung .* 2 s, its step_timeout_s"):
+            drain(engine)
+        with pytest.raises(EngineDeadError, match="the engine hung"):
+            engine.metrics()
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.process
+def test_an_engine_frozen_in_a_request_ends_an_asynchronous_llm_with_the_reason(monkeypatch):
+    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
+
+    async def run():
+        llm = await AsyncLLM.start(config(model=DEMO_MODEL))
+        try:
+            with pytest.raises(EngineDeadError, match="the engine hung"):
+                await freeze_at_first_token(llm)
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.process
+def test_a_slow_engine_is_left_alone():
+    num_steps = 3 * int(TIMEOUT_S / SLOW_STEP_S)
+    engine = SyncMPClient(config(generator="Slow", step_timeout_s=3 * TIMEOUT_S))
+    try:
+        sampling = SamplingParams(max_tokens=num_steps + 10, temperature=0.0, ignore_eos=True)
+        engine.add_request(EngineRequest("r", PROMPT, sampling))
+        tokens, is_finished = 0, False
+        while not is_finished:
+            outputs = [o for o in engine.get_outputs() if isinstance(o, TokenOutput)]
+            tokens += sum(len(o.token_ids) for o in outputs)
+            is_finished = any(o.finish_reason is not None for o in outputs)
+        assert tokens == num_steps + 10
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.process
+def test_a_start_that_gets_nowhere_fails():
+    with pytest.raises(EngineStartError, match=r"hung in its start \(.*\): no progress within 8 s"):
+        start_engine(config(generator="HangsInStart"), start_timeout_s=8.0)
+
+
+class Stuck:
+    """A process that even SIGKILL does not end, as in a call of a driver."""
+
+    stdin = None
+    kills = 0
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        self.kills += 1
+
+    def wait(self, timeout=None):
+        raise launch.subprocess.TimeoutExpired("engine", timeout)
+
+
+def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
+    process = Stuck()
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    handle = EngineHandle(process, None)
+    launch._watch_for_hang(handle, process, launch._Reports(read_fd), LOOK_S)
+    assert process.kills == 1
+    assert not handle.is_alive
+    handle.stop()
+    assert process.kills == 2
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read_fd)
+
+
+def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment():
+    mesh = MeshConfig(name="t3k", tt_metal_home="/metal")
+    theirs = config(mesh=mesh, generator="tt-metal")
+    assert child_environment(theirs, {"HF_MODEL": "other", "A": "b"}) == {
+        "A": "b",
+        "HF_MODEL": theirs.model,
+        "MESH_DEVICE": "T3K",
+        "TT_METAL_HOME": "/metal",
+    }
