@@ -1,11 +1,13 @@
 # Two commands: `make serve` and `make test`. Each sets up .venv by itself; both need only Python and make.
 PYTHON ?= python3
 VENV := .venv
+# Where ttnn is, which has no wheel for Python 3.11; TTNN_PYTHON=/path/to/python3.12 names another.
+VENV_TTNN := .venv-ttnn
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test check lint types imports chaos clean
+.PHONY: serve test test-tt check lint types imports chaos clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
@@ -17,6 +19,10 @@ test: $(VENV)/.installed-dev
 	@# leave behind on the whole host, and a host has room for one cluster: they run alone.
 	$(VENV)/bin/python -m pytest -q -n 2 -m "not ray" $(TESTS) || [ $$? = 5 ]
 	$(VENV)/bin/python -m pytest -q -m ray $(TESTS) || [ $$? = 5 ]
+
+# The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
+test-tt: $(VENV_TTNN)/.installed-dev
+	TTSERVE_REQUIRE_TTNN=1 $(VENV_TTNN)/bin/python -m pytest -q -n 2 --dist loadfile $(or $(TESTS),tests/tt)
 
 check: lint types imports test
 
@@ -36,7 +42,7 @@ chaos: $(VENV)/.installed
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
+	rm -rf $(VENV) $(VENV_TTNN) generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
@@ -51,4 +57,16 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV_TTNN)/bin/python:
+	@python="$(TTNN_PYTHON)"; python="$${python:-$$($(PYTHON) scripts/tt_mock.py find-python)}" && \
+		$$python -m venv --clear $(VENV_TTNN) || { rm -rf $(VENV_TTNN); exit 1; }
+
+$(VENV_TTNN)/.installed-dev: $(VENV_TTNN)/bin/python pyproject.toml constraints.txt \
+		scripts/tt_mock.py $(wildcard tests/tt/mock/toolchain/*)
+	@$(PYTHON) scripts/tt_mock.py binutils
+	@echo "Setting up $(VENV_TTNN): the first time this downloads PyTorch and ttnn, 6 GB installed."
+	$(VENV_TTNN)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) scripts/tt_mock.py toolchain $(VENV_TTNN)/bin/python
 	@touch $@

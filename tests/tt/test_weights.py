@@ -1,0 +1,509 @@
+"""Weights of a lane: bit for bit those of the folder, whatever is split, padded, kept or broken.
+
+The conversion is proven on host tensors, with lanes that are doubles; the mock device takes them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import ttnn
+from safetensors.torch import load_file, save_file
+
+from replicas.config import MeshConfig
+from replicas.errors import ConfigError, DeviceError, ModelLoadError
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.torch.loader import expected_weights
+from replicas.generators.ttnn import weights
+from replicas.generators.ttnn.budget import weight_bytes_per_chip
+from replicas.generators.ttnn.profiles import ACCURACY, PERFORMANCE
+from replicas.generators.ttnn.weights import load_device_weights, load_lane_weights
+
+pytestmark = pytest.mark.board("T3K")  # host tensors too: ttnn lays tiles out for a board's chips
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 170,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama-biases": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True,
+    },
+    "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}  # fmt: skip
+
+
+def make_model(folder, name, seed=0, dtype=torch.float32):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SIZES | MODELS[name]))
+    config = load_hf_config(folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in expected_weights(config).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return config
+
+
+class Lane:
+    """A double of a submesh: as many chips, and no memory."""
+
+    def __init__(self, tp):
+        self.shape = ttnn.MeshShape(1, tp)
+        self.tp = tp
+
+    def get_num_devices(self):
+        return self.tp
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    monkeypatch.setattr(ttnn, "to_device", lambda host, lane, *, memory_config: host)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    settings = MeshConfig(name="N150", weight_cache=str(tmp_path / "cache"))
+    return SimpleNamespace(settings=settings, load_format="safetensors", seed=0, progress=None)
+
+
+def shards(tensor):
+    return [shard.to_torch() for shard in ttnn.get_device_tensors(tensor)]
+
+
+def everything(loaded):
+    """Name and shards of every tensor."""
+    found = {"embedding": loaded.embedding, "final_norm": loaded.final_norm}
+    found["lm_head"] = loaded.lm_head
+    for index, layer in enumerate(loaded.layers):
+        for name in layer.__slots__:
+            if getattr(layer, name) is not None:
+                found[f"layers.{index}.{name}"] = getattr(layer, name)
+    return {name: shards(tensor) for name, tensor in found.items()}
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, chips in wanted.items():
+        assert len(found[name]) == len(chips), name
+        for got, want in zip(found[name], chips, strict=True):
+            assert torch.equal(got, want), name
+
+
+def converted(matrix, dtype):
+    """What ttnn makes of a whole matrix."""
+    tensor = ttnn.from_torch(matrix, dtype=getattr(ttnn, dtype), layout=ttnn.TILE_LAYOUT)
+    return tensor.to_torch()
+
+
+def one_chip(raw, profile, name):
+    """A Hugging Face weight as (1, 1, in, out), or (1, 1, 1, n), in the dtype of its matrix."""
+    weight = raw[name].to(torch.bfloat16)
+    if weight.ndim == 1:
+        return weight.reshape(1, 1, 1, -1)
+    return converted(weight.T[None, None], profile.weight_dtype)
+
+
+def joined_layer(found, layer, head_dim, heads, kv_heads, tp):
+    """Put the shards of a layer together again, under Hugging Face names."""
+
+    def get(name, dim):
+        chips = found.get(f"layers.{layer}.{name}")
+        return None if chips is None else torch.cat(chips, dim=dim)
+
+    sizes = [heads // tp * head_dim, kv_heads // tp * head_dim, kv_heads // tp * head_dim]
+    prefix = f"model.layers.{layer}."
+    whole = {}
+    for suffix, name in (("weight", "qkv"), ("bias", "qkv_bias")):
+        if f"layers.{layer}.{name}" in found:
+            parts = [chip.split(sizes, dim=-1) for chip in found[f"layers.{layer}.{name}"]]
+            for projection, chips in zip("qkv", zip(*parts, strict=True), strict=True):
+                whole[f"self_attn.{projection}_proj.{suffix}"] = torch.cat(chips, dim=-1)
+    for linear, name, dim in (
+        ("self_attn.o_proj", "o", -2),
+        ("mlp.gate_proj", "gate", -1),
+        ("mlp.up_proj", "up", -1),
+        ("mlp.down_proj", "down", -2),
+    ):
+        whole[f"{linear}.weight"] = get(name, dim)
+    whole["mlp.gate_proj.bias"] = get("gate_bias", -1)
+    whole["mlp.up_proj.bias"] = get("up_bias", -1)
+    for weight, name in (
+        ("input_layernorm.weight", "input_norm"),
+        ("post_attention_layernorm.weight", "post_norm"),
+        ("self_attn.q_norm.weight", "q_norm"),
+        ("self_attn.k_norm.weight", "k_norm"),
+        ("self_attn.o_proj.bias", "o_bias"),
+        ("mlp.down_proj.bias", "down_bias"),
+    ):
+        chips = found.get(f"layers.{layer}.{name}")
+        if chips is not None:
+            assert len(chips) == tp
+            assert all(torch.equal(chip, chips[0]) for chip in chips)
+            whole[weight] = chips[0]
+    return {prefix + name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def joined(found, config, tp):
+    whole = {"model.norm.weight": found["final_norm"][0]}
+    for layer in range(config.num_hidden_layers):
+        whole |= joined_layer(
+            found, layer, config.head_dim, config.num_attention_heads,
+            config.num_key_value_heads, tp,
+        )  # fmt: skip
+    return whole
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_shards_put_together_are_the_folder_s_weights(tmp_path, mesh, name, profile, tp):
+    config = make_model(tmp_path / "model", name)
+    loaded = load_device_weights(config, mesh, Lane(tp), profile)
+    found = everything(loaded)
+    raw = load_file(tmp_path / "model" / "model.safetensors")
+
+    whole = joined(found, config, tp)
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert whole.keys() == raw.keys() - ends
+    for weight, tensor in whole.items():
+        assert torch.equal(tensor, one_chip(raw, profile, weight)), weight
+
+    padded = -(-170 // (32 * tp)) * 32 * tp
+    assert loaded.num_vocab_padded == padded
+    embedding = raw["model.embed_tokens.weight"].to(torch.bfloat16)
+    assert all(not chip[0, 0, -1].any() for chip in found["embedding"])
+    rows = torch.cat([chip[0, 0, :-1] for chip in found["embedding"]])
+    assert torch.equal(rows[:170], embedding)
+    assert len(rows) == padded
+    assert not rows[170:].any()
+    head = raw.get("lm_head.weight", raw["model.embed_tokens.weight"]).to(torch.bfloat16)
+    head = torch.nn.functional.pad(head, (0, 0, 0, padded - 170))
+    wanted = converted(head.T[None, None], profile.weight_dtype)
+    assert torch.equal(torch.cat(found["lm_head"], dim=-1), wanted)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+def test_dtypes_and_layouts_are_those_of_the_profile(tmp_path, mesh, profile):
+    config = make_model(tmp_path / "model", "llama-biases")
+    loaded = load_device_weights(config, mesh, Lane(2), profile)
+    layer = loaded.layers[0]
+    matrix = getattr(ttnn, profile.weight_dtype)
+    for tensor in (layer.qkv, layer.o, layer.gate, layer.up, layer.down, loaded.lm_head):
+        assert (tensor.dtype, tensor.layout) == (matrix, ttnn.TILE_LAYOUT)
+    for tensor in (layer.input_norm, layer.qkv_bias, layer.down_bias, loaded.final_norm):
+        assert (tensor.dtype, tensor.layout) == (ttnn.bfloat16, ttnn.TILE_LAYOUT)
+        assert tuple(tensor.shape)[:3] == (1, 1, 1)
+    assert loaded.embedding.dtype == ttnn.bfloat16
+    assert loaded.embedding.layout == ttnn.ROW_MAJOR_LAYOUT
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_budget_counts_the_bytes_that_there_are(tmp_path, mesh, name, profile, tp):
+    config = make_model(tmp_path / "model", name)
+    loaded = load_device_weights(config, mesh, Lane(tp), profile)
+    tensors = [loaded.embedding, loaded.final_norm, loaded.lm_head]
+    tensors += [getattr(layer, name) for layer in loaded.layers for name in layer.__slots__]
+    chip = ttnn.MeshCoordinate(0, 0)
+    found = sum(
+        torch.as_tensor(tensor.host_buffer().get_shard(chip)).numel()
+        for tensor in tensors
+        if tensor is not None
+    )
+    assert weight_bytes_per_chip(config, profile, tp) == found
+
+
+@pytest.mark.usefixtures("on_host")
+def test_lanes_share_one_conversion(tmp_path, mesh, monkeypatch):
+    config = make_model(tmp_path / "model", "llama")
+    fetched = []
+    whole = weights._whole
+    monkeypatch.setattr(weights, "_whole", lambda name, *a: fetched.append(name) or whole(name, *a))
+    mesh.settings = MeshConfig(name="N300", weight_cache="/dev/null/none")
+    first, second = load_lane_weights(config, mesh, [Lane(2), Lane(2)], PERFORMANCE)
+    assert len(fetched) == len(set(fetched)) == 5
+    assert_equal(everything(first), everything(second))
+
+
+@pytest.mark.usefixtures("on_host")
+def test_progress_is_told_and_ends_at_one(tmp_path, mesh):
+    config = make_model(tmp_path / "model", "llama")
+    told = []
+    mesh.progress = lambda stage, fraction: told.append((stage, fraction))
+    for _ in range(2):  # converted, then read from the cache
+        told.clear()
+        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+        assert {stage for stage, _ in told} == {"weights"}
+        fractions = [fraction for _, fraction in told]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+
+
+@pytest.mark.usefixtures("on_host")
+def test_random_weights_are_those_of_the_torch_generator_and_not_kept(tmp_path, mesh):
+    config = make_model(tmp_path / "model", "llama")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    mesh.load_format, mesh.seed = "random", 7
+    found = everything(load_device_weights(config, mesh, Lane(2), ACCURACY))
+    draw = weights._random_source(expected_weights(config), 7)
+    assert torch.equal(
+        torch.cat(found["layers.1.down"], dim=-2)[0, 0],
+        draw("model.layers.1.mlp.down_proj.weight").to(torch.bfloat16).T,
+    )
+    assert not (tmp_path / "cache").exists()
+
+
+# ---- cache
+
+
+def no_source(*args):
+    raise AssertionError("the folder's weights were read")
+
+
+@pytest.fixture
+def first_load(tmp_path, mesh, on_host):
+    config = make_model(tmp_path / "model", "llama-biases")
+    wanted = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    return config, wanted
+
+
+def cached_files(mesh):
+    return sorted(Path(mesh.settings.weight_cache).glob("*/*.tensorbin"))
+
+
+def test_the_second_load_reads_the_cache_alone(mesh, first_load, monkeypatch):
+    config, wanted = first_load
+    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    monkeypatch.setattr(ttnn, "from_torch", no_source)
+    again = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(again, wanted)
+
+
+@pytest.mark.parametrize(
+    ("tp", "profile"), [(1, PERFORMANCE), (2, ACCURACY)], ids=["lane size", "profile"]
+)
+def test_another_conversion_is_not_taken_for_it(mesh, first_load, tp, profile):
+    config, _ = first_load
+    load_device_weights(config, mesh, Lane(tp), profile)
+    assert len({path.parent for path in cached_files(mesh)}) == 2
+
+
+def test_weights_that_changed_in_place_are_converted_anew(mesh, tmp_path, first_load):
+    _, wanted = first_load
+    config = make_model(tmp_path / "model", "llama-biases", seed=1)
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert not torch.equal(found["layers.0.qkv"][0], wanted["layers.0.qkv"][0])
+
+
+def test_a_file_changed_where_no_sample_is_taken_is_converted_anew(mesh, tmp_path, first_load):
+    config, wanted = first_load
+    raw = load_file(tmp_path / "model" / "model.safetensors")
+    raw["model.norm.weight"] += 1
+    save_file(raw, tmp_path / "model" / "model.safetensors")
+    weights_before = weights.model_fingerprint
+    weights.model_fingerprint = lambda config: "the same"
+    try:
+        first = weights._cache(config, "x", PERFORMANCE, 2)
+        path = tmp_path / "model" / "model.safetensors"
+        path.touch()
+        assert weights._cache(config, "x", PERFORMANCE, 2).folder != first.folder
+    finally:
+        weights.model_fingerprint = weights_before
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert torch.equal(found["final_norm"][0], converted(
+        raw["model.norm.weight"].to(torch.bfloat16).reshape(1, 1, 1, -1), "bfloat16"
+    ))  # fmt: skip
+    assert not torch.equal(found["final_norm"][0], wanted["final_norm"][0])
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_damaged_cache_is_rebuilt_with_a_warning(
+    mesh, first_load, monkeypatch, caplog, damage, index
+):
+    config, wanted = first_load
+    damage(cached_files(mesh)[index])
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(found, wanted)
+    assert "converted weights are converted again" in caplog.text
+    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(found, wanted)
+
+
+def test_a_file_that_ttnn_cannot_read_is_rebuilt(mesh, first_load, monkeypatch, caplog):
+    config, wanted = first_load
+
+    def refuse(path):
+        raise RuntimeError("TT_FATAL")
+
+    monkeypatch.setattr(ttnn, "load_tensor", refuse)
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(found, wanted)
+    assert "TT_FATAL" in caplog.text
+
+
+@pytest.mark.usefixtures("on_host")
+def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path, mesh, monkeypatch, caplog):
+    config = make_model(tmp_path / "model", "llama")
+    dump, written = ttnn.dump_tensor, []
+
+    def until_full(path, tensor):
+        if len(written) == 5:
+            raise RuntimeError("No space left on device")
+        written.append(path)
+        dump(path, tensor)
+
+    monkeypatch.setattr(ttnn, "dump_tensor", until_full)
+    loaded = load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+    assert "No space left" in caplog.text
+    assert len(everything(loaded)) == 3 + 2 * 7
+    assert cached_files(mesh) == []
+    assert len(written) == 5
+
+
+def test_without_a_home_nothing_is_kept(mesh, first_load, monkeypatch, caplog):
+    config, wanted = first_load
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    mesh.settings = MeshConfig(name="N300")
+    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(found, wanted)
+    assert "Set mesh.weight_cache" in caplog.text
+
+
+def test_by_default_it_is_in_the_user_s_cache(mesh, first_load, monkeypatch, tmp_path):
+    config, _ = first_load
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    mesh.settings = MeshConfig(name="N300")
+    load_device_weights(config, mesh, Lane(2), PERFORMANCE)
+    (folder,) = (tmp_path / "home" / ".cache" / "ttserve" / "weights").glob(
+        "model-performance-tp2-*/"
+    )
+    assert (folder / "manifest.json").is_file()
+
+
+CONVERT = """
+import sys
+import ttnn
+from tests.tt.test_weights import *
+ttnn.to_device = lambda host, lane, *, memory_config: host
+settings = MeshConfig(name="N300", weight_cache=sys.argv[2])
+mesh = SimpleNamespace(settings=settings, load_format="safetensors", seed=0, progress=None)
+print("ready", flush=True)
+sys.stdin.readline()
+found = everything(load_device_weights(load_hf_config(sys.argv[1]), mesh, Lane(2), PERFORMANCE))
+torch.save(found, sys.argv[3])
+"""
+
+
+@pytest.mark.process
+def test_two_processes_at_once_get_the_same(tmp_path, mesh, on_host):
+    config = make_model(tmp_path / "model", "llama")
+    arguments = [str(tmp_path / "model"), mesh.settings.weight_cache, str(tmp_path / "other.pt")]
+    command = [sys.executable, "-c", CONVERT, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        while other.stdout.readline() not in {b"ready\n", b""}:
+            pass
+        other.stdin.write(b"\n")
+        other.stdin.flush()
+        found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert other.returncode == 0
+    assert_equal(torch.load(tmp_path / "other.pt"), found)
+    again = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    assert_equal(again, found)
+    assert len({path.parent for path in cached_files(mesh)}) == 1
+
+
+# ---- mock device
+
+
+@pytest.mark.parametrize("num_lanes", [2, 4, 8])
+@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+def test_the_device_takes_them(tmp_path, open_mock_mesh, profile, num_lanes):
+    config = make_model(tmp_path / "model", "llama-biases")
+    mesh = open_mock_mesh(weight_cache=str(tmp_path / "cache"))
+    for _ in range(2):  # converted, then read from the cache
+        lanes = mesh.lanes(num_lanes)
+        loaded = load_lane_weights(config, mesh, lanes, profile)
+        assert len(loaded) == num_lanes
+        for lane, weights_of_lane in zip(lanes, loaded, strict=True):
+            tensor = weights_of_lane.layers[1].down
+            assert tensor.storage_type() == ttnn.StorageType.DEVICE
+            assert tensor.memory_config() == ttnn.DRAM_MEMORY_CONFIG
+            assert tuple(tensor.shape) == (1, 1, 256 // lane.get_num_devices(), 64)
+            assert len(ttnn.get_device_tensors(tensor)) == lane.get_num_devices()
+
+
+# ---- refusals
+
+
+@pytest.mark.usefixtures("on_host")
+def test_heads_that_do_not_divide_are_refused_before_anything_is_read(tmp_path, mesh, monkeypatch):
+    config = make_model(tmp_path / "model", "llama")
+    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    with pytest.raises(ConfigError, match=r"4 KV heads do not divide by the 8 chips"):
+        load_device_weights(config, mesh, Lane(8), PERFORMANCE)
+
+
+@pytest.mark.usefixtures("on_host")
+def test_a_folder_without_weights_is_refused(tmp_path, mesh):
+    config = make_model(tmp_path / "model", "llama")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
+        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+    assert cached_files(mesh) == []
+
+
+def test_a_device_that_takes_no_more_is_a_typed_error(tmp_path, mesh, monkeypatch):
+    config = make_model(tmp_path / "model", "llama")
+
+    def refuse(host, lane, *, memory_config):
+        raise RuntimeError(
+            "TT_FATAL @ allocator.cpp:1: ok\ninfo:\nOut of Memory\nbacktrace:\n --- x"
+        )
+
+    monkeypatch.setattr(ttnn, "to_device", refuse)
+    with pytest.raises(
+        DeviceError, match=r"embedding, bfloat16 of shape \(1, 1, 193, 64\).*Memory"
+    ):
+        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
