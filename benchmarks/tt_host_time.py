@@ -142,13 +142,13 @@ class Case:
 
     name: str
     model: type[NoOpModel]
-    draws: Literal["off", "all"]
+    draws: Literal["none", "all"]
 
 
 CASES = (
     Case("device, contract 1", ResidentNoOpModel, "all"),
     Case("device, legacy", NoOpModel, "all"),
-    Case("host, contract 1", ResidentNoOpModel, "off"),
+    Case("host, contract 1", ResidentNoOpModel, "none"),
     Case("device, contract 1 (A/A)", ResidentNoOpModel, "all"),
 )
 

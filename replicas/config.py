@@ -87,7 +87,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     optimizations: Literal["performance", "accuracy"] = "performance"
     trace: Literal["none", "decode_only", "all"] = "all"
-    sample_on_device: Literal["off", "decode_only", "all"] = "off"
+    sample_on_device: Literal["none", "decode_only", "all"] = "none"
     trace_region_size: int = 50_000_000
     worker_l1_size: int = 0
     l1_small_size: int = 0

@@ -71,7 +71,7 @@ class ModelRunner:
         self._traces_decode = mesh is None or mesh.trace != "none"
         # Calls whose tokens are drawn on the device, where that can be.
         self._device_draws: frozenset[StepKind] = frozenset()
-        if mesh is not None and mesh.sample_on_device != "off":
+        if mesh is not None and mesh.sample_on_device != "none":
             both = mesh.sample_on_device == "all"
             self._device_draws = frozenset({"decode", "prefill"} if both else {"decode"})
         self._max_top_k = capabilities.get("max_device_top_k")

@@ -276,10 +276,10 @@ class Worker:
     def _check_mesh_capabilities(self, mesh: MeshConfig, can: ModelCapabilities) -> None:
         """Refuse what cannot work before a mesh is opened and minutes of loading have passed."""
         config, name = self._config, self._generator_class.__qualname__
-        if mesh.sample_on_device != "off" and not can.get("supports_sample_on_device"):
+        if mesh.sample_on_device != "none" and not can.get("supports_sample_on_device"):
             raise ConfigError(
                 f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
-                "sample on the device; set it to off"
+                "sample on the device; set it to none"
             )
         block_size = can.get("required_block_size", config.block_size)
         if block_size != config.block_size:

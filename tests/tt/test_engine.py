@@ -83,7 +83,7 @@ def outputs(config, sampling):
 
 
 @pytest.mark.board("N150")
-@pytest.mark.parametrize("sample_on_device", ["off", "decode_only", "all"])
+@pytest.mark.parametrize("sample_on_device", ["none", "decode_only", "all"])
 @pytest.mark.parametrize("sampling", [GREEDY, NARROW, WIDE], ids=["greedy", "top-k 8", "no top-k"])
 def test_one_lane_on_one_chip(config, sample_on_device, sampling):
     facts = outputs(config(mesh={"sample_on_device": sample_on_device}), sampling)

@@ -270,7 +270,7 @@ def test_random_weights_are_those_of_the_torch_generator_and_not_kept(tmp_path, 
     (tmp_path / "model" / "model.safetensors").unlink()
     mesh.load_format, mesh.seed = "random", 7
     found = everything(load_device_weights(config, mesh, Lane(2), ACCURACY))
-    draw = weights._random_source(expected_weights(config), 7)
+    draw = weights.random_source(expected_weights(config), 7)
     assert torch.equal(
         torch.cat(found["layers.1.down"], dim=-2)[0, 0],
         draw("model.layers.1.mlp.down_proj.weight").to(torch.bfloat16).T,
@@ -298,7 +298,7 @@ def cached_files(mesh):
 
 def test_the_second_load_reads_the_cache_alone(mesh, first_load, monkeypatch):
     config, wanted = first_load
-    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    monkeypatch.setattr(weights, "open_safetensors", no_source)
     monkeypatch.setattr(ttnn, "from_torch", no_source)
     again = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(again, wanted)
@@ -362,7 +362,7 @@ def test_a_damaged_cache_is_rebuilt_with_a_warning(
     found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
     assert "converted weights are converted again" in caplog.text
-    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    monkeypatch.setattr(weights, "open_safetensors", no_source)
     found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
 
@@ -480,7 +480,7 @@ def test_the_device_takes_them(tmp_path, open_mock_mesh, profile, num_lanes):
 @pytest.mark.usefixtures("on_host")
 def test_heads_that_do_not_divide_are_refused_before_anything_is_read(tmp_path, mesh, monkeypatch):
     config = make_model(tmp_path / "model", "llama")
-    monkeypatch.setattr(weights, "_open_safetensors", no_source)
+    monkeypatch.setattr(weights, "open_safetensors", no_source)
     with pytest.raises(ConfigError, match=r"4 KV heads do not divide by the 8 chips"):
         load_device_weights(config, mesh, Lane(8), PERFORMANCE)
 

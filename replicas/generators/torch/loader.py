@@ -130,13 +130,18 @@ def load_weights(config: ModelConfig, device: CpuDevice) -> ModelWeights:
     """
     shapes = expected_weights(config)
     if device.load_format == "random":
-        return _assemble(config, device, _random_source(shapes, device.seed))
-    with _open_safetensors(Path(config.name_or_path), shapes) as fetch:
+        return _assemble(config, device, random_source(shapes, device.seed))
+    with open_safetensors(Path(config.name_or_path), shapes) as fetch:
         return _assemble(config, device, fetch)
 
 
-def _random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
-    """Draw each weight from its own stream, so that the order of fetching does not matter."""
+def random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
+    """Return what draws a weight by its name, float32; the order of asking does not matter.
+
+    Args:
+        shapes: As of ``expected_weights``.
+        seed: Equal seeds give equal weights.
+    """
     order = {name: index for index, name in enumerate(shapes)}
 
     def fetch(name: str) -> torch.Tensor:
@@ -150,8 +155,16 @@ def _random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
 
 
 @contextmanager
-def _open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetch]:
-    """Open every file of the folder, check names and shapes, and yield a reader by name."""
+def open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetch]:
+    """Open every file of the folder, check names and shapes, and yield a reader by name.
+
+    Args:
+        folder: Of the model.
+        shapes: As of ``expected_weights``.
+
+    Raises:
+        ModelLoadError: There is no safetensors file, one cannot be read, or names or shapes differ.
+    """
     with ExitStack() as stack:
         try:
             files = [

@@ -35,8 +35,8 @@ from replicas.config import EngineConfig
 from replicas.errors import DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.torch.loader import (
-    _open_safetensors,
-    _random_source,
+    open_safetensors,
+    random_source,
     expected_weights,
 )
 from replicas.generators.ttnn.buckets import TILE, check_lane, padded_vocab_size
@@ -202,7 +202,7 @@ def load_lane_weights(
     plan = lane_tensors(config, profile, tp)
     place = partial(_place, config, mesh.progress, lanes, plan)
     if mesh.load_format == "random":
-        fetch = _random_source(expected_weights(config), mesh.seed)
+        fetch = random_source(expected_weights(config), mesh.seed)
         return place(lambda tensor: tensor.convert(fetch, lane_shape))
     cache = _cache(config, mesh.settings.weight_cache, profile, tp)
     try:
@@ -212,7 +212,7 @@ def load_lane_weights(
     except DamagedCacheError as error:
         logger.warning("converted weights are converted again: %s", error)
     folder = Path(config.name_or_path)
-    with _open_safetensors(folder, expected_weights(config)) as fetch, _writing(cache) as writer:
+    with open_safetensors(folder, expected_weights(config)) as fetch, _writing(cache) as writer:
         return place(partial(_convert_and_keep, fetch, lane_shape, writer))
 
 

@@ -192,7 +192,7 @@ def test_without_a_trace_or_the_ability_inputs_are_reloaded_every_time(device, m
 
 @pytest.mark.parametrize(
     ("mode", "drawn"),
-    [("off", []), ("decode_only", ["decode"]), ("all", ["prefill", "decode"])],
+    [("none", []), ("decode_only", ["decode"]), ("all", ["prefill", "decode"])],
 )
 def test_the_mode_says_which_calls_draw(mode, drawn):
     device = Device()

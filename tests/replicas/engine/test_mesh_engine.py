@@ -59,7 +59,7 @@ def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
     with engine_core(config(folder, mesh=mesh)) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
         loads = core._executor._worker._generator.loads
-    runs_ahead = mesh.get("sample_on_device", "off") != "off" and mesh.get("trace") != "none"
+    runs_ahead = mesh.get("sample_on_device", "none") != "none" and mesh.get("trace") != "none"
     assert ((False, False) in loads) == ((False, True) in loads) == runs_ahead
 
 

@@ -118,7 +118,7 @@ def test_through_an_engine_that_draws_on_the_device(
 
 
 @pytest.mark.usefixtures("ttnn", "recording")
-@pytest.mark.parametrize("draws", ["off", "all"])
+@pytest.mark.parametrize("draws", ["none", "all"])
 def test_lanes(draws: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes of two slots: a block id means another block in each."""
     mesh = WrappedMesh(Mesh(2))
