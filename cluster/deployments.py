@@ -13,6 +13,7 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -296,6 +297,24 @@ def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
     """
     boards = {} if engine.mesh is None else {RESOURCE: engine.mesh.spec.num_pcie_devices}
     return {name: count for name, count in {**boards, **pool.resources}.items() if count}
+
+
+def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
+    """What the pools ask Ray for beyond what there is; empty if they can all start.
+
+    Args:
+        config: The cluster's configuration.
+        found: Ray's resources, of all nodes together.
+    """
+    wanted: defaultdict[str, float] = defaultdict(float)
+    for role, pool in config.pools.items():
+        for name, count in pool_resources(pool, config.engine_config(role)).items():
+            wanted[name] += count * pool.replicas
+    return ", ".join(
+        f"{count:g} {name} and there are {found.get(name, 0):g}"
+        for name, count in wanted.items()
+        if count > found.get(name, 0)
+    )
 
 
 def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:

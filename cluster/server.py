@@ -26,7 +26,8 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
 from cluster.app import build
-from cluster.config import load_serve_file
+from cluster.config import load_cluster_config, load_serve_file
+from cluster.deployments import lacking_resources
 from cluster.errors import ClusterConfigError
 from cluster.supervisor import ServeOptions
 
@@ -68,6 +69,11 @@ def main() -> int:
         return 2
     try:
         _start_ray(options)
+        lacking = lacking_resources(load_cluster_config(file.args), _resources())
+        if lacking:
+            # Ray would wait for a node to bring them, and a local cluster gets none.
+            _say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
+            return 1
         try:
             _deploy(file, application)
             if _wait_until_running(file, stop):
@@ -136,6 +142,11 @@ def _start_ray(options: ServeOptions) -> None:
         _temp_dir=options.folder,
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
 
 
 def _deploy(file: ServeFile, application: serve.Application) -> None:

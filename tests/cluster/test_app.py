@@ -216,3 +216,11 @@ def test_combined_pool_is_bound_alone(args):
 
 def test_deployment_overrides_are_those_that_serve_knows():
     assert set(DeploymentOverride.__struct_fields__) <= set(DeploymentSchema.model_fields)
+
+
+def test_a_host_without_enough_boards_is_named_with_both_numbers(on_mesh):
+    config = load_cluster_config(on_mesh("T3K", replicas=2))
+    lacking = deployments_module.lacking_resources
+    assert lacking(config, {"TTNPU": 8.0, "CPU": 1.0}) == ""
+    assert lacking(config, {"TTNPU": 7.0}) == "8 TTNPU and there are 7"
+    assert lacking(config, {"CPU": 64.0}) == "8 TTNPU and there are 0"

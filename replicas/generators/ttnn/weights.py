@@ -35,9 +35,9 @@ from replicas.config import EngineConfig
 from replicas.errors import DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.torch.loader import (
+    expected_weights,
     open_safetensors,
     random_source,
-    expected_weights,
 )
 from replicas.generators.ttnn.buckets import TILE, check_lane, padded_vocab_size
 from replicas.generators.ttnn.mesh import ttnn_message
