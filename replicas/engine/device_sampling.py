@@ -94,14 +94,17 @@ def can_draw(batch: PersistentBatch, rows: npt.NDArray[np.int32], max_top_k: int
     return bool(possible.all())
 
 
-def prefill_params(batch: PersistentBatch, slots: npt.NDArray[np.int32]) -> DeviceSamplingParams:
+def prefill_params(
+    batch: PersistentBatch, slots: npt.NDArray[np.int32], samples: npt.NDArray[np.bool_]
+) -> DeviceSamplingParams:
     """Sampling parameters of a prefill call, one entry per row of the call.
 
     Args:
         batch: The persistent batch.
-        slots: (R,) its rows; all of them sample.
+        slots: (R,) its rows.
+        samples: (R,) whether each of them samples; the others get what padding rows get.
     """
-    return _params(batch, slots, np.arange(len(slots)), len(slots))
+    return _params(batch, slots[samples], np.flatnonzero(samples), len(slots))
 
 
 def decode_params(batch: PersistentBatch, slots: npt.NDArray[np.int32]) -> DeviceSamplingParams:

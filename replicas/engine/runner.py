@@ -75,6 +75,8 @@ class ModelRunner:
             both = mesh.sample_on_device == "all"
             self._device_draws = frozenset({"decode", "prefill"} if both else {"decode"})
         self._max_top_k = capabilities.get("max_device_top_k")
+        # Otherwise a row of which no token is wanted must not draw: it would count as a draw.
+        self._draws_freely = capabilities.get("device_draws_keep_no_state", False)
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
@@ -90,14 +92,14 @@ class ModelRunner:
         counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
         samples = batch.samples(slots, counts)
         started = time.perf_counter()
-        # A row of which no token is wanted must not draw: a device may count a seed's draws.
         if (
             scheduled.kind in self._device_draws
-            and samples.all()
-            and can_draw(batch, slots, self._max_top_k)
+            and (self._draws_freely or samples.all())
+            and can_draw(batch, slots[samples], self._max_top_k)
         ):
-            token_ids = self._draw_on_device(scheduled, slots, counts).tolist()
+            drawn = self._draw_on_device(scheduled, slots, counts, samples)
             device_s = time.perf_counter() - started
+            token_ids: list[int] = np.where(samples, drawn, -1).tolist()
         else:
             self._commands.forget()
             logits = self._forward(scheduled, slots, counts, samples)
@@ -186,11 +188,12 @@ class ModelRunner:
         scheduled: ScheduledBatch,
         slots: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
+        samples: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int64]:
-        """(R,) tokens in scheduling order."""
+        """(R,) tokens in scheduling order; of rows that do not sample whatever came back."""
         if scheduled.kind == "prefill":
             self._commands.forget()
-            params = prefill_params(self._batch, slots)
+            params = prefill_params(self._batch, slots, samples)
             return _tokens(self._call_prefill(slots, counts, params))
         reload = self._commands.next_call(
             slots, has_new=bool(scheduled.new), has_new_blocks=bool(scheduled.appended_blocks)

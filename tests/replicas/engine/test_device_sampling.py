@@ -237,6 +237,17 @@ def test_a_call_with_a_row_that_wants_no_token_is_not_drawn_on_the_device():
     assert (tokens[0], tokens[1] >= 0) == (-1, True)
 
 
+def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
+    device = Device()
+    device.model_capabilities = {**device.model_capabilities, "device_draws_keep_no_state": True}
+    work = [new(0, 9, temperature=1.0, top_k=99), new(1, temperature=0.5, top_k=4, top_p=0.25)]
+    assert run(make_runner(device), "prefill", {0: 4, 1: 3}, work) == [-1, 1]
+    params = device.calls[-1][1]["sampling_params"]
+    rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
+    assert rows[0] == PADDING
+    assert rows[1] == (0.5, 4, 0.25, 101)
+
+
 def test_a_class_without_a_limit_of_its_own_draws_for_everybody():
     device = Blocking()
     run(make_runner(device), "prefill", {0: 3}, [new(0, temperature=1.0)])

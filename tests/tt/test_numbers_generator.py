@@ -1,0 +1,456 @@
+"""The ttnn generator on golden chips: however work is cut up and placed, the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from replicas.generators.ttnn import buckets
+from tests.tt.golden.lanes import (
+    fill,
+    golden_generator,
+    model_folder,
+    pcc,
+    reference_logits,
+    relative_error,
+)
+from tests.tt.golden.library import poisoned
+from tests.tt.golden.rows import params
+
+_IDS = torch.randint(0, 230, (200,), generator=torch.Generator().manual_seed(9)).tolist()
+PROMPTS = [_IDS[:70], _IDS[100:101], _IDS[3:67], _IDS[20:115], _IDS[110:142], _IDS[:150]]
+"""Lengths inside, at and across ends of blocks and of the first bucket."""
+
+LEAST_PCC = {"accuracy": 0.999, "performance": 0.99}
+
+
+def assert_reference(case, sequences, optimizations="accuracy"):
+    """Every recorded logits are like transformers' after the same tokens; returns the least PCC."""
+    least = 1.0
+    for sequence in sequences:
+        wanted = reference_logits(model_folder(case), sequence.token_ids[:-1])
+        for index, logits in enumerate(sequence.logits):
+            reference = wanted[sequence.num_prompt_tokens - 1 + index]
+            least = min(least, pcc(logits[:230], reference))
+            assert relative_error(logits[:230], reference) < 0.15
+    assert least >= LEAST_PCC[optimizations]
+    return least
+
+
+WAYS = {
+    "whole": ("llama-32", 1, 1, None, "accuracy"),
+    "chunks of 37": ("qwen3-32", 1, 1, 37, "accuracy"),
+    "chunks of 32, two chips": ("qwen2-64", 2, 1, 32, "accuracy"),
+    "two lanes": ("mistral-32", 2, 2, None, "accuracy"),
+    "two lanes of two chips, chunks of 50": ("llama-64-biases", 4, 2, 50, "accuracy"),
+    "four lanes of two chips": ("qwen3-64", 8, 4, None, "accuracy"),
+    "four chips": ("qwen2-32", 4, 1, None, "accuracy"),
+    "performance, chunks of 37": ("qwen3-64", 2, 1, 37, "performance"),
+}
+"""Name -> case, chips, lanes, tokens of a chunk, profile."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_are_those_of_transformers(way, record_property):
+    case, num_chips, num_lanes, chunk, optimizations = WAYS[way]
+    sizes = {"num_lanes": num_lanes, "slots_per_lane": -(-8 // num_lanes)}
+    with golden_generator(case, num_chips, optimizations, **sizes) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        sequences = loop.generate(PROMPTS, 4, chunk=chunk)
+    least = assert_reference(case, sequences, optimizations)
+    record_property("least pcc", round(least, 6))
+    print(f"{way}: {case} on {num_chips} chips as {num_lanes} lanes: least pcc {least:.6f}")
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_blocks_and_slots_do_not_matter(block_size):
+    outputs = []
+    for seed in (0, 1):
+        settings = {"block_size": block_size, "seed": seed, "slots_per_lane": 6}
+        with golden_generator("qwen2-32", **settings) as loop, poisoned(math.nan):
+            fill(loop.cache, math.nan)
+            outputs.append(loop.generate(PROMPTS, 3, chunk=45))
+    blocks = [[sequence.block_ids for sequence in sequences] for sequences in outputs]
+    assert blocks[0] != blocks[1]
+    for first, second in zip(*outputs, strict=True):
+        for logits, others in zip(first.logits, second.logits, strict=True):
+            assert torch.equal(logits, others)
+
+
+@pytest.mark.parametrize("start", [32, 64, 65, 95, 33, 127])
+def test_a_prefix_that_is_in_the_cache_is_not_computed(start):
+    # The second sequence has the first's blocks as far as they are the same.
+    prompt = _IDS[:150]
+    with golden_generator("llama-32") as loop:
+        fill(loop.cache, math.nan)
+        first = loop.add(prompt, 1)
+        loop.step_prefill([first])
+        second = loop.add([*prompt[:127], 5, 6, 7], 1)
+        second.block_ids[: start // 32] = first.block_ids[: start // 32]
+        # The hit ends within a block: its KV is there, in a block of the sequence's own.
+        if start % 32:
+            for layer in loop.cache[0]:
+                for plane in layer:
+                    old, new = first.block_ids[start // 32], second.block_ids[start // 32]
+                    plane.shards[0][new, :, : start % 32] = plane.shards[0][old, :, : start % 32]
+        second.num_computed_tokens = start
+        before = [
+            plane.shards[0][first.block_ids].clone() for layer in loop.cache[0] for plane in layer
+        ]
+        loop.step_prefill([second])
+        assert_reference("llama-32", [first, second])
+        after = [plane.shards[0][first.block_ids] for layer in loop.cache[0] for plane in layer]
+        assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("prompt_len", [1, 127, 128, 129, 1000, 1024, 1025, 2050])
+def test_every_bucket(prompt_len):
+    # Buckets of 128, 1024, 2048 and 2176 tokens.
+    ids = (_IDS * 11)[:prompt_len]
+    sizes = {"slots_per_lane": 2, "max_seq_len": 2176, "block_size": 64}
+    with golden_generator("mistral-32", **sizes) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        assert_reference("mistral-32", loop.generate([ids], 2))
+
+
+@pytest.mark.parametrize("num_chips", [1, 2])
+def test_a_prompt_that_is_longer_than_the_longest_chunk(num_chips, monkeypatch):
+    monkeypatch.setattr(buckets, "MAX_CHUNK", 256)
+    ids = (_IDS * 4)[:700]
+    with golden_generator("qwen3-32", num_chips, max_seq_len=800) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        assert_reference("qwen3-32", loop.generate([ids, ids[:512], ids[:513]], 2))
+
+
+def test_a_batch_of_32_rows():
+    prompts = [_IDS[i : 2 * i + 1] for i in range(32)]
+    with golden_generator("qwen3-32", slots_per_lane=32, max_seq_len=64) as loop:
+        fill(loop.cache, math.nan)
+        sequences = [loop.add(prompt, 2) for prompt in prompts]
+        loop.step_prefill(sequences)
+        loop.step_decode(sequences)
+    assert_reference("qwen3-32", sequences)
+
+
+def test_rows_without_a_sequence_are_zero():
+    with golden_generator("llama-32", 2, num_lanes=2) as loop, poisoned(math.nan):
+        (sequence,) = [loop.add(PROMPTS[0], 2)]
+        loop.step_prefill([sequence])
+        logits = loop.step_decode([sequence])
+    others = [slot for slot in range(8) if slot != sequence.slot]
+    assert not logits[others].any()
+    assert logits[sequence.slot].any()
+
+
+def test_a_lane_whose_sequences_are_gone_does_nothing():
+    with golden_generator("llama-32", 2, num_lanes=2) as loop, poisoned(math.nan):
+        sequences = [loop.add(prompt, 4) for prompt in PROMPTS[:6]]
+        loop.step_prefill(sequences)
+        loop.step_decode(sequences)
+        left = [sequence for sequence in sequences if sequence.lane == 1]
+        assert 0 < len(left) < len(sequences)
+        before = [plane.shards[0].clone() for layer in loop.cache[0] for plane in layer]
+        fill(loop.cache[:1], math.nan)
+        logits = loop.step_decode(left)
+        after = [plane.shards[0] for layer in loop.cache[0] for plane in layer]
+        assert all(shard.isnan().all() for shard in after)
+        assert not logits[:4].any()
+        for shard, old in zip(after, before, strict=True):
+            shard.copy_(old)
+        loop.step_decode(sequences)
+    assert_reference("llama-32", sequences)
+
+
+# ---- sampling on the device
+
+
+class Stepper:
+    """Prefills prompts with logits, then decodes with sampling on the device."""
+
+    def __init__(self, loop, prompts, num_new):
+        self.loop = loop
+        self.sequences = [loop.add(prompt, num_new) for prompt in prompts]
+        for sequence in self.sequences:
+            loop.step_prefill([sequence])
+        self.num_slots = loop.num_lanes * loop.slots_per_lane
+        self.tokens = torch.zeros(self.num_slots, 1, dtype=torch.int32)
+        self.positions = torch.full((self.num_slots,), -1, dtype=torch.int32)
+        self.table = torch.zeros(self.num_slots, loop.table_width, dtype=torch.int32)
+        for sequence in self.sequences:
+            self.tokens[sequence.slot, 0] = sequence.token_ids[-1]
+            self.positions[sequence.slot] = len(sequence.token_ids) - 1
+            row = torch.tensor(sequence.block_ids)
+            self.table[sequence.slot, : len(row)] = row
+
+    def step(self, sampling=None, **commands):
+        """Tokens (B,), with what the host knows brought up to date."""
+        out = self.loop.generator.decode_forward(
+            tokens=self.tokens,
+            page_table=self.table,
+            kv_cache=self.loop.cache,
+            start_pos=self.positions,
+            enable_trace=False,
+            sampling_params=sampling or params(self.num_slots),
+            **commands,
+        )
+        tokens = out.reshape(-1).tolist()
+        for sequence in self.sequences:
+            sequence.token_ids.append(tokens[sequence.slot])
+        return tokens
+
+    def advance(self):
+        for sequence in self.sequences:
+            self.tokens[sequence.slot, 0] = sequence.token_ids[-1]
+            self.positions[sequence.slot] = len(sequence.token_ids) - 1
+
+
+def null_blocks(cache):
+    return [shard[0] for lane in cache for layer in lane for p in layer for shard in p.shards]
+
+
+def outputs(stepper):
+    return [sequence.output for sequence in stepper.sequences]
+
+
+@pytest.mark.parametrize(("num_chips", "num_lanes"), [(1, 1), (2, 1), (4, 2), (4, 1)])
+def test_greedy_on_the_device_is_the_best_of_the_host(num_chips, num_lanes):
+    settings = {"num_lanes": num_lanes, "slots_per_lane": 8 // num_lanes}
+    with golden_generator("llama-32", num_chips, **settings) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        wanted = [sequence.output for sequence in loop.generate(PROMPTS, 7)]
+    with golden_generator("llama-32", num_chips, **settings) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        reloading = Stepper(loop, PROMPTS, 7)
+        for _ in range(6):
+            reloading.step(reload_inputs=True, reload_sampling_params=True)
+            reloading.advance()
+        assert outputs(reloading) == wanted
+    with golden_generator("llama-32", num_chips, **settings) as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        steady = Stepper(loop, PROMPTS, 7)
+        for shard in null_blocks(loop.cache):
+            shard.fill_(math.nan)
+        steady.step(reload_inputs=True, reload_sampling_params=True)
+        for _ in range(5):
+            # What the host sends is old, and not looked at.
+            steady.step(reload_inputs=False)
+        assert outputs(steady) == wanted
+        # Rows without a sequence stay so: they would write to the null block.
+        assert all(shard.isnan().all() for shard in null_blocks(loop.cache))
+
+
+def test_prefill_draws_the_best_too():
+    for num_chips in (1, 4):
+        with golden_generator("qwen2-64", num_chips) as loop:
+            sequences = [loop.add(prompt, 1) for prompt in PROMPTS[:4]]
+            longest = max(map(len, PROMPTS))
+            tokens = torch.zeros(4, longest, dtype=torch.int32)
+            for row, sequence in enumerate(sequences):
+                tokens[row, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
+            call = {
+                "tokens": tokens,
+                "page_table": loop._page_table(sequences),
+                "kv_cache": loop.cache,
+                "enable_trace": False,
+                "prompt_lens": torch.tensor([len(s.token_ids) for s in sequences]),
+                "start_pos": torch.zeros(4, dtype=torch.int32),
+                "empty_slots": [s.slot for s in sequences],
+            }
+            logits = loop.generator.prefill_forward(**call)
+            drawn = loop.generator.prefill_forward(**call, sampling_params=params(4))
+            assert drawn.reshape(-1).tolist() == logits[:, 0].argmax(-1).tolist()
+
+
+def test_prefill_and_decode_draw_alike():
+    # As they must when a preempted sequence goes on: its last token is then drawn by a prefill.
+    prompt = PROMPTS[0]
+    with golden_generator("llama-32", slots_per_lane=1) as loop:
+        whole, stepped = [], []
+        for seed in range(12):
+            rows = params(1, temperature=1.5, top_k=32, seed=seed)
+            sequence = loop.add(prompt, 1)
+            table = loop._page_table([sequence])
+            common = {"page_table": table, "kv_cache": loop.cache, "enable_trace": False}
+            first = {"start_pos": torch.tensor([0], dtype=torch.int32), "empty_slots": [0]}
+            tokens = torch.tensor([prompt], dtype=torch.int32)
+            prefill = loop.generator.prefill_forward
+            lens = torch.tensor([len(prompt)])
+            drawn = prefill(
+                tokens=tokens, prompt_lens=lens, sampling_params=rows, **common, **first
+            )
+            whole.append(int(drawn))
+            prefill(tokens=tokens[:, :-1], prompt_lens=lens - 1, **common, **first)
+            drawn = loop.generator.decode_forward(
+                tokens=tokens[:, -1:],
+                start_pos=lens.int() - 1,
+                sampling_params=rows,
+                reload_sampling_params=True,
+                **common,
+            )
+            stepped.append(int(drawn))
+            loop._free_slots.append(sequence.slot)
+            loop._free_blocks[0].extend(sequence.block_ids)
+    # The logits differ in their last bits, which may move a draw to the next token.
+    num_equal = sum(a == b for a, b in zip(whole, stepped, strict=True))
+    print(f"{num_equal} of {len(whole)} draws are equal")
+    assert num_equal >= 10
+    assert len(set(whole)) > 4
+
+
+def test_a_page_table_alone_can_be_reloaded():
+    # Steady decode over the end of a block, whose block is only then known.
+    prompt = _IDS[:62]
+    with golden_generator("llama-32") as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        wanted = loop.generate([prompt], 6)[0].output
+    with golden_generator("llama-32") as loop, poisoned(math.nan):
+        fill(loop.cache, math.nan)
+        steady = Stepper(loop, [prompt], 6)
+        (sequence,) = steady.sequences
+        last = int(steady.table[sequence.slot, 2])
+        steady.table[sequence.slot, 2] = 0
+        steady.step(reload_inputs=True, reload_sampling_params=True)
+        steady.step(reload_inputs=False)
+        steady.table[sequence.slot, 2] = last
+        steady.step(reload_inputs=False, reload_page_table=True)
+        for shard in null_blocks(loop.cache):
+            shard.fill_(math.nan)
+        for _ in range(2):
+            steady.step(reload_inputs=False)
+        assert outputs(steady) == [wanted]
+
+
+def test_settings_follow_their_slots():
+    # One row draws and one is greedy; then they change places.
+    with golden_generator("llama-32") as loop:
+        stepper = Stepper(loop, PROMPTS[:2], 9)
+        drawing, greedy = stepper.sequences
+        rows = params(4, temperature=[0.0] * 4, top_k=[1] * 4, seed=[5] * 4)
+        rows.temperature[drawing.slot], rows.top_k[drawing.slot] = 1.5, 32
+        stepper.step(rows, reload_inputs=True, reload_sampling_params=True)
+        stepper.advance()
+        first, second = drawing.slot, greedy.slot
+        remap = torch.arange(4, dtype=torch.int32)
+        remap[[first, second]] = torch.tensor([second, first], dtype=torch.int32)
+        for tensor in (stepper.tokens, stepper.positions, stepper.table):
+            tensor[[first, second]] = tensor[[second, first]].clone()
+        drawing.slot, greedy.slot = second, first
+        stepper.step(rows, reload_inputs=True, slot_remap=remap)
+        for _ in range(4):
+            stepper.step(rows, reload_inputs=False)
+        for sequence, is_greedy in ((greedy, True), (drawing, False)):
+            wanted = reference_logits(model_folder("llama-32"), sequence.token_ids[:-1])
+            best = wanted[sequence.num_prompt_tokens - 1 :].argmax(-1).tolist()
+            assert (sequence.output[1:] == best[1:]) is is_greedy
+
+
+def test_draws_of_a_steady_decode_are_those_of_one_that_reloads():
+    rows = params(8, temperature=1.5, top_k=32, seed=list(range(8)))
+    found = []
+    for reloads in (True, False):
+        with golden_generator("llama-32", 2, slots_per_lane=8) as loop:
+            stepper = Stepper(loop, PROMPTS[:4], 7)
+            stepper.step(rows, reload_inputs=True, reload_sampling_params=True)
+            for _ in range(5):
+                stepper.advance()
+                stepper.step(rows, reload_inputs=reloads, reload_sampling_params=reloads)
+            found.append(outputs(stepper))
+    assert found[0] == found[1]
+
+
+def drawn_tokens(fields, count=512):
+    """Tokens that rows of one sequence's first decoded position draw, and its logits."""
+    with golden_generator("llama-32", 2, slots_per_lane=8) as loop:
+        stepper = Stepper(loop, [PROMPTS[2]], 3)
+        (sequence,) = stepper.sequences
+        stepper.tokens[:] = stepper.tokens[sequence.slot].clone()
+        stepper.positions[:] = stepper.positions[sequence.slot].clone()
+        stepper.table[:] = stepper.table[sequence.slot].clone()
+        found = []
+        for first in range(0, count, 8):
+            seeds = list(range(first, first + 8))
+            sampling = params(8, seed=seeds, **fields)
+            out = loop.generator.decode_forward(
+                tokens=stepper.tokens,
+                page_table=stepper.table,
+                kv_cache=loop.cache,
+                start_pos=stepper.positions,
+                enable_trace=False,
+                sampling_params=sampling,
+                reload_inputs=True,
+                reload_sampling_params=True,
+            )
+            found.extend(out.reshape(-1).tolist())
+    wanted = reference_logits(model_folder("llama-32"), sequence.token_ids)[-1]
+    return found, wanted
+
+
+def test_draws_have_the_distribution_that_was_asked_for():
+    found, logits = drawn_tokens({"temperature": 1.5, "top_k": 8, "top_p": 0.8})
+    best = logits.topk(8)
+    probabilities = torch.softmax(best.values / 1.5, dim=-1)
+    kept = probabilities * (probabilities.cumsum(-1) - probabilities < 0.8)
+    kept = dict(zip(best.indices.tolist(), (kept / kept.sum()).tolist(), strict=True))
+    counts = Counter(found)
+    assert set(counts) <= {token for token, share in kept.items() if share}
+    distance = sum(abs(counts[token] / len(found) - share) for token, share in kept.items()) / 2
+    print(f"{len(counts)} tokens, total variation {distance:.3f}")
+    assert distance < 0.08
+
+
+def test_equal_seeds_draw_equal_tokens():
+    fields = {"temperature": 1.5, "top_k": 32}
+    first, _ = drawn_tokens(fields, count=16)
+    again, _ = drawn_tokens(fields, count=16)
+    assert first == again
+    assert len(set(first)) > 3
+
+
+def test_a_decode_read_later_is_the_same():
+    with golden_generator("qwen3-32", 2, num_lanes=2) as loop:
+        sequences = [loop.add(prompt, 2) for prompt in PROMPTS[:3]]
+        for sequence in sequences:
+            loop.step_prefill([sequence])
+        tokens = torch.zeros(8, 1, dtype=torch.int32)
+        positions = torch.full((8,), -1, dtype=torch.int32)
+        table = torch.zeros(8, loop.table_width, dtype=torch.int32)
+        for sequence, row in zip(sequences, loop._page_table(sequences), strict=True):
+            tokens[sequence.slot, 0] = sequence.token_ids[-1]
+            positions[sequence.slot] = len(sequence.token_ids) - 1
+            table[sequence.slot] = row
+        call = {
+            "tokens": tokens,
+            "page_table": table,
+            "kv_cache": loop.cache,
+            "start_pos": positions,
+            "enable_trace": False,
+        }
+        generator = loop.generator
+        now = generator.decode_forward(**call)
+        later = generator.decode_forward(**call, read_from_device=False)
+        host, _ = generator.read_decode_output(later)
+        assert torch.equal(generator.process_decode_output_host(host), now)
+
+
+def test_warm_up_compiles_everything_and_touches_the_null_block_only():
+    with golden_generator("qwen2-32", 2, num_lanes=1, max_seq_len=1200) as loop:
+        fill(loop.cache, 7.0)
+        common = {"kv_cache": loop.cache, "enable_trace": False, "can_sample_on_device": True}
+        loop.generator.warmup_model_prefill(**common)
+        loop.generator.warmup_model_decode(**common, max_batch_size=4, num_blocks=loop.table_width)
+        for lane in loop.cache:
+            for layer in lane:
+                for plane in layer:
+                    assert all((shard[1:] == 7.0).all() for shard in plane.shards)
+        (device,) = {plane.device() for layer in loop.cache[0] for plane in layer}
+        before = set(device.programs)
+        stepper = Stepper(loop, [(_IDS * 6)[:1100], _IDS[:5]], 4)
+        drawing = params(4, temperature=1.0, top_k=20, top_p=0.9)
+        stepper.step(drawing, reload_inputs=True, reload_sampling_params=True)
+        stepper.step(drawing, reload_inputs=False)
+        loop.step_prefill([loop.add(np.asarray(_IDS[:100]).tolist(), 1)], chunk=40)
+        assert set(device.programs) == before

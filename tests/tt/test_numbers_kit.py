@@ -1,0 +1,349 @@
+"""The golden kit itself: it rounds and packs as ttnn does, refuses what ttnn forbids, and its ops
+take and give what those of ttnn do on the mock device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import ttnn
+
+from kv_transfer.dtypes import convert_rows
+from kv_transfer.layout import KVLayout
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.ttnn.generator import TTGenerator
+from tests.tt.golden.lanes import Lane, golden_mesh, model_folder, root
+from tests.tt.golden.library import TRANSFERS, GoldenLibrary, Noting, installed, poisoned
+from tests.tt.golden.packing import pack, unpack
+from tests.tt.golden.rows import params
+from tests.tt.golden.tensors import GoldenDevice, GoldenError, round_to
+
+TILED, ROW_MAJOR = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
+
+
+def values(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.exp2(torch.randint(-9, 9, shape, generator=generator))
+    return (torch.randn(shape, generator=generator) * scales).bfloat16().float()
+
+
+# ---- numbers
+
+
+def test_bfloat8_b_is_what_a_transfer_makes_of_it():
+    rows = values(64, 32, 64)
+
+    def layout(dtype):
+        return KVLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=64,
+            block_size=32,
+            dtype=dtype,
+            rope="hf",
+            model_fingerprint=b"",
+        )
+
+    data = rows.view(32, 2, 32, 64).numpy().view(np.uint8).reshape(32, -1)
+    packed = convert_rows(data, layout("float32"), layout("bfloat8_b"))
+    back = convert_rows(packed, layout("bfloat8_b"), layout("float32"))
+    rounded = torch.from_numpy(back.view(np.float32).reshape(64, 32, 64).copy())
+    assert torch.equal(round_to(rows, ttnn.bfloat8_b), rounded)
+    assert not torch.equal(rounded, rows)
+    assert torch.equal(round_to(rounded, ttnn.bfloat8_b), rounded)
+
+
+def test_a_row_that_is_poisoned_stays_so():
+    rows = values(2, 32)
+    rows[0, 3] = math.nan
+    rounded = round_to(rows, ttnn.bfloat8_b)
+    assert rounded[0, :16].isnan().all()
+    assert rounded[0, 16:].isfinite().all()
+    assert rounded[1].isfinite().all()
+
+
+@pytest.mark.board("N150")  # whose arrangement of a tile ttnn asks for
+@pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b])
+def test_bytes_are_those_of_ttnn(dtype):
+    host = ttnn.from_torch(values(2, 3, 64, 96), dtype=dtype, layout=TILED)
+    theirs = torch.as_tensor(host.host_buffer().get_shard(ttnn.MeshCoordinate(0, 0)))
+    numbers = ttnn.to_torch(host).float()
+    ours = pack(numbers, dtype, TILED)
+    assert torch.equal(ours, theirs.view(torch.uint8).reshape(-1))
+    assert torch.equal(unpack(ours, numbers.shape, dtype, TILED), numbers)
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def library():
+    with installed(GoldenLibrary()) as golden:
+        yield golden
+
+
+@pytest.fixture
+def chip():
+    return GoldenDevice((1, 1))
+
+
+def on(device, tensor, dtype=ttnn.bfloat16, layout=None, memory_config=None):
+    layout = layout or (TILED if tensor.dtype.is_floating_point else ROW_MAJOR)
+    library = GoldenLibrary()
+    return library.from_torch(
+        tensor, dtype, layout=layout, device=device, memory_config=memory_config
+    )
+
+
+def ints(device, *numbers):
+    return on(device, torch.tensor(numbers, dtype=torch.int32), ttnn.int32)
+
+
+SHARDED = ttnn.L1_HEIGHT_SHARDED_MEMORY_CONFIG
+
+
+def cache(device, dtype=ttnn.bfloat16):
+    return on(device, torch.full((6, 2, 32, 32), 9.0), dtype)
+
+
+def chunk(device, length=64, dtype=ttnn.bfloat16):
+    return on(device, values(1, 2, length, 32), dtype)
+
+
+def rows(device, dtype=ttnn.bfloat16):
+    return on(device, values(1, 3, 2, 32), dtype, memory_config=SHARDED)
+
+
+REFUSED = {
+    "a fill in another dtype": lambda t, d: t.experimental.paged_fill_cache(
+        cache(d, ttnn.bfloat8_b), chunk(d), ints(d, [1, 2])
+    ),
+    "a fill past the page table": lambda t, d: t.experimental.paged_fill_cache(
+        cache(d), chunk(d), ints(d, [1])
+    ),
+    "a fill of a block that is not there": lambda t, d: t.experimental.paged_fill_cache(
+        cache(d), chunk(d), ints(d, [1, 6])
+    ),
+    "a page table of floats": lambda t, d: t.experimental.paged_fill_cache(
+        cache(d), chunk(d), on(d, torch.zeros(1, 2))
+    ),
+    "an update in bfloat8_b": lambda t, d: t.experimental.paged_update_cache(
+        cache(d), rows(d, ttnn.bfloat8_b), update_idxs_tensor=ints(d, 0, 1, 2),
+        page_table=ints(d, [1], [2], [3]),
+    ),
+    "an update that is not sharded": lambda t, d: t.experimental.paged_update_cache(
+        cache(d), on(d, values(1, 3, 2, 32)), update_idxs_tensor=ints(d, 0, 1, 2),
+        page_table=ints(d, [1], [2], [3]),
+    ),
+    "an update past the page table": lambda t, d: t.experimental.paged_update_cache(
+        cache(d), rows(d), update_idxs_tensor=ints(d, 0, 32, 2),
+        page_table=ints(d, [1], [2], [3]),
+    ),
+    "an update whose page table is wider than the cache": lambda t, d: (
+        t.experimental.paged_update_cache(
+            cache(d),
+            rows(d),
+            update_idxs_tensor=ints(d, 0, 1, 2),
+            page_table=ints(d, *[[1, 0, 0, 0, 0, 0, 0]] * 3),
+        )
+    ),
+    "a decode past the page table": lambda t, d: (
+        t.transformer.paged_scaled_dot_product_attention_decode(
+            rows(d), cache(d), cache(d), ints(d, [1], [2], [3]), cur_pos_tensor=ints(d, 0, 32, 1)
+        )
+    ),
+    "a chunk past the page table": lambda t, d: (
+        t.transformer.chunked_scaled_dot_product_attention(
+            chunk(d), cache(d), cache(d), ints(d, [1, 2]), chunk_start_idx_tensor=ints(d, 32)
+        )
+    ),
+    "a chunk that starts within a tile": lambda t, d: (
+        t.transformer.chunked_scaled_dot_product_attention(
+            chunk(d, 32), cache(d), cache(d), ints(d, [1, 2]), chunk_start_idx_tensor=ints(d, 16)
+        )
+    ),
+    "heads that cannot be rotated": lambda t, d: t.experimental.rotary_embedding_hf(
+        on(d, values(1, 2, 32, 96)), on(d, values(1, 1, 32, 96)), on(d, values(1, 1, 32, 96))
+    ),
+    "a token outside of the embedding": lambda t, d: t.embedding(
+        on(d, torch.tensor([[7]]), ttnn.uint32), on(d, values(1, 1, 7, 32), layout=ROW_MAJOR)
+    ),
+    "row-major operands of a product": lambda t, d: t.linear(
+        on(d, values(32, 32), layout=ROW_MAJOR), on(d, values(32, 32))
+    ),
+    "an operand on the host": lambda t, d: t.add(on(d, values(32, 32)), on(None, values(32, 32))),
+    "an operand of another device": lambda t, d: t.add(
+        on(d, values(32, 32)), on(GoldenDevice((1, 1)), values(32, 32))
+    ),
+    "inputs of another shape": lambda t, d: t.copy_host_to_device_tensor(
+        on(None, torch.zeros(1, 3).int(), ttnn.int32), ints(d, [1, 2])
+    ),
+    "several chips without a composer": lambda t, d: t.to_torch(
+        on(GoldenDevice((1, 2)), values(32, 32))
+    ),
+    "top-k 33": lambda t, d: t.sampling(
+        on(d, values(1, 1, 1, 64)), on(d, torch.zeros(1, 1, 1, 64).int(), ttnn.int32),
+        on(d, torch.tensor([33]), ttnn.uint32), on(d, torch.ones(1), layout=ROW_MAJOR),
+        on(d, torch.ones(1), layout=ROW_MAJOR),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(library, chip, what):
+    with pytest.raises(GoldenError):
+        REFUSED[what](library, chip)
+
+
+def test_a_freed_tensor_and_its_views_are_refused(library, chip):
+    tensor = on(chip, values(1, 1, 64, 32))
+    view = library.reshape(tensor, (1, 2, 32, 32))
+    library.deallocate(tensor)
+    with pytest.raises(GoldenError, match="deallocated"):
+        library.add(view, 1.0)
+
+
+def test_an_op_that_the_kit_does_not_know_is_noticed(library):
+    with pytest.raises(NotImplementedError, match=r"ttnn\.conv2d"):
+        getattr(library, "conv2d")  # noqa: B009
+    with pytest.raises(NotImplementedError, match=r"ttnn\.experimental\.rotary"):
+        getattr(library.experimental, "rotary_embedding_llama")  # noqa: B009
+    assert library.bfloat16 is ttnn.bfloat16
+    assert library.MathFidelity is ttnn.MathFidelity
+
+
+# ---- what is documented of the ops that have no golden function
+
+
+def test_a_skipped_row_is_neither_written_nor_computed(library, chip):
+    keys, new = cache(chip), rows(chip)
+    positions, table = ints(chip, 40, -1, 3), ints(chip, [1, 2], [3, 4], [5, 1])
+    library.experimental.paged_update_cache(
+        keys, new, update_idxs_tensor=positions, page_table=table
+    )
+    written = (keys.shards[0] != 9.0).any(dim=-1).any(dim=1).nonzero().tolist()
+    assert written == [[2, 8], [5, 3]]
+    assert torch.equal(keys.shards[0][2, :, 8], new.shards[0][0, 0])
+    with poisoned(math.nan):
+        out = library.transformer.paged_scaled_dot_product_attention_decode(
+            rows(chip), keys, keys, table, cur_pos_tensor=positions
+        ).shards[0]
+    assert out[0, 1].isnan().all()
+    assert out[0, [0, 2]].isfinite().all()
+
+
+def test_whole_tiles_are_filled(library, chip):
+    keys = cache(chip)
+    with poisoned(5.0):
+        library.experimental.paged_fill_cache(keys, chunk(chip, 40), ints(chip, [4, 1, 0]))
+    assert torch.equal(keys.shards[0][4], chunk(chip, 40).shards[0][0, :, :32])
+    assert (keys.shards[0][1, :, 8:] == 5.0).all()
+    assert (keys.shards[0][[0, 2, 3, 5]] == 9.0).all()
+
+
+def test_heads_are_cut_from_rows_and_joined_again(library, chip):
+    for length, width in ((64, 5 * 32), (96, 4 * 64)):
+        fused = on(chip, values(1, 1, length, width))
+        heads = {160: (3, 1), 256: (2, 1)}[width]
+        q, k, v = library.experimental.nlp_create_qkv_heads(
+            fused, num_heads=heads[0], num_kv_heads=heads[1], transpose_k_heads=False
+        )
+        joined = [library.experimental.nlp_concat_heads(part).shards[0] for part in (q, k, v)]
+        assert torch.equal(torch.cat(joined, dim=-1), fused.shards[0])
+        rows = library.slice(fused, (0, 0, 0, 0), (1, 1, 5, width))
+        of_rows = library.experimental.nlp_create_qkv_heads_decode(
+            rows, num_heads=heads[0], num_kv_heads=heads[1]
+        )
+        for of_row, of_chunk in zip(of_rows, (q, k, v), strict=True):
+            assert torch.equal(of_row.shards[0][0], of_chunk.shards[0][0, :, :5].transpose(0, 1))
+
+
+# ---- the same calls on the mock device
+
+
+def three_calls(lane):
+    ids = list(range(3, 163))
+    blocks = [4, 1, 7, 3, 6]
+    lane.prefill(ids, 0, 64, blocks)
+    lane.prefill(ids, 64, 150, blocks)
+    lane.decode({1: (9, 150, blocks)})
+
+
+def calls_of(library):
+    """Calls of ops, without what only moves data between the host and the device."""
+    return [call for call in library.calls if call.name not in TRANSFERS]
+
+
+def assert_same_calls(golden, noting):
+    ours, theirs = calls_of(golden), calls_of(noting)
+    different = [(our, their) for our, their in zip(ours, theirs, strict=False) if our != their]
+    for our, their in different[:5]:
+        print(f"ours   {our}\ntheirs {their}")
+    assert not different
+    assert len(ours) == len(theirs) > 100
+
+
+@pytest.mark.parametrize(
+    ("case", "num_chips", "optimizations"),
+    [
+        pytest.param("qwen3-64", 1, "performance", marks=pytest.mark.board("N150")),
+        pytest.param("llama-64-biases", 2, "accuracy", marks=pytest.mark.board("N300")),
+        pytest.param("qwen2-32", 2, "performance", marks=pytest.mark.board("N300")),
+    ],
+)
+def test_ops_take_and_give_what_those_of_ttnn_do(open_mock_mesh, case, num_chips, optimizations):
+    folder = model_folder(case)
+    with golden_mesh(num_chips, optimizations) as (mesh, golden):
+        (device,) = mesh.lanes(1)
+        three_calls(Lane(golden, device, folder, optimizations, mesh))
+    mock = open_mock_mesh(trace="none", weight_cache=str(root() / "mock weights"))
+    with installed(Noting()) as noting:
+        (device,) = mock.lanes(1)
+        three_calls(Lane(noting, device, folder, optimizations, mock))
+    assert_same_calls(golden, noting)
+
+
+def sampled_calls(mesh, folder, optimizations):
+    """A prompt whose token is drawn on the device, and two decode steps, the second steady."""
+    config = load_hf_config(folder)
+    generator = TTGenerator.initialize_vllm_model(
+        config, mesh, 4, max_seq_len=128, optimizations=optimizations
+    )
+    shape = (9, config.num_key_value_heads, 32, config.head_dim)
+    common = {
+        "kv_cache": generator.allocate_kv_cache(shape, torch.bfloat16, config.num_hidden_layers),
+        "enable_trace": False,
+    }
+    table = torch.tensor([[1, 2, 0, 0]], dtype=torch.int32)
+    generator.prefill_forward(
+        tokens=torch.arange(40, dtype=torch.int32)[None],
+        page_table=table,
+        prompt_lens=torch.tensor([40]),
+        start_pos=torch.tensor([0], dtype=torch.int32),
+        empty_slots=[2],
+        sampling_params=params(1, temperature=0.7, top_k=9, seed=4),
+        **common,
+    )
+    for reload in (True, False):
+        generator.decode_forward(
+            tokens=torch.full((4, 1), 5, dtype=torch.int32),
+            page_table=table.repeat(4, 1),
+            start_pos=torch.tensor([-1, -1, 40, -1], dtype=torch.int32),
+            sampling_params=params(4, temperature=0.7, top_k=9, seed=4),
+            reload_inputs=reload,
+            reload_sampling_params=reload,
+            **common,
+        )
+
+
+@pytest.mark.board("N300")
+def test_a_generator_calls_the_same_ops_on_golden_and_on_mock_chips(open_mock_mesh):
+    folder = model_folder("mistral-32")
+    with golden_mesh(2) as (mesh, golden):
+        sampled_calls(mesh, folder, "performance")
+    with installed(Noting()) as noting:
+        mock = open_mock_mesh(trace="none", weight_cache=str(root() / "mock weights"))
+        sampled_calls(mock, folder, "performance")
+    assert_same_calls(golden, noting)
