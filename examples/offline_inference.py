@@ -26,7 +26,7 @@ from replicas import LLM, SamplingParams
 from replicas.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from replicas import LLMEngine, RequestOutput
 
@@ -144,11 +144,16 @@ def increasing_lengths(engine: LLMEngine, max_tokens: int) -> list[tuple[int, Fi
         Prompt length and what that request took, in order.
     """
     longest = engine.max_model_len - max_tokens
+    if longest < 1:
+        raise EngineError(
+            f"{max_tokens} new tokens leave no room for a prompt in max_model_len "
+            f"{engine.max_model_len}; lower --max-tokens"
+        )
     lengths = [2**i for i in range(5, longest.bit_length()) if 2**i < longest] + [longest]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     results = []
     for length in lengths:
-        [output], took = run(engine, [tokens_of_length(length)], params)
+        [output], took = run(engine, [unlike_prompt(length, length)], params)
         if len(output.outputs[0].token_ids) != max_tokens:
             raise EngineError(
                 f"a prompt of {length} tokens gave {len(output.outputs[0].token_ids)} tokens "
@@ -160,12 +165,18 @@ def increasing_lengths(engine: LLMEngine, max_tokens: int) -> list[tuple[int, Fi
     return results
 
 
-def tokens_of_length(length: int) -> list[int]:
-    """A prompt of so many tokens, none of them special, and no two lengths with a common prefix.
+def unlike_prompt(number: int, length: int) -> list[int]:
+    """So many tokens, none of them special; prompts of two numbers differ from the first on.
 
     Why: a prefix that is found in the cache would not be computed, nor timed.
+
+    Args:
+        number: Below 64 ** 3; its digits come first.
+        length: At least 3 for prompts to differ.
     """
-    return [16 + (length * 7919 + i * 31) % 64 for i in range(length)]
+    digits = [number // 64**i % 64 for i in range(3)]
+    body = [(number * 37 + i * 31) % 61 for i in range(3, length)]
+    return [16 + token for token in (digits + body)[:length]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,7 +209,7 @@ def _run(llm: LLM, params: SamplingParams, options: argparse.Namespace) -> dict[
     prompts = _prompts(options)
     if options.measure_perf:
         # Once unseen: the first requests of an engine pay for what is set up on first use.
-        run(engine, [tokens_of_length(options.prompt_len + 1)], params)
+        run(engine, [unlike_prompt(options.num_prompts, options.prompt_len)], params)
     outputs, took = run(engine, prompts, params, requests_per_step=options.requests_per_step)
     if not options.measure_perf:
         for output in outputs:
@@ -209,16 +220,36 @@ def _run(llm: LLM, params: SamplingParams, options: argparse.Namespace) -> dict[
     return asdict(took)
 
 
+def read_prompts(path: Path) -> list[str]:
+    """The texts of a JSON file.
+
+    Raises:
+        EngineError: It is no list of texts, or cannot be read.
+    """
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"--prompts {path}: {error}") from error
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+        raise EngineError(f"--prompts {path} must hold a JSON list of texts")
+    return texts
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A command-line type: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return number
+
+
 def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
     if options.measure_perf:
-        # Tokens that differ from the first one on, or the prefix cache would answer.
-        return [
-            [16 + (n * 37 + i * 31) % 61 for i in range(options.prompt_len)]
-            for n in range(options.num_prompts)
-        ]
-    texts: list[str] = list(PROMPTS)
-    if options.prompts is not None:
-        texts = json.loads(options.prompts.read_text(encoding="utf-8"))
+        return [unlike_prompt(number, options.prompt_len) for number in range(options.num_prompts)]
+    texts = list(PROMPTS) if options.prompts is None else read_prompts(options.prompts)
     count = options.num_prompts if options.num_prompts is not None else len(texts)
     return [texts[i % len(texts)] for i in range(count)]
 
@@ -260,19 +291,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--optimizations", choices=("performance", "accuracy"), default="performance")
     add("--trace", choices=("all", "decode_only", "none"), default="all")
     add("--sample-on-device", choices=("none", "decode_only", "all"), default="none")
-    add("--lanes", type=int, default=1, help="data-parallel groups of the mesh")
-    add("--max-batch-size", type=int, default=32, help="decode slots, over all lanes")
-    add("--max-model-len", type=int, help="longest sequence; the model's, if not given")
+    add("--lanes", type=at_least(1), default=1, help="data-parallel groups of the mesh")
+    add("--max-batch-size", type=at_least(1), default=32, help="decode slots, over all lanes")
+    add("--max-model-len", type=at_least(2), help="longest sequence; the model's, if not given")
     add("--prompts", type=Path, help="JSON file: a list of texts")
-    add("--num-prompts", type=int, help="how many requests; prompts repeat")
-    add("--requests-per-step", type=int, default=0, help="arrivals per engine step; 0: all at once")
-    add("--max-tokens", type=int, default=32)
+    add("--num-prompts", type=at_least(1), help="how many requests; prompts repeat")
+    add(
+        "--requests-per-step",
+        type=at_least(0),
+        default=0,
+        help="arrivals per engine step; 0: all at once",
+    )
+    add("--max-tokens", type=at_least(1), default=32)
     add("--temperature", type=float, default=0.0)
     add("--top-k", type=int, default=0)
     add("--top-p", type=float, default=1.0)
     add("--seed", type=int)
     add("--measure-perf", action="store_true", help="equal prompts, and figures instead of texts")
-    add("--prompt-len", type=int, default=128, help="with --measure-perf")
+    add("--prompt-len", type=at_least(3), default=128, help="with --measure-perf")
     # Spelt as in Tenstorrent's own example, which people who bring a model up know.
     add("--test_increasing_seq_lens", action="store_true",
         help="prompts of 32 tokens up to the longest that fits")  # fmt: skip

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import openai
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PROMPTS = (
     "Return a copy of the",
@@ -82,9 +82,7 @@ async def ask(
 
 async def ask_all(options: argparse.Namespace) -> list[Answer]:
     """Send all requests, at most `concurrency` at a time."""
-    prompts = PROMPTS
-    if options.prompts is not None:
-        prompts = json.loads(options.prompts.read_text(encoding="utf-8"))
+    prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
     room = asyncio.Semaphore(options.concurrency)
     async with openai.AsyncOpenAI(
         base_url=f"{options.url.rstrip('/')}/v1", api_key=options.api_key, max_retries=0
@@ -96,6 +94,29 @@ async def ask_all(options: argparse.Namespace) -> list[Answer]:
                 return await ask(client, model, prompts[number % len(prompts)], options)
 
         return await asyncio.gather(*(one(number) for number in range(options.num_requests)))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The texts of a JSON file.
+
+    Raises:
+        ValueError: It is no list of texts.
+    """
+    texts = json.loads(path.read_text(encoding="utf-8"))
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+        raise ValueError("not a list of texts")
+    return texts
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A command-line type: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return number
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
@@ -133,9 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--api-key", default="none")
     add("--model", help="name to ask for; the first that the server lists, if not given")
     add("--prompts", type=Path, help="JSON file: a list of texts")
-    add("--num-requests", type=int, default=16)
-    add("--concurrency", type=int, default=8, help="most requests under way")
-    add("--max-tokens", type=int, default=32)
+    add("--num-requests", type=at_least(1), default=16)
+    add("--concurrency", type=at_least(1), default=8, help="most requests under way")
+    add("--max-tokens", type=at_least(1), default=32)
     add("--temperature", type=float, default=0.0)
     options = parser.parse_args(arguments)
     started_s = time.perf_counter()
@@ -143,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = asyncio.run(ask_all(options))
     except openai.OpenAIError as error:
         print(f"{options.url}: {error}; is a server running there?", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"--prompts {options.prompts}: {error}", file=sys.stderr)
         return 1
     for answer in answers:
         print(f"{answer.prompt!r} -> {answer.error or repr(answer.text)}")

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config import demo_model_folder
 from examples import offline_inference
+from examples.offline_inference import unlike_prompt
+from replicas import LLM, SamplingParams
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +72,34 @@ def test_increasing_lengths_on_a_simulated_mesh():
     )  # fmt: skip
     assert code == 0, errors
     assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 256, 512, 1024, 2046]
+
+
+def test_prompts_to_measure_with_have_no_common_prefix():
+    """Otherwise the prefix cache would answer, and nothing be measured."""
+    assert len({tuple(unlike_prompt(n, 128)[:3]) for n in range(1000)}) == 1000
+    with LLM(str(demo_model_folder()), multiprocess=False, max_model_len=512, block_size=32) as llm:
+        outputs = [
+            llm.generate(unlike_prompt(n, n), SamplingParams(max_tokens=1))[0]
+            for n in (32, 64, 128, 256, 510)
+        ]
+    assert [output.num_cached_tokens for output in outputs] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests-per-step", "-1"], "must be at least 0, got -1"),
+        (["--num-prompts", "0"], "must be at least 1, got 0"),
+        (["--prompts", "no-such-file.json"], "no-such-file.json"),
+        (["--test_increasing_seq_lens", "--max-tokens", "300", "--max-model-len", "256"],
+         "leave no room for a prompt"),
+    ],
+)  # fmt: skip
+def test_absurd_arguments_are_refused(arguments, message):
+    code, _, errors = example(*arguments)
+    assert code != 0
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 def test_what_cannot_work_says_why():

@@ -59,3 +59,13 @@ def test_no_server(capsys):
         port = unused.getsockname()[1]
     assert main(["--url", f"http://127.0.0.1:{port}", "--num-requests", "1"]) == 1
     assert "is a server running there?" in capsys.readouterr().err
+
+
+def test_absurd_arguments_are_refused(url, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["--url", url, "--concurrency", "0"])
+    assert "must be at least 1" in capsys.readouterr().err
+    (tmp_path / "prompts.json").write_text("{}")
+    for name in ("missing.json", "prompts.json"):
+        assert main(["--url", url, "--prompts", str(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
