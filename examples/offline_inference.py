@@ -191,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ignore_eos=options.measure_perf,
     )
     try:
+        prompts = _prompts(options)
         with LLM(**_engine_options(options)) as llm:
-            result = _run(llm, params, options)
+            result = _run(llm, prompts, params, options)
     except EngineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -200,13 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(llm: LLM, params: SamplingParams, options: argparse.Namespace) -> dict[str, object]:
+def _run(
+    llm: LLM, prompts: list[str | list[int]], params: SamplingParams, options: argparse.Namespace
+) -> dict[str, object]:
     engine = llm.llm_engine
     if options.test_increasing_seq_lens:
         lengths = increasing_lengths(engine, options.max_tokens)
         return {"lengths": [length for length, _ in lengths],
                 "ttft_ms": [took.ttft_ms for _, took in lengths]}  # fmt: skip
-    prompts = _prompts(options)
     if options.measure_perf:
         # Once unseen: the first requests of an engine pay for what is set up on first use.
         run(engine, [unlike_prompt(options.num_prompts, options.prompt_len)], params)
