@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from replicas.generators.protocol import DeviceSamplingParams
+from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -95,7 +96,11 @@ def can_draw(batch: PersistentBatch, rows: npt.NDArray[np.int32], max_top_k: int
 
 
 def prefill_params(
-    batch: PersistentBatch, slots: npt.NDArray[np.int32], samples: npt.NDArray[np.bool_]
+    batch: PersistentBatch,
+    slots: npt.NDArray[np.int32],
+    samples: npt.NDArray[np.bool_],
+    *,
+    keeps_state: bool,
 ) -> DeviceSamplingParams:
     """Sampling parameters of a prefill call, one entry per row of the call.
 
@@ -103,18 +108,24 @@ def prefill_params(
         batch: The persistent batch.
         slots: (R,) its rows.
         samples: (R,) whether each of them samples; the others get what padding rows get.
+        keeps_state: See `_params`.
     """
-    return _params(batch, slots[samples], np.flatnonzero(samples), len(slots))
+    return _params(
+        batch, slots[samples], np.flatnonzero(samples), len(slots), keeps_state=keeps_state
+    )
 
 
-def decode_params(batch: PersistentBatch, slots: npt.NDArray[np.int32]) -> DeviceSamplingParams:
+def decode_params(
+    batch: PersistentBatch, slots: npt.NDArray[np.int32], *, keeps_state: bool
+) -> DeviceSamplingParams:
     """Sampling parameters of a decode call, one entry per slot.
 
     Args:
         batch: The persistent batch.
         slots: (R,) rows that run; the others get what padding rows get.
+        keeps_state: See `_params`.
     """
-    return _params(batch, slots, slots, len(batch.num_tokens))
+    return _params(batch, slots, slots, len(batch.num_tokens), keeps_state=keeps_state)
 
 
 def _params(
@@ -122,8 +133,20 @@ def _params(
     slots: npt.NDArray[np.int32],
     entries: npt.NDArray[np.integer],
     num_entries: int,
+    *,
+    keeps_state: bool,
 ) -> DeviceSamplingParams:
-    """Parameters of `slots` at `entries`, and padding everywhere else."""
+    """Parameters of `slots` at `entries`, and padding everywhere else.
+
+    With `keeps_state` the device draws each row's numbers from a stream that begins at its seed,
+    and begins it anew whenever it is told to: after every prefill, and whenever a row comes or
+    goes. The same seed would then draw the same numbers again. So its seed is minted from the
+    request's and the index of the token that is drawn next, which no two beginnings share. Without
+    a seed, as the plug-in sends for requests that bring none, a device draws from a state of its
+    own; but an engine does not know which seeds were minted, and a request that brought one would
+    still repeat itself. The price: a seed gives the same tokens again only where streams begin at
+    the same tokens, for one when the request runs alone.
+    """
     temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
     top_p = np.ones(num_entries)
     seed: list[int | None] = [None] * num_entries
@@ -131,7 +154,11 @@ def _params(
     drawn, at = slots[is_random], entries[is_random]
     temperature[at], top_k[at] = batch.temperature[drawn], batch.top_k[drawn]
     top_p[at] = batch.top_p[drawn]
-    for entry, value in zip(at.tolist(), batch.seed[drawn].tolist(), strict=True):
+    seeds = batch.seed[drawn]
+    if keeps_state:
+        indices = (batch.num_tokens[drawn] - batch.num_prompt_tokens[drawn]).astype(np.int64)
+        seeds = (uniform(seeds, indices) * 2.0**53).astype(np.int64)
+    for entry, value in zip(at.tolist(), seeds.tolist(), strict=True):
         seed[entry] = value
     return DeviceSamplingParams(
         temperature=temperature.tolist(),

@@ -135,11 +135,16 @@ class DPGroups:
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the sequence's group has the blocks that it lacks for `num_tokens`."""
-        return self._num_missing(seq, num_tokens) <= self._pools[seq.dp_group].num_free_blocks
+        num_missing = self._num_missing(seq, num_tokens)
+        # Of every decode step all sequences come here, and most of them lack nothing.
+        return num_missing <= 0 or num_missing <= self._pools[seq.dp_group].num_free_blocks
 
     def grow(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Append the blocks that a sequence lacks for `num_tokens`; returns them."""
-        block_ids = self._pools[seq.dp_group].allocate(max(self._num_missing(seq, num_tokens), 0))
+        num_missing = self._num_missing(seq, num_tokens)
+        if num_missing <= 0:
+            return []
+        block_ids = self._pools[seq.dp_group].allocate(num_missing)
         seq.block_ids.extend(block_ids)
         return block_ids
 

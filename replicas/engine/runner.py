@@ -75,8 +75,8 @@ class ModelRunner:
             both = mesh.sample_on_device == "all"
             self._device_draws = frozenset({"decode", "prefill"} if both else {"decode"})
         self._max_top_k = capabilities.get("max_device_top_k")
-        # Otherwise a row of which no token is wanted must not draw: it would count as a draw.
-        self._draws_freely = capabilities.get("device_draws_keep_no_state", False)
+        # A row of which no token is wanted must not draw then: it would count as a draw.
+        self._keeps_state = not capabilities.get("device_draws_keep_no_state", False)
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
@@ -94,7 +94,7 @@ class ModelRunner:
         started = time.perf_counter()
         if (
             scheduled.kind in self._device_draws
-            and (self._draws_freely or samples.all())
+            and (not self._keeps_state or samples.all())
             and can_draw(batch, slots[samples], self._max_top_k)
         ):
             drawn = self._draw_on_device(scheduled, slots, counts, samples)
@@ -124,7 +124,7 @@ class ModelRunner:
         self._generator.warmup_model_prefill(
             kv_cache=self._kv_cache,
             enable_trace=enable_trace,
-            can_sample_on_device=bool(self._device_draws),
+            can_sample_on_device="prefill" in self._device_draws,
         )
 
     def _warm_up_decode(self, *, enable_trace: bool) -> None:
@@ -133,7 +133,7 @@ class ModelRunner:
             enable_trace=enable_trace,
             max_batch_size=len(self._batch.num_tokens),
             num_blocks=self._batch.table_width,
-            can_sample_on_device=bool(self._device_draws),
+            can_sample_on_device="decode" in self._device_draws,
         )
 
     # --- logits for the host -------------------------------------------------------------------
@@ -193,13 +193,13 @@ class ModelRunner:
         """(R,) tokens in scheduling order; of rows that do not sample whatever came back."""
         if scheduled.kind == "prefill":
             self._commands.forget()
-            params = prefill_params(self._batch, slots, samples)
+            params = prefill_params(self._batch, slots, samples, keeps_state=self._keeps_state)
             return _tokens(self._call_prefill(slots, counts, params))
         reload = self._commands.next_call(
             slots, has_new=bool(scheduled.new), has_new_blocks=bool(scheduled.appended_blocks)
         )
         if reload.sampling_params or self._decode_params is None:
-            self._decode_params = decode_params(self._batch, slots)
+            self._decode_params = decode_params(self._batch, slots, keeps_state=self._keeps_state)
         return _tokens(self._call_decode(slots, self._decode_params, reload))[slots]
 
     # --- the two calls -------------------------------------------------------------------------

@@ -147,7 +147,9 @@ class Worker:
             tt_data_parallel=config.tt_data_parallel,
             optimizations=config.mesh.optimizations,
         )
-        return model_facts(config, hf, self._generator.model_capabilities, budget)
+        capabilities = self._generator.model_capabilities
+        self._check_mesh_capabilities(config.mesh, capabilities)
+        return model_facts(config, hf, capabilities, budget)
 
     def initialize_kv_cache(
         self, num_blocks: int, max_model_len: int
@@ -274,14 +276,18 @@ class Worker:
         )
 
     def _check_mesh_capabilities(self, mesh: MeshConfig, can: ModelCapabilities) -> None:
-        """Refuse what cannot work before a mesh is opened and minutes of loading have passed."""
+        """Refuse what cannot work.
+
+        Asked before a mesh is opened and minutes of loading have passed, and again of the model
+        that was loaded, which may be able to do less than its class.
+        """
         config, name = self._config, self._generator_class.__qualname__
         if mesh.sample_on_device != "none" and not can.get("supports_sample_on_device"):
             raise ConfigError(
                 f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
                 "sample on the device; set it to none"
             )
-        block_size = can.get("required_block_size", config.block_size)
+        block_size = can.get("required_block_size") or config.block_size
         if block_size != config.block_size:
             raise ConfigError(
                 f"block_size is {config.block_size} and generator {name} needs {block_size}"

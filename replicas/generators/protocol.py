@@ -69,9 +69,10 @@ class ModelCapabilities(TypedDict, total=False):
         tt_adaptive_block_output: Adapts the number of output tokens per step. Default False.
         tt_adaptive_block_max_prompt_tokens: Longest prompt for which it does.
         tt_block_kv_extent_tokens: KV tokens that one block-output step may touch.
-        required_block_size: The only KV block size the model takes; missing for any.
-        device_draws_keep_no_state: What the device draws depends on logits, seed and position alone,
-            so that a row of which no token is wanted may draw beside others. Ours; default False.
+        required_block_size: The only KV block size the model takes; missing or None for any.
+        device_draws_keep_no_state: What the device draws depends on logits, seed and position
+            alone: a row of which no token is wanted may draw beside others, and a seed may be sent
+            again. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
         supports_layer_callbacks: Has ``set_layer_callbacks``. Ours; default False.
     """
@@ -92,7 +93,7 @@ class ModelCapabilities(TypedDict, total=False):
     tt_adaptive_block_output: bool
     tt_adaptive_block_max_prompt_tokens: int
     tt_block_kv_extent_tokens: int
-    required_block_size: int
+    required_block_size: int | None
     device_draws_keep_no_state: bool
     supports_mixed_batch: bool
     supports_layer_callbacks: bool

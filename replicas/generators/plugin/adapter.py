@@ -21,7 +21,7 @@ import torch
 
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.model_config import ModelConfig
-from replicas.generators.plugin.capabilities import adapted_capabilities
+from replicas.generators.plugin.capabilities import adapted_capabilities, narrowed_capabilities
 from replicas.generators.plugin.kv_layers import dtype_name, kv_cache_spec, layer_caches
 from replicas.generators.plugin.outputs import host_output, is_on_host
 from replicas.generators.plugin.sampling import to_tt_sampling_params, warmup_sampling_params
@@ -133,8 +133,13 @@ class AdaptedGenerator:
             optimizations: "performance" is what every class does by itself, and is not passed on:
                 some accept no other value than None.
 
+        Returns:
+            An instance of this class; of a subclass whose ``model_capabilities`` are fewer, if the
+            loaded model's own are.
+
         Raises:
-            ConfigError: The class refuses these numbers; says its reason.
+            ConfigError: The class refuses these numbers; says its reason. Or what the loaded model
+                says of itself is no dictionary.
         """
         for note in cls.notes:
             _LOG.info("generator %s: %s", cls.signature.class_name, note)
@@ -164,7 +169,19 @@ class AdaptedGenerator:
                 f"generator {cls.signature.class_name} refuses max_batch_size {max_batch_size}, "
                 f"max_seq_len {max_seq_len}, tt_data_parallel {tt_data_parallel}: {reason}"
             ) from error
-        return cls(model, config, num_chips, tt_data_parallel, max_batch_size)
+        return cls._of(model)(model, config, num_chips, tt_data_parallel, max_batch_size)
+
+    @classmethod
+    def _of(cls, model: object) -> type[AdaptedGenerator]:
+        """This class, or one that can only what `model` can."""
+        if getattr(model, "model_capabilities", None) is getattr(
+            cls.plugin_class, "model_capabilities", None
+        ):
+            return cls
+        capabilities, notes = narrowed_capabilities(cls.model_capabilities, model, cls.signature)
+        for note in notes:
+            _LOG.info("generator %s: %s", cls.signature.class_name, note)
+        return type(cls.__name__, (cls,), {"model_capabilities": capabilities})
 
     def allocate_kv_cache(
         self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int

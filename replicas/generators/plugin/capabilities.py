@@ -15,14 +15,20 @@ _OURS = ("supports_mixed_batch", "supports_layer_callbacks")
 _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
 """Off where a class does not say; worth a line, because both cost much where they could be on."""
 
+_PENALTIES = "supports_device_penalties"
+"""The one ability that a class has unless it says otherwise."""
+_NO_STATE = "device_draws_keep_no_state"
+_TOP_K = "max_device_top_k"
+_BLOCK_SIZE = "required_block_size"
+
 
 def adapted_capabilities(
-    cls: type, signature: ClassSignature
+    cls: object, signature: ClassSignature
 ) -> tuple[ModelCapabilities, tuple[str, ...]]:
     """Merge a class's declaration with what it really takes.
 
     Args:
-        cls: The generator class; its ``model_capabilities`` may be missing.
+        cls: The generator class, or a model of it; its ``model_capabilities`` may be missing.
         signature: Of that class.
 
     Returns:
@@ -51,6 +57,46 @@ def adapted_capabilities(
             notes.append(f"{key} is off, though declared: {reason}")
         merged[key] = False
     return cast("ModelCapabilities", merged), tuple(notes)
+
+
+def narrowed_capabilities(
+    of_class: ModelCapabilities, model: object, signature: ClassSignature
+) -> tuple[ModelCapabilities, tuple[str, ...]]:
+    """What a loaded model can do of what its class can: some find out while they are loaded.
+
+    What only one of the two declares is the default in the other. Of what is no ability, such as
+    the fabric, which is set up by then, the class's word counts.
+
+    Args:
+        of_class: As `adapted_capabilities` gives them.
+        model: Instance of the class.
+        signature: Of the class.
+
+    Returns:
+        The capabilities, and a sentence on each that the model takes away.
+
+    Raises:
+        ConfigError: As `adapted_capabilities`.
+    """
+    own: dict[str, Any] = dict(adapted_capabilities(model, signature)[0])
+    narrowed: dict[str, Any] = dict(of_class)
+    for key in _PENALTIES, *(key for key in of_class if key.startswith("supports_")):
+        default = key == _PENALTIES
+        if narrowed.get(key, default) and not own.get(key, default):
+            narrowed[key] = False
+    if narrowed.get(_NO_STATE) and not own.get(_NO_STATE):
+        narrowed[_NO_STATE] = False
+    limits = [limit for limit in (narrowed.get(_TOP_K), own.get(_TOP_K)) if limit is not None]
+    if limits:
+        narrowed[_TOP_K] = min(limits)
+    if own.get(_BLOCK_SIZE) is not None:
+        narrowed[_BLOCK_SIZE] = own[_BLOCK_SIZE]
+    notes = tuple(
+        f"{key} is {value}: the loaded model says so"
+        for key, value in narrowed.items()
+        if (key, value) not in of_class.items()
+    )
+    return cast("ModelCapabilities", narrowed), notes
 
 
 def _impossible(signature: ClassSignature) -> list[tuple[str, str]]:

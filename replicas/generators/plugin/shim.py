@@ -190,6 +190,10 @@ _CONTENTS: Mapping[str, Mapping[str, object]] = {
     "vllm.model_executor.models.mllama": _processors("Mllama"),
     "vllm.model_executor.models.qwen2_5_vl": _processors("Qwen2_5_VL"),
     "vllm.model_executor.models.qwen2_vl": _processors("Qwen2VL"),
+    "vllm.model_executor.models.qwen3_5": {
+        **_processors("Qwen3VL"),
+        "Qwen3_5ProcessingInfo": _processor("Qwen3_5ProcessingInfo"),
+    },
     "vllm.model_executor.models.qwen3_vl": _processors("Qwen3VL"),
     "vllm.multimodal": {"MULTIMODAL_REGISTRY": _REGISTRY},
     "vllm.multimodal.inputs": _MULTIMODAL_INPUTS,

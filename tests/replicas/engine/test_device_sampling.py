@@ -10,6 +10,7 @@ import torch
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.runner import ModelRunner
 from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.philox import mint_seed
 
 VOCAB = 50
 PADDING = (0.0, 1, 1.0, None)
@@ -20,7 +21,7 @@ class Device:
 
     Attributes:
         calls: (method, keyword arguments) in order.
-        events: Events that were given out and waited for, in order.
+        events: ("given" or "waited", event) in order; every output has one of each of two lanes.
     """
 
     model_capabilities: ClassVar[dict[str, object]] = {
@@ -31,7 +32,7 @@ class Device:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
-        self.events: list[str] = []
+        self.events: list[tuple[str, object]] = []
         self._token = 0
 
     def warmup_model_prefill(self, **kwargs):
@@ -52,17 +53,20 @@ class Device:
     def read_decode_output(self, tt_out, async_read=True):
         assert async_read
         assert tt_out[0] == "on device"
-        self.events.append("given")
-        return tt_out[1], [f"event {len(self.events)}"]
+        events = [f"event {self._token} of lane {lane}" for lane in range(2)]
+        self.events.extend(("given", event) for event in events)
+        return tt_out[1], events
 
     def process_decode_output_host(self, tt_out, is_tokens=False):
-        assert len(self.events) % 2 == 0, "the output was read before its event"
+        given, waited = (
+            [event for what, event in self.events if what == kind] for kind in ("given", "waited")
+        )
+        assert waited == given, "the output was read before its events"
         assert is_tokens == (tt_out.ndim < 3)
         return tt_out
 
     def wait(self, event):
-        assert event == f"event {len(self.events)}"
-        self.events.append("waited")
+        self.events.append(("waited", event))
 
     def _output(self, num_rows, sampling_params):
         if sampling_params is None:
@@ -198,7 +202,8 @@ def test_the_mode_says_which_calls_draw(mode, drawn):
     device = Device()
     runner = make_runner(device, sample_on_device=mode)
     runner.compile()
-    assert all(kwargs["can_sample_on_device"] == bool(drawn) for _, kwargs in device.calls)
+    warmed = [name for name, kwargs in device.calls if kwargs["can_sample_on_device"]]
+    assert warmed == [f"warm {name}" for name in drawn]
     device.calls.clear()
     first = run(runner, "prefill", {0: 3}, [new(0)])
     second = run(runner, "decode", {0: 1})
@@ -248,6 +253,41 @@ def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
     assert rows[1] == (0.5, 4, 0.25, 101)
 
 
+def seeds_of_each_start(device, steps=6):
+    """(call, seed of slot 0) of each call that starts streams afresh, while others come and go."""
+    runner = make_runner(device)
+    found = []
+    run(runner, "prefill", {0: 3}, [new(0, temperature=0.5, top_k=4)])
+    for step in range(steps):
+        run(runner, "decode", {0: 1})
+        run(runner, "decode", {0: 1})
+        run(runner, "prefill", {1: 3}, [new(1, 3 + step)])
+    # Preempted, and back with what it had.
+    length = 3 + 1 + 2 * steps
+    again = new(0, length, temperature=0.5, top_k=4, prompt=3)
+    run(runner, "prefill", {0: length}, [again])
+    run(runner, "decode", {0: 1})
+    for name, kwargs in device.calls:
+        slots = kwargs.get("empty_slots", [0])
+        if slots == [0] and kwargs.get("reset_sampling_state", True):
+            found.append((name, kwargs["sampling_params"].seed[0]))
+    assert [name for name, _ in found] == ["prefill", *["decode"] * steps, "prefill", "decode"]
+    return [seed for _, seed in found]
+
+
+def test_a_stream_that_starts_afresh_never_draws_the_same_numbers_again():
+    """A class that keeps streams rebuilds them from the seeds, whenever another request comes."""
+    seeds = seeds_of_each_start(Device())
+    assert len(set(seeds)) == len(seeds)
+    assert seeds == [mint_seed(100, index) >> 10 for index in (0, 1, 3, 5, 7, 9, 11, 13, 14)]
+
+
+def test_a_seed_is_sent_as_it_is_where_draws_keep_no_state():
+    device = Device()
+    device.model_capabilities = {**device.model_capabilities, "device_draws_keep_no_state": True}
+    assert set(seeds_of_each_start(device)) == {100}
+
+
 def test_a_class_without_a_limit_of_its_own_draws_for_everybody():
     device = Blocking()
     run(make_runner(device), "prefill", {0: 3}, [new(0, temperature=1.0)])
@@ -262,7 +302,7 @@ def test_rows_that_do_not_decode_are_padded_as_documented():
     params = device.calls[-1][1]["sampling_params"]
     rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
     assert rows[:3] == [PADDING] * 3
-    assert rows[3] == (0.5, 4, 0.5, 103)
+    assert rows[3] == (0.5, 4, 0.5, mint_seed(103, 1) >> 10)
     assert params.repetition_penalty == [1.0] * 4
     assert params.presence_penalty == params.frequency_penalty == [0.0] * 4
     assert params.num_logprobs == [-2] * 4
@@ -279,10 +319,12 @@ def test_steady_steps_use_the_same_parameters_and_page_table():
     assert after["page_table"].data_ptr() == before["page_table"].data_ptr()
 
 
-def test_every_output_is_waited_for_before_it_is_read():
+def test_all_lanes_of_every_output_are_waited_for_before_it_is_read():
     device = Device()
     started(device)
-    assert device.events == ["given", "waited"] * 2
+    kinds = [kind for kind, _ in device.events]
+    assert kinds == ["given", "given", "waited", "waited"] * 2
+    assert len({event for _, event in device.events}) == 4
     assert not device.calls[-1][1]["read_from_device"]
 
 

@@ -65,7 +65,7 @@ def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
 
 def test_preempted_rows_are_loaded_anew(monkeypatch, folder, expected):
     install(monkeypatch)
-    with engine_core(config(folder, mesh={"sample_on_device": "all"}, num_blocks=7)) as core:
+    with engine_core(config(folder, mesh={"sample_on_device": "all"}, num_blocks=8)) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
         assert num_preemptions(core) > 0
 
@@ -212,6 +212,43 @@ class Undrawing(MeshGenerator):
 
 class Blocks64(MeshGenerator):
     model_capabilities: ClassVar[dict[str, object]] = {"required_block_size": 64}
+
+
+class AnyBlocks(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {
+        **MeshGenerator.model_capabilities, "required_block_size": None,
+    }  # fmt: skip
+
+
+def test_a_required_block_size_of_none_is_none_at_all(monkeypatch, folder, expected):
+    install(monkeypatch, AnyBlocks)
+    with engine_core(config(folder)) as core:
+        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+
+
+class Narrowed(MeshGenerator):
+    """A model of its class that can less."""
+
+    loses: ClassVar[str]
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model_capabilities = {**self.model_capabilities, self.loses: False}
+
+
+def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(monkeypatch, folder):
+    loses = {"loses": "supports_sample_on_device"}
+    doubles = install(monkeypatch, type("Narrowed", (Narrowed,), loses))
+    drawing = config(folder, mesh={"sample_on_device": "all"})
+    with pytest.raises(ConfigError, match="'all' and generator Narrowed does not sample"):
+        EngineCore(drawing, UniProcExecutor(drawing))
+    assert [mesh.closed for mesh in doubles.meshes] == [1]
+
+
+def test_a_loaded_model_that_cannot_run_ahead_reads_at_once(monkeypatch, folder):
+    install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": "supports_async_decode"}))
+    with engine_core(config(folder)) as core:
+        assert not core._executor._worker._runner._reads_later
 
 
 class Whole(MeshGenerator):

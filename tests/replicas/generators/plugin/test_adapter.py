@@ -174,6 +174,70 @@ def test_required_block_size() -> None:
     generator.allocate_kv_cache((9, 2, 64, 16), torch.bfloat16, 3)
 
 
+class Narrowed(Plain):
+    """Whose models find out while they are loaded what they cannot do."""
+
+    model_capabilities: ClassVar[dict[str, Any]] = {
+        "supports_prefix_caching": True,
+        "supports_chunked_prefill": True,
+        "supports_sample_on_device": True,
+        "max_device_top_k": 32,
+        "fabric_config": {"config": "FABRIC_1D"},
+    }
+    of_instance: ClassVar[Any]
+
+    def __init__(self) -> None:
+        self.model_capabilities = self.of_instance
+
+
+def narrowed(of_instance: Any) -> Any:
+    return make(type("Narrowed", (Narrowed,), {"of_instance": of_instance}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"supports_sample_on_device": False}, {"supports_sample_on_device": False}),
+        ({"max_device_top_k": 8}, {"max_device_top_k": 8}),
+        ({"required_block_size": 64}, {"required_block_size": 64}),
+        # Neither more than the class says, nor what its methods cannot do.
+        ({"max_device_top_k": 64, "supports_device_grammar": True}, {}),
+        ({"max_device_top_k": None, "supports_async_decode": True}, {}),
+        # Penalties are possible unless somebody says that they are not.
+        ({"supports_device_penalties": False}, {"supports_device_penalties": False}),
+    ],
+)
+def test_instance_that_can_less_than_its_class(
+    changes: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    generator = narrowed({**Narrowed.model_capabilities, **changes})
+    of_class = adapt(type("Narrowed", (Narrowed,), {})).model_capabilities
+    found = dict(generator.model_capabilities)
+    assert found == {**of_class, **expected}
+    assert of_class["supports_sample_on_device"], "other models of the class are as they were"
+    for key, value in expected.items():
+        assert f"{key} is {value}: the loaded model says so" in caplog.text
+
+
+def test_what_an_instance_leaves_out_it_cannot() -> None:
+    found = narrowed({"supports_chunked_prefill": True, "max_device_top_k": 32})
+    assert found.model_capabilities["supports_chunked_prefill"]
+    assert not found.model_capabilities["supports_prefix_caching"]
+    assert not found.model_capabilities["supports_sample_on_device"]
+
+
+def test_instance_whose_capabilities_are_broken() -> None:
+    with pytest.raises(ConfigError, match="model_capabilities is a list, not a dictionary"):
+        narrowed(["supports_prefix_caching"])
+
+
+def test_instance_that_needs_blocks_of_a_size() -> None:
+    generator = narrowed({**Narrowed.model_capabilities, "required_block_size": 64})
+    with pytest.raises(ConfigError, match="needs block_size 64, and block_size is 32"):
+        generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
+
+
 class Windows(Plain):
     """Every second layer attends to a window, with heads of its own."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,12 +13,11 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
-from replicas.generators.plugin.find import PluginPaths, find_plugin_class
+from replicas.generators.plugin.find import TT_METAL_CLASSES, PluginPaths, find_plugin_class
 from replicas.generators.plugin.shim import MissingVLLMError, vllm_config, vllm_stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 GENERATOR_VLLM = '''
 """Import lines and decorators as in tt-metal, 2025 and 2026; nothing else of it."""
@@ -142,6 +142,63 @@ def test_class_is_imported_and_made(paths: PluginPaths) -> None:
     for found in (llama, gemma):
         assert found("made").name == "made"
         assert adapt(found).signature.has_kv_cache_spec == (found is llama)
+
+
+VLLM_IMPORTS = {
+    "models.tt_transformers.tt.generator_vllm": GENERATOR_VLLM,
+    "models.demos.deepseek_v3.tt.generator_vllm": "",
+    "models.demos.gemma4.tt.generator_vllm": (
+        "from models.tt_transformers.tt.generator_vllm import LlamaForCausalLM\n"
+    ),
+    "models.demos.qwen25_vl.tt.generator_vllm": """
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.qwen2_5_vl import (
+    Qwen2_5_VLDummyInputsBuilder as DummyInputs,
+    Qwen2_5_VLMultiModalProcessor as Processor,
+    Qwen2_5_VLProcessingInfo as Info,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+""",
+    "models.demos.qwen3_vl.tt.generator_vllm": """
+import vllm.envs as envs
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.qwen3_vl import (
+    Qwen3VLDummyInputsBuilder as DummyInputs,
+    Qwen3VLMultiModalProcessor as Processor,
+    Qwen3VLProcessingInfo as Info,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+""",
+    "models.demos.blackhole.qwen36.tt.qwen36_vllm": """
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ProcessingInfo as Info,
+    Qwen3VLDummyInputsBuilder as DummyInputs,
+    Qwen3VLMultiModalProcessor as Processor,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+""",
+}
+"""What the modules of the table import of vLLM at their top, in 2026."""
+REGISTERED = """
+class SomeInfo(Info):
+    pass
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=SomeInfo, dummy_inputs=DummyInputs)
+"""
+
+
+@pytest.mark.parametrize("architecture", TT_METAL_CLASSES)
+def test_every_class_of_the_table_is_imported(architecture: str, paths: PluginPaths) -> None:
+    module, _, name = TT_METAL_CLASSES[architecture].partition(":")
+    assert paths.tt_metal_home is not None
+    for path, imports in VLLM_IMPORTS.items():
+        file = Path(paths.tt_metal_home, *path.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        registers = REGISTERED if "as Processor" in imports else ""
+        bases = "(SupportsMultiModal)" if "SupportsMultiModal" in imports else ""
+        body = f"class {name}{bases}:\n    pass\n" if path == module else ""
+        file.write_text(imports + (registers + body if body else ""))
+    assert find_plugin_class(architecture, paths).__module__ == module
 
 
 def test_class_imports_more_later(paths: PluginPaths) -> None:
