@@ -409,6 +409,7 @@ def load_cluster_config(args: Any) -> ClusterConfig:  # noqa: ANN401 - whatever 
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
     _check_boards(config)
+    _check_kv_memory(config)
     _check_pools_agree(config)
     _check_faults(config)
     return config
@@ -471,6 +472,23 @@ def _check_boards(config: ClusterConfig) -> None:
                 f"args.pools.{role}: {pool.replicas} replicas cannot all have the boards of "
                 f"mesh.visible_devices {list(mesh.visible_devices)}; remove visible_devices, and "
                 "Ray gives each replica boards of its own"
+            )
+
+
+def _check_kv_memory(config: ClusterConfig) -> None:
+    """Nobody waits for a mesh to take as much memory as it was told: it takes what there is.
+
+    What all pools share may be meant for one of them that is not on a mesh.
+    """
+    on_mesh = {role for role in config.pools if config.engine_config(role).mesh is not None}
+    places = {f"args.pools.{role}.engine": config.pools[role].engine for role in on_mesh}
+    if on_mesh == set(config.pools):
+        places["args.engine"] = config.engine
+    for where, fields in places.items():
+        if "kv_cache_memory_bytes" in fields:
+            raise ClusterConfigError(
+                f"{where}.kv_cache_memory_bytes is for engines on the CPU: a mesh's KV takes what "
+                "its memory holds beside the weights; remove it, or set num_blocks"
             )
 
 

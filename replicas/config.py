@@ -1,7 +1,7 @@
 """Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -9,7 +9,7 @@ from kv_transfer.store import StoreConfig
 from kv_transfer.ticket import KeyRing
 from replicas.errors import ConfigError
 from replicas.faults import Fault
-from replicas.meshes import MeshSpec, lane_shape, mesh_spec
+from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 
 STORE_CONNECTORS = ("pooled", "multi")
 """Connectors that cannot do without a store."""
@@ -61,11 +61,24 @@ class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
 
+_Optimizations: TypeAlias = Literal["performance", "accuracy"]
+_Calls: TypeAlias = Literal["none", "decode_only", "all"]
+_Axis: TypeAlias = Literal["row", "col"]
+_MESH_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "arch": (*get_args(Arch), None),
+    "optimizations": get_args(_Optimizations),
+    "trace": get_args(_Calls),
+    "sample_on_device": get_args(_Calls),
+    "dispatch_core_axis": (*get_args(_Axis), None),
+}
+
+
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Tenstorrent mesh that an engine runs on.
 
     Attributes:
         name: A known mesh, for one "N150", "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
+        arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
         optimizations: "performance" keeps weights and KV in bfloat8_b, "accuracy" in bfloat16.
         trace: Which calls are captured once and replayed: all, decode only, or none.
         sample_on_device: Which steps draw their tokens on the device, where it can: none, decode
@@ -80,19 +93,21 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         visible_devices: Indices of the boards to open; None takes those that Ray, or the
             environment, has bound the process to.
         weight_cache: Folder for converted weights; None is a folder in the user's cache.
-        tt_metal_home: Checkout of tt-metal, for generators that come from there.
+        tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
+            `generator` it is refused, as is the next.
         extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
     """
 
     name: str
-    optimizations: Literal["performance", "accuracy"] = "performance"
-    trace: Literal["none", "decode_only", "all"] = "all"
-    sample_on_device: Literal["none", "decode_only", "all"] = "none"
+    arch: Arch | None = None
+    optimizations: _Optimizations = "performance"
+    trace: _Calls = "all"
+    sample_on_device: _Calls = "none"
     trace_region_size: int = 50_000_000
     worker_l1_size: int = 0
     l1_small_size: int = 0
     fabric: str | None = None
-    dispatch_core_axis: Literal["row", "col"] | None = None
+    dispatch_core_axis: _Axis | None = None
     visible_devices: tuple[int, ...] | None = None
     weight_cache: str | None = None
     tt_metal_home: str | None = None
@@ -103,9 +118,9 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The mesh's chips and grid.
 
         Raises:
-            ConfigError: There is no such mesh; names the known ones.
+            ConfigError: There is no such mesh, or it is of another architecture than `arch`.
         """
-        return mesh_spec(self.name)
+        return mesh_spec(self.name, arch=self.arch)
 
     def validate(self) -> None:
         """Check what can be checked without the device.
@@ -115,6 +130,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         spec = self.spec
         spec.check_one_host()
+        self._validate_choices()
         for name in ("trace_region_size", "worker_l1_size", "l1_small_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"mesh.{name} must not be negative, got {getattr(self, name)}")
@@ -135,6 +151,14 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"mesh.visible_devices names {len(devices)} devices, and mesh {spec.name} has "
                 f"{spec.num_pcie_devices}; name as many, or leave it out"
             )
+
+    def _validate_choices(self) -> None:
+        """Check what a decoder would: made in Python, the struct takes any value."""
+        for name, choices in _MESH_CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                known = ", ".join(repr(choice) for choice in choices)
+                raise ConfigError(f"mesh.{name} {value!r} is not one of {known}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,6 +197,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             may then name a class written for Tenstorrent's vLLM plug-in: "module:Class", "tt-metal"
             for the one that serves the model's architecture there, or a bundle's architecture.
         step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
+        start_timeout_s: Longest time without progress while it starts. Classes of others report
+            none while they load: for these it must cover the first conversion of the weights.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         kv_keys: What tickets must be signed with; without a key every ticket is refused.
@@ -207,6 +233,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     simulated_mesh: SimulatedMeshConfig | None = None
     mesh: MeshConfig | None = None
     step_timeout_s: float = 300.0
+    start_timeout_s: float = 3600.0
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
     kv_keys: KeyRing = KeyRing()
@@ -249,7 +276,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
-        for name in ("reservation_timeout_s", "step_timeout_s"):
+        for name in ("reservation_timeout_s", "step_timeout_s", "start_timeout_s"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name} must be positive, got {seconds}")
@@ -303,11 +330,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.attention != "fast":
             raise ConfigError(f"attention {self.attention!r} is for engines on the CPU; remove it")
-        if not self.uses_native_generator and self.load_format == "random":
-            raise ConfigError(
-                f"load_format 'random' is for the generators of this package, and {self.generator} "
-                "loads its weights by itself; remove one of them"
-            )
+        self._validate_mesh_generator(mesh)
         lane_shape(mesh.spec, self.tt_data_parallel)
         if self.slots_per_group > TILE_ROWS:
             raise ConfigError(
@@ -323,6 +346,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than block_size "
                 f"{self.block_size}, and a mesh writes a prompt's KV in whole blocks"
+            )
+
+    def _validate_mesh_generator(self, mesh: MeshConfig) -> None:
+        """Refuse settings that the generator has no use for."""
+        if self.uses_native_generator:
+            for name in ("tt_metal_home", "extra_models_dir"):
+                if getattr(mesh, name) is not None:
+                    raise ConfigError(
+                        f"mesh.{name} {getattr(mesh, name)!r} is for classes of others, and this "
+                        "engine runs the generator of this package; remove it, or set generator"
+                    )
+        elif self.load_format == "random":
+            raise ConfigError(
+                f"load_format 'random' is for the generators of this package, and {self.generator} "
+                "loads its weights by itself; remove one of them"
             )
 
     @property

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from replicas.errors import ConfigError
 from replicas.generators.simulated.profiles import engine_profile
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
-from replicas.generators.ttnn.buckets import check_lane
-from replicas.generators.ttnn.budget import TILE_BYTES, native_token_budget, num_blocks
+from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
+from replicas.generators.ttnn.budget import (
+    TILE_BYTES,
+    lane_memory,
+    native_token_budget,
+    num_blocks,
+)
 from replicas.generators.ttnn.profiles import profile
 from replicas.meshes import lane_shape
 
@@ -73,7 +78,8 @@ def num_blocks_per_lane(
             ours, or does not say.
 
     Raises:
-        ConfigError: It holds no usable block, or the mesh cannot be; says the numbers.
+        ConfigError: It holds no usable block, or not the configured count beside one of our models
+            on a mesh, or the mesh cannot be; says the numbers.
     """
     if config.simulated_mesh is not None:
         simulated = engine_profile(config, config.simulated_mesh)
@@ -103,10 +109,31 @@ def _num_blocks_on_mesh(
         _, tp = lane_shape(mesh.spec, config.tt_data_parallel)
         check_lane(model, tp, max_rows=config.slots_per_group, block_size=config.block_size)
         # Even where the count is given: what it says of the weights holds all the same.
-        token_budget = native_token_budget(model, mesh.spec, mesh, config.tt_data_parallel)
+        token_budget = native_token_budget(
+            model, mesh.spec, mesh, config.tt_data_parallel,
+            block_size=config.block_size, num_slots=config.slots_per_group,
+            max_seq_len=config.max_model_len,
+        )  # fmt: skip
+        if config.num_blocks is not None:
+            _check_num_blocks(config, config.num_blocks, mesh, model)
     elif token_budget is None:
         token_budget = DEFAULT_TOKEN_BUDGET
     return config.num_blocks or num_blocks(token_budget, config.block_size, config.slots_per_group)
+
+
+def _check_num_blocks(
+    config: EngineConfig, given: int, mesh: MeshConfig, model: ModelConfig
+) -> None:
+    """Refuse more blocks than memory holds; more than rows can fill are for prefixes."""
+    fits = lane_memory(
+        model, mesh.spec, mesh, config.tt_data_parallel,
+        block_size=config.block_size, max_seq_len=config.max_model_len,
+    ).num_blocks  # fmt: skip
+    if given > fits:
+        raise ConfigError(
+            f"num_blocks {given} does not fit mesh {mesh.name}: beside the weights a lane holds at "
+            f"most {fits} blocks of {config.block_size} tokens; lower num_blocks or leave it out"
+        )
 
 
 def position_limit(config: EngineConfig, model: ModelConfig) -> int:
@@ -127,13 +154,18 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     then it is taken to hold what was asked for.
 
     Raises:
-        ConfigError: As `derive_max_model_len` and `num_blocks_per_lane`.
+        ConfigError: As `derive_max_model_len` and `num_blocks_per_lane`; or one of our models has
+            fewer blocks on a mesh than a page table has entries, which may be a few more than the
+            sequence needs.
     """
     is_unknown = (
         config.mesh is not None and not config.uses_native_generator and not config.num_blocks
     )
     count = None if is_unknown else num_blocks_per_lane(config, model)
-    return derive_max_model_len(config, position_limit(config, model), count)
+    longest = derive_max_model_len(config, position_limit(config, model), count)
+    if config.mesh is not None and config.uses_native_generator and count is not None:
+        check_cache(count, decode_table_width(longest, config.block_size))
+    return longest
 
 
 def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int | None) -> int:

@@ -43,7 +43,7 @@ def model_fingerprint(config: EngineConfig) -> str:
         return digest.hexdigest()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
-        digest.update(_samples(path) if config.kv_store is None else _whole(path))
+        digest.update(_samples(path) if config.kv_store is None else file_digest(path))
     return digest.hexdigest()
 
 
@@ -58,7 +58,7 @@ def _samples(path: Path) -> bytes:
     return bytes(samples)
 
 
-def _whole(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
     """16 bytes that depend on every byte of a file."""
     state = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)

@@ -9,6 +9,7 @@ import yaml
 import configs
 from cluster.config import load_cluster_config, load_serve_file
 from cluster.errors import ClusterConfigError
+from replicas.config import NATIVE_TT_GENERATOR
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget
 from replicas.kv_sizing import bytes_per_block, longest_sequence, num_blocks_per_lane
@@ -83,7 +84,8 @@ def test_shipped_meshes_serve_a_real_model_as_their_comments_say(name, lanes, ll
 def test_a_lane_holds_what_fits_beside_the_weights(llama):
     config = load_cluster_config(args(llama, max_model_len=32768))
     engine, model = config.engine_config("both"), load_hf_config(llama)
-    budget = native_token_budget(model, engine.mesh.spec, engine.mesh, 1)
+    sizes = {"block_size": 64, "num_slots": 32, "max_seq_len": 32768}
+    budget = native_token_budget(model, engine.mesh.spec, engine.mesh, 1, **sizes)
     # Each of 32 slots may leave most of a block unused; the null block is one of them.
     assert num_blocks_per_lane(engine, model) == -(-(budget + 64 * 32) // 64)
     assert longest_sequence(engine, model) == 32768 <= budget
@@ -100,6 +102,12 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
         ({"mesh": {"name": "T3K"}, "tt_data_parallel": 8},
          "fewer lanes than tt_data_parallel 8, use a larger mesh than T3K"),
         ({"num_blocks": 100}, "raise num_blocks or leave it out"),
+        ({"num_blocks": 4, "block_size": 32, "max_model_len": 96},
+         "KV cache of 4 blocks, a row's page table has 8"),
+        ({"num_blocks": 10_000_000, "max_model_len": 1024},
+         r"num_blocks 10000000 .* N150: .* at most \d{3} blocks of 64 tokens"),
+        ({"num_blocks": 5000, "mesh": {"name": "T3K"}, "tt_data_parallel": 8},
+         r"num_blocks 5000 .* T3K: .* at most \d{3} blocks of 64 tokens"),
         ({"mesh": {"name": "N150", "optimizations": "accuracy"}},
          "does not fit mesh N150 .*bfloat16 take 1[0-9.]+ GB of each chip"),
         ({"mesh": {"name": "Galaxy"}, "tt_data_parallel": 2, "max_model_len": 128},
@@ -109,6 +117,15 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
 def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, message):
     with pytest.raises(ClusterConfigError, match=message):
         load_cluster_config(args(llama, **engine))
+
+
+def test_a_grid_has_the_memory_of_its_architecture(llama):
+    accurate = {"name": "(1,1)", "optimizations": "accuracy"}
+    with pytest.raises(ClusterConfigError, match="does not fit mesh"):
+        load_cluster_config(args(llama, mesh=accurate, max_model_len=2048))
+    blackhole = {**accurate, "arch": "blackhole"}
+    config = load_cluster_config(args(llama, mesh=blackhole, max_model_len=2048))
+    assert config.engine_config("both").mesh.spec.arch == "blackhole"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,12 @@ def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, mess
         ({"simulated_mesh": {"model": "Llama-3.1-8B", "board": "T3K"}},
          "mesh N150 and simulated_mesh T3K exclude each other"),
         ({"mixed_batches": True}, "mixed_batches: a mesh cannot mix"),
+        ({"mesh": {"name": "N150", "tt_metal_home": "/opt/tt-metal"}},
+         "mesh.tt_metal_home '/opt/tt-metal' is for classes of others.* or set generator"),
+        ({"mesh": {"name": "N150", "extra_models_dir": "/m"}, "generator": NATIVE_TT_GENERATOR},
+         "mesh.extra_models_dir '/m' is for classes of others"),
+        ({"kv_cache_memory_bytes": 2**30},
+         "args.engine.kv_cache_memory_bytes is for engines on the CPU.*num_blocks"),
         ({"dtype": "bfloat16"}, "dtype 'bfloat16' and mesh exclude each other"),
         ({"attention": "reference"}, "attention 'reference' is for engines on the CPU"),
         ({"generator": "a:B", "load_format": "random"}, "'random' .* a:B loads its weights"),
@@ -142,6 +165,10 @@ def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, mess
         ({"max_num_batched_tokens": 63}, "max_num_batched_tokens 63 is less than block_size 64"),
         ({"step_timeout_s": 0}, "step_timeout_s must be positive, got 0"),
         ({"step_timeout_s": float("nan")}, "step_timeout_s must be positive, got nan"),
+        ({"start_timeout_s": 0}, "start_timeout_s must be positive, got 0"),
+        ({"mesh": {"name": "N150", "arch": "blackhole"}},
+         "mesh N150 is of wormhole chips, and arch is 'blackhole'"),
+        ({"mesh": {"name": "(1,1)", "arch": "grayskull"}}, "args.engine.mesh.arch: .*'grayskull'"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
          "max_num_batched_tokens 1024 is less than max_model_len 2048"),
     ],
@@ -149,6 +176,38 @@ def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, mess
 def test_what_cannot_work_is_refused(engine, message):
     with pytest.raises(ClusterConfigError, match=message):
         load_cluster_config(args(**engine))
+
+
+def test_a_count_of_blocks_may_be_all_that_fits(llama):
+    config = load_cluster_config(args(llama, max_model_len=1024))
+    fits = num_blocks_per_lane(config.engine_config("both"), load_hf_config(llama))
+    load_cluster_config(args(llama, max_model_len=1024, num_blocks=fits))
+    with pytest.raises(ClusterConfigError, match=f"num_blocks {fits + 1} .* at most {fits} blocks"):
+        load_cluster_config(args(llama, max_model_len=1024, num_blocks=fits + 1))
+
+
+def test_more_blocks_than_rows_can_fill_keep_prefixes():
+    """The bundled model is small: its longest sequences in all slots do not fill the memory."""
+    config = load_cluster_config(args())
+    engine = config.engine_config("both")
+    usual = num_blocks_per_lane(engine, load_hf_config(str(config.model_folder)))
+    load_cluster_config(args(num_blocks=usual * 4))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pools_own_kv_memory_is_refused_on_a_mesh_alone(role):
+    pools = {"prefill": {"engine": CPU}, "decode": {"engine": {"kv_accept_dtypes": ["bfloat16"]}}}
+    pools[role]["engine"] = {**pools[role]["engine"], "kv_cache_memory_bytes": 2**28}
+    if role == "prefill":
+        load_cluster_config(args(pools=pools))
+        # What both share is used by one of them.
+        del pools[role]["engine"]["kv_cache_memory_bytes"]
+        load_cluster_config(args(pools=pools, kv_cache_memory_bytes=2**28))
+        return
+    with pytest.raises(
+        ClusterConfigError, match=r"args.pools.decode.engine.kv_cache_memory_bytes is for .* CPU"
+    ):
+        load_cluster_config(args(pools=pools))
 
 
 def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
@@ -162,10 +221,12 @@ def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
 def test_a_plugins_class_is_looked_for_where_the_environment_says(monkeypatch, generator):
     monkeypatch.setenv("TT_METAL_HOME", "/opt/tt-metal")
     monkeypatch.setenv("EXTRA_MODELS_DIR", "/opt/models")
-    asked = {"name": "N150", "extra_models_dir": "/srv/models"}
+    asked = {"name": "N150"}
+    if generator is not None:
+        asked["extra_models_dir"] = "/srv/models"
     mesh = load_cluster_config(args(generator=generator, mesh=asked)).engine_config("both").mesh
     assert mesh.tt_metal_home == (generator and "/opt/tt-metal")
-    assert mesh.extra_models_dir == "/srv/models"
+    assert mesh.extra_models_dir == asked.get("extra_models_dir")
 
 
 CPU = {"mesh": None, "block_size": 32}

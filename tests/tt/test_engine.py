@@ -11,6 +11,7 @@ import tempfile
 
 import msgspec
 import pytest
+import ttnn
 
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.core import EngineCore
@@ -98,6 +99,27 @@ def test_lanes_of_two_chips_and_of_one(config, lanes, optimizations):
     outputs(config("N300", mesh=mesh, tt_data_parallel=lanes), [GREEDY, NARROW, WIDE, GREEDY])
 
 
+@pytest.mark.board("N300")
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_requests_leave_nothing_on_the_device(config, lanes):
+    kinds = (ttnn.BufferType.DRAM, ttnn.BufferType.L1)
+    made = config("N300", mesh={"sample_on_device": "all"}, tt_data_parallel=lanes)
+    with engine_core(made) as core:
+        found = []
+        for _ in range(3):
+            # Drawn for on the device, and on the host.
+            for third in (NARROW, WIDE):
+                generate(core, PROMPTS, [GREEDY, NARROW, third, GREEDY], stagger=2)
+            views = [
+                ttnn.get_memory_view(lane.device, kind)
+                for lane in core._executor._worker._generator._lanes
+                for kind in kinds
+            ]
+            found.append([view.total_bytes_allocated_per_bank for view in views])
+    assert len(found[0]) == 2 * lanes
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.board("N150")
 def test_the_mesh_can_be_opened_again_after_an_engine_and_after_one_that_failed(config):
     outputs(config(), GREEDY)
@@ -115,7 +137,8 @@ def test_the_cache_has_the_blocks_that_the_budget_says(config):
     whole = config(num_blocks=None)
     with engine_core(whole) as core:
         model = load_hf_config(whole.model)
-        budget = native_token_budget(model, whole.mesh.spec, whole.mesh, 1)
+        sizes = {"block_size": 64, "num_slots": 4, "max_seq_len": 256}
+        budget = native_token_budget(model, whole.mesh.spec, whole.mesh, 1, **sizes)
         assert core.facts.num_blocks == -(-(budget + 64 * 4) // 64) > 1000
         keys = core._executor._worker._generator._cache[0][0][0]
         assert keys.shape[0] == core.facts.num_blocks

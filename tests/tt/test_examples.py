@@ -17,7 +17,15 @@ pytestmark = pytest.mark.process
 def example(board, tmp_path, *arguments):
     """The last line, as an object. Traces cannot be captured here."""
     done = subprocess.run(
-        [sys.executable, offline_inference.__file__, "--mesh", board, "--trace", "none", *arguments],
+        [
+            sys.executable,
+            offline_inference.__file__,
+            "--mesh",
+            board,
+            "--trace",
+            "none",
+            *arguments,
+        ],
         # ttnn writes reports to where it runs.
         cwd=tmp_path,
         env={

@@ -6,21 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import ttnn
 
-from replicas.config import MeshConfig
+from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn import mesh as mesh_module
 from replicas.generators.ttnn.mesh import boards_to_open, open_mesh, ttnn_message
+from replicas.launch import child_environment
 from tests.tt.mock.boards import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from replicas.generators.ttnn.mesh import TTMesh
 
@@ -214,6 +215,15 @@ def test_what_cannot_be_opened(open_mock_mesh: OpenMesh) -> None:
     assert open_mock_mesh().lanes(2)
 
 
+@pytest.mark.board("P150x4")
+def test_a_grid_is_of_the_architecture_that_it_says(open_mock_mesh: OpenMesh) -> None:
+    with pytest.raises(DeviceError, match=r"is of wormhole chips.* set mesh.arch: blackhole"):
+        open_mock_mesh("(1,4)")
+    mesh = open_mock_mesh("(1,4)", arch="blackhole")
+    assert mesh.spec == mesh.settings.spec
+    assert mesh.spec.arch == "blackhole"
+
+
 @pytest.mark.board("N300")
 def test_a_mistyped_fabric_needs_no_reset(
     open_mock_mesh: OpenMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -371,6 +381,37 @@ def test_a_mesh_is_closed_when_its_process_exits(
     holder.stdin.close()
     assert holder.wait() == 0
     assert lock.read_text() == ""
+
+
+_LOOK = """
+from pathlib import Path
+from replicas.config import MeshConfig
+from replicas.generators.ttnn.mesh import open_mesh
+
+open_mesh(MeshConfig(name="N150"))
+print("shared memory" if "sm_segment" in Path("/proc/self/maps").read_text() else "none")
+"""
+
+
+def test_an_engine_leaves_nothing_in_shared_memory_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root = str(Path(__file__).parents[2])
+    of_test = {**os.environ, **environment("N150"), "PYTHONPATH": root}
+    for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH"):
+        of_test.pop(name, None)
+    on_mesh = EngineConfig(model="/none", mesh=MeshConfig(name="N150"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK],
+        env=child_environment(on_mesh, of_test), cwd=folder,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "none"
+    assert list(folder.iterdir()) == []
+    assert (tmp_path / ".cache" / "ttserve" / "ttnn-logs" / "generated").is_dir()
 
 
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from replicas.generators.ttnn.inputs import (
 )
 from replicas.generators.ttnn.model import TTTransformer
 from replicas.generators.ttnn.profiles import profile
-from replicas.generators.ttnn.weights import load_device_weights
+from replicas.generators.ttnn.weights import load_lane_weights
 
 SIZES = {
     "small": {
@@ -100,7 +100,7 @@ class LaneUnderTest:
         self.model = TTTransformer(
             config,
             self.device,
-            load_device_weights(config, mesh, self.device, precision),
+            load_lane_weights(config, mesh, [self.device], precision)[0],
             precision,
             max_seq_len=max_seq_len,
             max_rows=rows,
@@ -156,8 +156,6 @@ class LaneUnderTest:
     def _check(self, logits):
         assert tuple(logits.shape) == (1, 1, 32, self.vocab // self.tp)
         assert logits.dtype == ttnn.bfloat16
-        gathered = self.model.gather_logits(logits)
-        assert tuple(gathered.shape) == (1, 1, 32, self.vocab)
 
 
 @pytest.fixture

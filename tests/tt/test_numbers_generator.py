@@ -432,7 +432,11 @@ def test_a_decode_read_later_is_the_same():
         generator = loop.generator
         now = generator.decode_forward(**call)
         later = generator.decode_forward(**call, read_from_device=False)
-        host, _ = generator.read_decode_output(later)
+        host, events = generator.read_decode_output(later)
+        assert len(events) == 2
+        for event in events:
+            assert generator.process_decode_output_host(host).isnan().any(), "it is not there yet"
+            loop.library.event_synchronize(event)
         assert torch.equal(generator.process_decode_output_host(host), now)
 
 

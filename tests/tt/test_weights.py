@@ -23,7 +23,7 @@ from replicas.generators.torch.loader import expected_weights
 from replicas.generators.ttnn import weights
 from replicas.generators.ttnn.budget import weight_bytes_per_chip
 from replicas.generators.ttnn.profiles import ACCURACY, PERFORMANCE
-from replicas.generators.ttnn.weights import load_device_weights, load_lane_weights
+from replicas.generators.ttnn.weights import load_lane_weights
 
 pytestmark = pytest.mark.board("T3K")  # host tensors too: ttnn lays tiles out for a board's chips
 
@@ -174,13 +174,18 @@ def joined(found, config, tp):
     return whole
 
 
+def load_one_lane(config, mesh, lane, profile):
+    (loaded,) = load_lane_weights(config, mesh, [lane], profile)
+    return loaded
+
+
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_shards_put_together_are_the_folder_s_weights(tmp_path, mesh, name, profile, tp):
     config = make_model(tmp_path / "model", name)
-    loaded = load_device_weights(config, mesh, Lane(tp), profile)
+    loaded = load_one_lane(config, mesh, Lane(tp), profile)
     found = everything(loaded)
     raw = load_file(tmp_path / "model" / "model.safetensors")
 
@@ -208,7 +213,7 @@ def test_shards_put_together_are_the_folder_s_weights(tmp_path, mesh, name, prof
 @pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
 def test_dtypes_and_layouts_are_those_of_the_profile(tmp_path, mesh, profile):
     config = make_model(tmp_path / "model", "llama-biases")
-    loaded = load_device_weights(config, mesh, Lane(2), profile)
+    loaded = load_one_lane(config, mesh, Lane(2), profile)
     layer = loaded.layers[0]
     matrix = getattr(ttnn, profile.weight_dtype)
     for tensor in (layer.qkv, layer.o, layer.gate, layer.up, layer.down, loaded.lm_head):
@@ -226,7 +231,7 @@ def test_dtypes_and_layouts_are_those_of_the_profile(tmp_path, mesh, profile):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_budget_counts_the_bytes_that_there_are(tmp_path, mesh, name, profile, tp):
     config = make_model(tmp_path / "model", name)
-    loaded = load_device_weights(config, mesh, Lane(tp), profile)
+    loaded = load_one_lane(config, mesh, Lane(tp), profile)
     tensors = [loaded.embedding, loaded.final_norm, loaded.lm_head]
     tensors += [getattr(layer, name) for layer in loaded.layers for name in layer.__slots__]
     chip = ttnn.MeshCoordinate(0, 0)
@@ -257,7 +262,7 @@ def test_progress_is_told_and_ends_at_one(tmp_path, mesh):
     mesh.progress = lambda stage, fraction: told.append((stage, fraction))
     for _ in range(2):  # converted, then read from the cache
         told.clear()
-        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+        load_one_lane(config, mesh, Lane(1), PERFORMANCE)
         assert {stage for stage, _ in told} == {"weights"}
         fractions = [fraction for _, fraction in told]
         assert fractions == sorted(fractions)
@@ -269,7 +274,7 @@ def test_random_weights_are_those_of_the_torch_generator_and_not_kept(tmp_path, 
     config = make_model(tmp_path / "model", "llama")
     (tmp_path / "model" / "model.safetensors").unlink()
     mesh.load_format, mesh.seed = "random", 7
-    found = everything(load_device_weights(config, mesh, Lane(2), ACCURACY))
+    found = everything(load_one_lane(config, mesh, Lane(2), ACCURACY))
     draw = weights.random_source(expected_weights(config), 7)
     assert torch.equal(
         torch.cat(found["layers.1.down"], dim=-2)[0, 0],
@@ -288,7 +293,7 @@ def no_source(*args):
 @pytest.fixture
 def first_load(tmp_path, mesh, on_host):
     config = make_model(tmp_path / "model", "llama-biases")
-    wanted = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    wanted = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     return config, wanted
 
 
@@ -300,7 +305,7 @@ def test_the_second_load_reads_the_cache_alone(mesh, first_load, monkeypatch):
     config, wanted = first_load
     monkeypatch.setattr(weights, "open_safetensors", no_source)
     monkeypatch.setattr(ttnn, "from_torch", no_source)
-    again = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    again = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(again, wanted)
 
 
@@ -309,14 +314,14 @@ def test_the_second_load_reads_the_cache_alone(mesh, first_load, monkeypatch):
 )
 def test_another_conversion_is_not_taken_for_it(mesh, first_load, tp, profile):
     config, _ = first_load
-    load_device_weights(config, mesh, Lane(tp), profile)
+    load_one_lane(config, mesh, Lane(tp), profile)
     assert len({path.parent for path in cached_files(mesh)}) == 2
 
 
 def test_weights_that_changed_in_place_are_converted_anew(mesh, tmp_path, first_load):
     _, wanted = first_load
     config = make_model(tmp_path / "model", "llama-biases", seed=1)
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert not torch.equal(found["layers.0.qkv"][0], wanted["layers.0.qkv"][0])
 
 
@@ -334,7 +339,7 @@ def test_a_file_changed_where_no_sample_is_taken_is_converted_anew(mesh, tmp_pat
         assert weights._cache(config, "x", PERFORMANCE, 2).folder != first.folder
     finally:
         weights.model_fingerprint = weights_before
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert torch.equal(found["final_norm"][0], converted(
         raw["model.norm.weight"].to(torch.bfloat16).reshape(1, 1, 1, -1), "bfloat16"
     ))  # fmt: skip
@@ -359,11 +364,11 @@ def test_a_damaged_cache_is_rebuilt_with_a_warning(
 ):
     config, wanted = first_load
     damage(cached_files(mesh)[index])
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
     assert "converted weights are converted again" in caplog.text
     monkeypatch.setattr(weights, "open_safetensors", no_source)
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
 
 
@@ -374,7 +379,7 @@ def test_a_file_that_ttnn_cannot_read_is_rebuilt(mesh, first_load, monkeypatch, 
         raise RuntimeError("TT_FATAL")
 
     monkeypatch.setattr(ttnn, "load_tensor", refuse)
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
     assert "TT_FATAL" in caplog.text
 
@@ -391,7 +396,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path, mesh, monkeypatc
         dump(path, tensor)
 
     monkeypatch.setattr(ttnn, "dump_tensor", until_full)
-    loaded = load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+    loaded = load_one_lane(config, mesh, Lane(1), PERFORMANCE)
     assert "No space left" in caplog.text
     assert len(everything(loaded)) == 3 + 2 * 7
     assert cached_files(mesh) == []
@@ -406,7 +411,7 @@ def test_without_a_home_nothing_is_kept(mesh, first_load, monkeypatch, caplog):
 
     monkeypatch.setattr(Path, "home", homeless)
     mesh.settings = MeshConfig(name="N300")
-    found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
     assert "Set mesh.weight_cache" in caplog.text
 
@@ -415,7 +420,7 @@ def test_by_default_it_is_in_the_user_s_cache(mesh, first_load, monkeypatch, tmp
     config, _ = first_load
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     mesh.settings = MeshConfig(name="N300")
-    load_device_weights(config, mesh, Lane(2), PERFORMANCE)
+    load_one_lane(config, mesh, Lane(2), PERFORMANCE)
     (folder,) = (tmp_path / "home" / ".cache" / "ttserve" / "weights").glob(
         "model-performance-tp2-*/"
     )
@@ -431,7 +436,7 @@ settings = MeshConfig(name="N300", weight_cache=sys.argv[2])
 mesh = SimpleNamespace(settings=settings, load_format="safetensors", seed=0, progress=None)
 print("ready", flush=True)
 sys.stdin.readline()
-found = everything(load_device_weights(load_hf_config(sys.argv[1]), mesh, Lane(2), PERFORMANCE))
+found = everything(load_one_lane(load_hf_config(sys.argv[1]), mesh, Lane(2), PERFORMANCE))
 torch.save(found, sys.argv[3])
 """
 
@@ -446,10 +451,10 @@ def test_two_processes_at_once_get_the_same(tmp_path, mesh, on_host):
             pass
         other.stdin.write(b"\n")
         other.stdin.flush()
-        found = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+        found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert other.returncode == 0
     assert_equal(torch.load(tmp_path / "other.pt"), found)
-    again = everything(load_device_weights(config, mesh, Lane(2), PERFORMANCE))
+    again = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(again, found)
     assert len({path.parent for path in cached_files(mesh)}) == 1
 
@@ -482,7 +487,7 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_read(tmp_path, 
     config = make_model(tmp_path / "model", "llama")
     monkeypatch.setattr(weights, "open_safetensors", no_source)
     with pytest.raises(ConfigError, match=r"4 KV heads do not divide by the 8 chips"):
-        load_device_weights(config, mesh, Lane(8), PERFORMANCE)
+        load_one_lane(config, mesh, Lane(8), PERFORMANCE)
 
 
 @pytest.mark.usefixtures("on_host")
@@ -490,7 +495,7 @@ def test_a_folder_without_weights_is_refused(tmp_path, mesh):
     config = make_model(tmp_path / "model", "llama")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
-        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+        load_one_lane(config, mesh, Lane(1), PERFORMANCE)
     assert cached_files(mesh) == []
 
 
@@ -506,4 +511,4 @@ def test_a_device_that_takes_no_more_is_a_typed_error(tmp_path, mesh, monkeypatc
     with pytest.raises(
         DeviceError, match=r"embedding, bfloat16 of shape \(1, 1, 193, 64\).*Memory"
     ):
-        load_device_weights(config, mesh, Lane(1), PERFORMANCE)
+        load_one_lane(config, mesh, Lane(1), PERFORMANCE)

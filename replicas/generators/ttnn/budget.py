@@ -1,11 +1,24 @@
-"""How many tokens of KV fit a lane of a mesh: arithmetic alone, without a device. Pure."""
+"""How many tokens of KV fit a lane of a mesh: arithmetic alone, without a device. Pure.
+
+Every chip of a lane has the same share of everything, so it is one chip's arithmetic. Beside the
+weights and the KV its DRAM holds the activations of the longest chunk, what traces keep, rotary
+tables and the trace region; what is left out (inputs, staging tensors, what ttnn keeps for itself,
+fragments) comes out of ``RESERVED_SHARE``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
-from replicas.generators.ttnn.buckets import MAX_ROWS, TILE, check_lane, padded_vocab_size
+from replicas.generators.ttnn.buckets import (
+    MAX_ROWS,
+    TILE,
+    check_lane,
+    padded_vocab_size,
+    prefill_buckets,
+)
 from replicas.generators.ttnn.profiles import profile
 from replicas.meshes import lane_shape
 
@@ -18,44 +31,132 @@ if TYPE_CHECKING:
 TILE_BYTES: dict[Dtype, int] = {"bfloat8_b": 1088, "bfloat16": 2048}
 """Bytes of 32x32 elements."""
 
-RESERVED_SHARE = 0.1
-"""Of each chip's DRAM, for activations, rotary tables, inputs and fragments. Assumed; it leaves
-Llama-3.1-8B on one Wormhole about the 32,768 tokens that vllm-tt-plugin gives it."""
+RESERVED_SHARE = 0.03
+"""Of each chip's DRAM, for what the terms of `LaneMemory` leave out. Assumed; ttnn's allocator
+offers 0.1 % less than the memory of a Wormhole chip."""
+
+_ACTIVATION_BYTES = 2
+"""Of an element of bfloat16."""
 
 
-def native_token_budget(
-    model: ModelConfig, mesh: MeshSpec, settings: MeshConfig, tt_data_parallel: int
-) -> int:
-    """Tokens of KV that fit each lane's DRAM beside the weights, at most what its rows can fill.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneMemory:
+    """DRAM of one chip of a lane, in bytes.
 
-    Every chip of a lane has the same share of weights and KV, so it is one chip's arithmetic. The
-    rounding of each slot up to a block, which ``num_blocks`` adds, comes out of the reserve.
+    Attributes:
+        dram: All of it.
+        weights: See `weight_bytes_per_chip`.
+        activations: See `activation_bytes_per_chip`.
+        outputs: Logits that stay: of each traced call, and of calls on their way.
+        rope: Rotary tables.
+        trace_region: Set aside for traces.
+        reserved: See `RESERVED_SHARE`.
+        block: One KV block, keys and values of all layers.
+    """
+
+    dram: int
+    weights: int
+    activations: int
+    outputs: int
+    rope: int
+    trace_region: int
+    reserved: int
+    block: int
+
+    @property
+    def usable(self) -> int:
+        """For weights and KV."""
+        others = self.activations + self.outputs + self.rope + self.trace_region + self.reserved
+        return self.dram - others
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that fit; negative if the weights do not."""
+        return (self.usable - self.weights) // self.block
+
+
+def lane_memory(
+    model: ModelConfig,
+    mesh: MeshSpec,
+    settings: MeshConfig,
+    tt_data_parallel: int,
+    *,
+    block_size: int = TILE,
+    max_seq_len: int | None = None,
+) -> LaneMemory:
+    """Add up what is on each chip of a lane.
 
     Args:
         model: The model.
         mesh: The mesh.
-        settings: Its profile, and the trace region of each chip.
+        settings: Its profile, traces, and the trace region of each chip.
         tt_data_parallel: Lanes, which share the chips.
+        block_size: Tokens per KV block.
+        max_seq_len: Tokens of the longest sequence; None is all positions of the model.
 
     Raises:
-        ConfigError: The lanes do not divide the chips, the model does not divide among a lane's, or
-            weights and a tile of KV need more than a chip's DRAM; says both numbers.
+        ConfigError: The lanes do not divide the chips, or the model does not divide among a lane's;
+            says both numbers.
     """
     _, tp = lane_shape(mesh, tt_data_parallel)
-    check_lane(model, tp, max_rows=1, block_size=TILE)
+    check_lane(model, tp, max_rows=1, block_size=block_size)
     chosen = profile(settings.optimizations)
+    length = max_seq_len or model.max_position_embeddings
     dram = mesh.dram_bytes_per_chip
-    usable = int(dram * (1 - RESERVED_SHARE)) - settings.trace_region_size
-    weights = weight_bytes_per_chip(model, chosen, tp)
-    num_rows = (usable - weights) // _row_bytes_per_chip(model, chosen, tp)
-    if num_rows < 1:
+    return LaneMemory(
+        dram=dram,
+        weights=weight_bytes_per_chip(model, chosen, tp),
+        activations=activation_bytes_per_chip(model, tp, length),
+        outputs=_output_bytes_per_chip(model, settings, tp, length),
+        rope=2 * length * model.head_dim * _ACTIVATION_BYTES,
+        trace_region=settings.trace_region_size,
+        reserved=int(dram * RESERVED_SHARE),
+        block=block_size // TILE * _row_bytes_per_chip(model, chosen, tp),
+    )
+
+
+def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
+    model: ModelConfig,
+    mesh: MeshSpec,
+    settings: MeshConfig,
+    tt_data_parallel: int,
+    *,
+    block_size: int = TILE,
+    num_slots: int = MAX_ROWS,
+    max_seq_len: int | None = None,
+) -> int:
+    """Tokens of KV that fit each lane's DRAM, at most what 32 rows can fill.
+
+    `num_blocks` of the result, which rounds each slot up to a block, fit.
+
+    Args:
+        model: See `lane_memory`.
+        mesh: See `lane_memory`.
+        settings: See `lane_memory`.
+        tt_data_parallel: See `lane_memory`.
+        block_size: See `lane_memory`.
+        num_slots: Sequences of the lane.
+        max_seq_len: See `lane_memory`.
+
+    Raises:
+        ConfigError: As `lane_memory`; or weights and a block for each slot and one more need more
+            than is left of a chip's DRAM; says both numbers.
+    """
+    memory = lane_memory(
+        model, mesh, settings, tt_data_parallel, block_size=block_size, max_seq_len=max_seq_len
+    )
+    free_blocks = memory.num_blocks - num_slots
+    if free_blocks < 1:
+        usable = max(memory.usable, 0)
         raise ConfigError(
             f"{model.name_or_path} does not fit mesh {mesh.name} in {tt_data_parallel} lanes: its "
-            f"weights in {chosen.weight_dtype} take {weights / 1e9:.2f} GB of each chip, and of "
-            f"its {dram / 1e9:.2f} GB {max(usable, 0) / 1e9:.2f} GB are left for weights and KV; "
-            "use fewer lanes (tt_data_parallel), a larger mesh or optimizations: performance"
+            f"weights in {profile(settings.optimizations).weight_dtype} take "
+            f"{memory.weights / 1e9:.2f} GB of each chip, and of its {memory.dram / 1e9:.2f} GB "
+            f"{usable / 1e9:.2f} GB are left for weights and KV, of which {num_slots} slots need "
+            f"{(num_slots + 1) * memory.block / 1e9:.2f} GB at least; use fewer lanes "
+            "(tt_data_parallel), a larger mesh or optimizations: performance"
         )
-    return min(num_rows * TILE, MAX_ROWS * model.max_position_embeddings)
+    return min(free_blocks * block_size, MAX_ROWS * model.max_position_embeddings)
 
 
 def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
@@ -97,6 +198,49 @@ def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
     ends += _matrix_bytes(vocab * hidden, chosen.weight_dtype)
     ends += _matrix_bytes(hidden * TILE, chosen.vector_dtype)
     return model.num_hidden_layers * (matrices + vectors) + ends
+
+
+def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> int:
+    """Most bytes that a chunk of the longest bucket has in DRAM at once, beside its inputs.
+
+    Measured on ttnn's mock device, where they are these. A decode step's are in L1.
+
+    Args:
+        model: The model.
+        tp: Chips of the lane.
+        max_seq_len: Tokens of the longest sequence; decides the longest bucket.
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size // tp
+    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) // tp
+    qkv = heads * model.head_dim
+    # Columns of activations beside cos and sin, which stay, where they are the most.
+    widest = max(
+        # The residual, the MLP's input, gate and up; then its product instead of the input.
+        2 * hidden + 2 * inner,
+        hidden + 3 * inner,
+        # The residual, the attention's input, its projection; then that one split into heads.
+        2 * hidden + qkv,
+        hidden + 2 * qkv,
+        # The residual, a branch's output and their sum; or a branch's summands, what the reduction
+        # over the chips keeps in between, and their sum.
+        3 * hidden if tp == 1 else 4 * hidden + hidden // tp,
+    )
+    longest = prefill_buckets(max_seq_len)[-1]
+    return longest * (widest + 2 * model.head_dim) * _ACTIVATION_BYTES
+
+
+def _output_bytes_per_chip(
+    model: ModelConfig, settings: MeshConfig, tp: int, max_seq_len: int
+) -> int:
+    """Bytes of the logits that stay beside a chunk's activations, and of the vocabulary's bias."""
+    num_kept = 2  # the bias, and logits of an earlier prompt on their way to the host
+    if settings.trace != "none":
+        num_kept += 1
+    if settings.trace == "all":
+        # A first and a later chunk of each bucket.
+        num_kept += 2 * len(prefill_buckets(max_seq_len))
+    vocab = padded_vocab_size(model.vocab_size, tp) // tp
+    return num_kept * TILE * vocab * _ACTIVATION_BYTES
 
 
 def _matrix_bytes(num_elements: int, dtype: Dtype) -> int:

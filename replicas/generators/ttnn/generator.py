@@ -213,7 +213,12 @@ class TTGenerator:
         name = f"(1,{num_devices})"
         settings = MeshConfig(name=name)
         fits = native_token_budget(
-            load_hf_config(model_name), mesh_spec(name), settings, tt_data_parallel
+            load_hf_config(model_name),
+            mesh_spec(name),
+            settings,
+            tt_data_parallel,
+            num_slots=max_num_seqs,
+            max_seq_len=max_model_len,
         )
         return min(fits, max_model_len * max_num_seqs)
 

@@ -161,6 +161,10 @@ def to_device(inputs: Inputs, device: ttnn.MeshDevice) -> Inputs:
 def refresh(on_device: Inputs, on_host: Inputs) -> None:
     """Overwrite inputs on the device in place, as a captured trace needs it.
 
+    The device gets them in the order of the commands; ``copy_host_to_device_tensor`` does not wait
+    for that, but has taken the host's bytes when it returns, so they may be freed or overwritten:
+    it copies them into the command queue, and waits where the device reads large ones itself.
+
     Raises:
         ConfigError: One of them begins at 0 and the other does not: two different programs.
     """

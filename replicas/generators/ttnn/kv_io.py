@@ -225,13 +225,13 @@ class TTLaneUnits:
         for shard in self._shards(host_table):
             shard[:] = ids.view(np.uint8)
         ttnn.copy_host_to_device_tensor(host_table, table)
+        host_stage = self._on_host(_stage_shape(length, self._head_dim), self._dtype)
+        held = [shard.reshape(length, -1) for shard in self._shards(host_stage)]
         for piece in range(len(chips[0])):
-            # A new one each time: the device may still be reading the last.
-            host_stage = self._on_host(_stage_shape(length, self._head_dim), self._dtype)
-            for shard, chip in zip(self._shards(host_stage), chips, strict=True):
-                held = shard.reshape(length, -1)
-                held[: len(units)] = chip[piece]
-                held[len(units) :] = 0
+            # One for all pieces: a copy has taken the host's bytes when it returns.
+            for rows, chip in zip(held, chips, strict=True):
+                rows[: len(units)] = chip[piece]
+                rows[len(units) :] = 0
             ttnn.copy_host_to_device_tensor(host_stage, stage)
             ttnn.experimental.paged_fill_cache(self._planes[piece], stage, table, batch_idx=0)
 

@@ -316,7 +316,6 @@ class Lane:
     def _load(self, host: Any, positions: Int64Array) -> None:  # noqa: ANN401 - DecodeInputs
         refresh(self._inputs, host)
         self._positions = positions.copy()
-        self._continues = False
 
     # --- outputs -------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import ttnn
 
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
-from replicas.meshes import MeshSpec, lane_shape, mesh_spec
+from replicas.meshes import MeshSpec, lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -150,14 +150,14 @@ def open_mesh(
         DeviceError: Another process has a board, there are fewer chips than the mesh has or
             chips of another architecture, or ttnn refused.
     """
-    spec = mesh_spec(settings.name)
+    spec = settings.spec
     spec.check_one_host()
     # ttnn itself reads this variable; it is no setting of ours.
     bound = os.environ.get("TT_VISIBLE_DEVICES")  # noqa: TID251
     locks = BoardLocks(boards_to_open(settings, bound))
     try:
         _reset(locks.left_open)
-        spec = _check_chips(settings.name, bound)
+        _check_chips(spec, bound)
         fabric = _fabric(spec, settings, fabric_config)
         arguments = _open_arguments(spec, settings)
         locks.mark_open()
@@ -244,10 +244,9 @@ def _reset(boards: tuple[str, ...]) -> None:
         )
 
 
-def _check_chips(name: str, bound: str | None) -> MeshSpec:
-    """See that the process has the chips; a mesh that is only a grid takes its kind from them."""
+def _check_chips(spec: MeshSpec, bound: str | None) -> None:
+    """See that the process has the chips."""
     where = f"with TT_VISIBLE_DEVICES={bound}" if bound else "on all boards of this host"
-    asked = mesh_spec(name)
     try:
         num_chips = ttnn.get_num_devices()
         kind: Literal["wormhole", "blackhole"] = (
@@ -255,21 +254,19 @@ def _check_chips(name: str, bound: str | None) -> MeshSpec:
         )
     except RuntimeError as error:
         raise DeviceError(
-            f"mesh {name} needs {asked.num_chips} chips, and ttnn finds none {where} "
+            f"mesh {spec.name} needs {spec.num_chips} chips, and ttnn finds none {where} "
             f"({ttnn_message(error)}); `ttserve doctor` says what is missing"
         ) from error
-    spec = mesh_spec(name, arch=kind)
     if num_chips < spec.num_chips:
         raise DeviceError(
-            f"mesh {name} needs {spec.num_chips} chips, and ttnn finds {num_chips} {where}; "
+            f"mesh {spec.name} needs {spec.num_chips} chips, and ttnn finds {num_chips} {where}; "
             "`ttserve doctor` says what this host has"
         )
     if spec.arch != kind:
         raise DeviceError(
-            f"mesh {name} is of {spec.arch} chips, and those {where} are {kind}; "
-            "`ttserve doctor` says what this host has"
+            f"mesh {spec.name} is of {spec.arch} chips, and those {where} are {kind}; "
+            + (f"set mesh.arch: {kind}" if spec.board is None else "`ttserve doctor` says more")
         )
-    return spec
 
 
 def _open(spec: MeshSpec, fabric: dict[str, object], arguments: dict[str, object]) -> Any:  # noqa: ANN401 - ttnn is untyped

@@ -20,7 +20,7 @@ import ttnn
 from replicas.errors import ConfigError
 from replicas.generators.ttnn.attention import PagedAttention
 from replicas.generators.ttnn.buckets import TILE, check_cache, check_lane
-from replicas.generators.ttnn.collectives import gather_over_chips, sum_over_chips
+from replicas.generators.ttnn.collectives import sum_over_chips
 from replicas.generators.ttnn.kernels import kernels_of
 from replicas.generators.ttnn.mlp import mlp
 from replicas.generators.ttnn.rope import DeviceRope
@@ -147,10 +147,6 @@ class TTTransformer:
             return self._attention.decode(normed, layer, rope, inputs, planes)
 
         return self._logits(self._layers(x, attend, cache, l1))
-
-    def gather_logits(self, logits: ttnn.Tensor) -> ttnn.Tensor:
-        """Return (1, 1, 32, V) on every chip; the argument itself on a lane of one chip."""
-        return gather_over_chips(logits, self._tp)
 
     def _embedded(self, tokens: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
         """Return (1, 1, n, hidden) on every chip for tokens (1, n)."""

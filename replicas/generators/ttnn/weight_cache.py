@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-import xxhash
+
+from replicas.generators.fingerprint import file_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ Files: TypeAlias = dict[str, tuple[int, str]]
 """File name -> bytes, xxh3 of them in hexadecimal."""
 
 _MANIFEST = "manifest.json"
-_READ_BYTES = 8 * 2**20
 
 
 class DamagedCacheError(Exception):
@@ -137,7 +137,7 @@ class CachedFiles:
         """
         path = self._folder / name
         try:
-            found = _checksum(path)
+            found = file_digest(path).hex()
         except OSError as error:
             raise DamagedCacheError(f"{path}: {error.strerror}") from error
         if found != self._files[name][1]:
@@ -168,7 +168,7 @@ class CacheWriter:
         try:
             self._folder.mkdir(exist_ok=True)
             dump(path)
-            self._files[name] = (path.stat().st_size, _checksum(path))
+            self._files[name] = (path.stat().st_size, file_digest(path).hex())
         except (OSError, RuntimeError) as error:
             self._fail(error)
 
@@ -188,13 +188,3 @@ class CacheWriter:
         self._has_failed = True
         shutil.rmtree(self._folder, ignore_errors=True)
         logger.warning("converted weights are not kept in %s: %s", self._folder, error)
-
-
-def _checksum(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    buffer = bytearray(_READ_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            state.update(view[:count])
-    return state.hexdigest()

@@ -155,25 +155,6 @@ class LaneTensor:
         return ttnn.from_host_shards(shards, ttnn.MeshShape(*lane_shape))
 
 
-def load_device_weights(
-    config: ModelConfig, mesh: TTMesh, lane: ttnn.MeshDevice, profile: Profile
-) -> DeviceWeights:
-    """Load a model onto one lane; ``load_lane_weights`` converts once for many.
-
-    Args:
-        config: The model.
-        mesh: See ``load_lane_weights``.
-        lane: Submesh of shape (1, tp).
-        profile: Dtypes.
-
-    Raises:
-        ConfigError: See ``load_lane_weights``.
-        ModelLoadError: See ``load_lane_weights``.
-        DeviceError: See ``load_lane_weights``.
-    """
-    return load_lane_weights(config, mesh, [lane], profile)[0]
-
-
 def load_lane_weights(
     config: ModelConfig, mesh: TTMesh, lanes: Sequence[ttnn.MeshDevice], profile: Profile
 ) -> tuple[DeviceWeights, ...]:

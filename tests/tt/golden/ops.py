@@ -194,6 +194,8 @@ def to_device(tensor, device, memory_config=None, *, cq_id=None):
 def from_device(tensor, *, blocking=True, cq_id=None, queue_id=None):
     host = tensor.cpu()
     host.mesh_shape = tensor.device().shape
+    if not blocking:
+        tensor.device().delay(host)
     return host
 
 
@@ -274,14 +276,14 @@ def load_tensor(file_name, *, device=None):
     return tensor if device is None else to_device(tensor, device)
 
 
-@op("event_synchronize")
-def nothing(*_, **__):
-    """Everything has happened by the time a call returns."""
-
-
 @op("record_event")
-def record_event(*_, **__):
-    return object()
+def record_event(device, cq_id=0):
+    return device.record_event()
+
+
+@op("event_synchronize")
+def event_synchronize(event):
+    event()
 
 
 @op("begin_trace_capture", "end_trace_capture", "execute_trace", "release_trace")

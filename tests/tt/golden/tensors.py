@@ -86,6 +86,7 @@ class GoldenDevice:
         self.programs = set() if programs is None else programs
         self.streams = {}
         self.is_closed = False
+        self._on_their_way = []
         self._submeshes = []
         require(len(self.chips) == math.prod(shape), f"{len(self.chips)} chips as {shape}")
 
@@ -143,6 +144,24 @@ class GoldenDevice:
 
     def get_submeshes(self):
         return list(self._submeshes)
+
+    def delay(self, host):
+        """Poison a copy on the host until an event that is recorded later has been waited for."""
+        arrived = [shard.clone() for shard in host.shards]
+        for shard in host.shards:
+            shard.fill_(math.nan if shard.is_floating_point() else 0)
+        self._on_their_way.append((host, arrived))
+
+    def record_event(self):
+        """What is called to wait for the copies that have been begun so far."""
+        begun, self._on_their_way = self._on_their_way, []
+
+        def wait():
+            for host, arrived in begun:
+                for shard, values in zip(host.shards, arrived, strict=True):
+                    shard.copy_(values)
+
+        return wait
 
     def num_program_cache_entries(self):
         return len(self.programs)

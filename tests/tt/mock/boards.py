@@ -50,6 +50,8 @@ def environment(board: str | None) -> dict[str, str]:
     variables = {
         "TT_METAL_CACHE": str(scratch / "kernels"),
         "TT_METAL_LOGS_PATH": str(scratch / "logs"),
+        # As in `replicas.launch`: or every process leaves a file in /dev/shm.
+        "OMPI_MCA_btl": "self",
         "TT_LOGGER_LEVEL": "FATAL",
         "LOGURU_LEVEL": "WARNING",
     }

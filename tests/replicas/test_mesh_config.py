@@ -1,0 +1,27 @@
+"""Values of a mesh's configuration that is made in Python, where no decoder has looked at them."""
+
+import pytest
+
+from replicas.config import MeshConfig
+from replicas.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("optimizations", "speed", "'speed' is not one of 'performance', 'accuracy'"),
+        ("optimizations", None, "None is not one of 'performance', 'accuracy'"),
+        ("trace", True, "True is not one of 'none', 'decode_only', 'all'"),
+        ("sample_on_device", "off", "'off' is not one of 'none', 'decode_only', 'all'"),
+        ("dispatch_core_axis", "rows", "'rows' is not one of 'row', 'col', None"),
+    ],
+)
+def test_a_value_that_is_none_of_the_choices_is_refused(name, value, message):
+    with pytest.raises(ConfigError, match=f"mesh.{name} {message}"):
+        MeshConfig(name="N150", **{name: value}).validate()
+
+
+@pytest.mark.parametrize("mode", ["none", "decode_only", "all"])
+@pytest.mark.parametrize("axis", ["row", "col", None])
+def test_every_choice_is_taken(mode, axis):
+    MeshConfig(name="N150", trace=mode, sample_on_device=mode, dispatch_core_axis=axis).validate()
