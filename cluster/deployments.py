@@ -29,7 +29,7 @@ from cluster.pools import Member
 from cluster.service import ClusterService
 from cluster.tickets import key_ring
 from replicas.boards import RESOURCE
-from replicas.launch import child_environment, start_engine, stop_timeout_s
+from replicas.launch import start_engine, stop_timeout_s
 from replicas.messages import EngineDescription
 
 if TYPE_CHECKING:
@@ -251,16 +251,17 @@ def _tell(line: str) -> None:
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """Environment of an engine: its parent's, with the thread counts that its config asks for.
 
-    Ray gives every worker one thread; an engine's own setting must not be capped by that.
+    Ray gives every worker one thread; an engine's own setting must not be capped by that. What a
+    mesh needs beside it is for `start_engine` to add.
 
     Args:
-        config: The engine's configuration; a mesh that names its devices is bound to these.
+        config: The engine's configuration.
         inherited: The replica's environment, with what Ray bound its devices with.
     """
     environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
     if config.num_threads is not None:
         environment |= dict.fromkeys(_THREAD_VARIABLES, str(config.num_threads))
-    return child_environment(config, environment)
+    return environment
 
 
 def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:

@@ -25,14 +25,16 @@ from replicas.boards import (
     VISIBLE_DEVICES,
     HostReport,
     MeshChoice,
+    is_named,
     mesh_choices,
     mesh_problem,
+    num_devices,
     read_host,
 )
-from replicas.meshes import mesh_spec
 
 if TYPE_CHECKING:
-    from cluster.config import ClusterConfig, ServeFile
+    from cluster.config import ClusterConfig, PoolConfig, ServeFile
+    from replicas.meshes import MeshSpec
 
 HUGEPAGES_PER_DEVICE = 4
 WHEEL_PYTHONS = ((3, 10), (3, 12))
@@ -279,8 +281,7 @@ def _settings(report: HostReport) -> list[Finding]:
             advice = ("unset it, or point it at a tt-metal checkout",)
             found.append(Finding("missing", "tt-metal", f"{text}, which is no folder", advice))
     if report.visible_devices is not None:
-        text = f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
-        found.append(Finding("note", "visible devices", text))
+        found.append(_visible(report))
     if report.mock_descriptor is not None and report.devices:
         found.append(
             Finding(
@@ -291,6 +292,23 @@ def _settings(report: HostReport) -> list[Finding]:
             )
         )
     return found
+
+
+def _visible(report: HostReport) -> Finding:
+    """What TT_VISIBLE_DEVICES leaves of the boards."""
+    subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
+    opened = [d for d in report.devices if d.is_usable]
+    if not opened or not report.visible_names or report.mock_descriptor is not None:
+        return Finding("note", subject, text)
+    here = ", ".join(str(d.index) for d in opened)
+    advice = f"unset it, or name boards that are here: {here}"
+    if not report.usable:
+        return Finding("missing", subject, f"{text}, which is no board here", (advice,))
+    strays = [n for n in report.visible_names if not any(is_named(d, n) for d in report.devices)]
+    if strays:
+        text += f", and there is no {', '.join(strays)}"
+        return Finding("note", subject, text, (advice,))
+    return Finding("note", subject, f"{text}: {len(report.usable)} of {len(opened)} boards")
 
 
 def _devices_word(count: int) -> str:
@@ -381,18 +399,37 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
                 PoolCheck(role, "CPU" if simulated is None else f"simulated {simulated.board}")
             )
             continue
-        spec = mesh_spec(engine.mesh.name)
+        spec = engine.mesh.spec
         problem = mesh_problem(report, spec)
+        devices = num_devices(report, spec)
+        if problem is None:
+            problem = _count_problem(pool, spec, devices, report)
         if problem is None and not can_run_mesh(report):
             lacks = [f.subject for f in findings(report) if f.level == "missing"]
             problem = f"first mend: {', '.join(lacks)}"
-        num_fitting = min(pool.replicas, num_left // spec.num_pcie_devices)
-        num_left -= num_fitting * spec.num_pcie_devices
+        num_fitting = min(pool.replicas, num_left // devices)
+        num_left -= num_fitting * devices
         note = ""
         if problem is None and report.mock_descriptor is None and num_fitting < pool.replicas:
             note = f"{num_fitting} of {pool.replicas} replicas fit here; others need further hosts"
         checks.append(PoolCheck(role, spec.name, problem, note))
     return tuple(checks)
+
+
+def _count_problem(
+    pool: PoolConfig, spec: MeshSpec, devices: int, report: HostReport
+) -> str | None:
+    """Why Ray would not give a grid's replica the boards that the grid is on this host, or None."""
+    asked = pool.resources.get(RESOURCE, spec.num_pcie_devices)
+    # Without any, Ray binds nothing, and the engine sees all that this host has. More than enough
+    # is the pool's own business, if there are so many.
+    is_enough = not asked or devices <= asked <= max(devices, len(report.usable))
+    if spec.board is not None or report.mock_descriptor is not None or is_enough:
+        return None
+    return (
+        f"{spec.name} is {devices} {_devices_word(devices)} here, and the pool asks Ray for "
+        f"{asked:g}: set its resources: {{{RESOURCE}: {devices}}}"
+    )
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:

@@ -4,7 +4,9 @@
 meshes the boards make.
 
 Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
-source; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal.
+source; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal. Unsure:
+that numbers in TT_VISIBLE_DEVICES are those of the device nodes where only some nodes are given to
+a container.
 """
 
 from __future__ import annotations
@@ -115,8 +117,29 @@ class HostReport:
 
     @property
     def usable(self) -> tuple[Device, ...]:
-        """The devices that a process of this user can open."""
-        return tuple(device for device in self.devices if device.is_usable)
+        """The devices that a process of this user and environment can open."""
+        return tuple(d for d in self.devices if d.is_usable and self.is_visible(d))
+
+    @property
+    def visible_names(self) -> tuple[str, ...]:
+        """What `visible_devices` names: numbers and PCI addresses; empty for all devices."""
+        names = (name.strip() for name in (self.visible_devices or "").split(","))
+        return tuple(name for name in names if name)
+
+    def is_visible(self, device: Device) -> bool:
+        """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
+        names = self.visible_names
+        return not names or any(is_named(device, name) for name in names)
+
+
+def is_named(device: Device, name: str) -> bool:
+    """Whether a name in TT_VISIBLE_DEVICES is this device's: its number, or a part of its address.
+
+    Source: tt-umd's messages about the variable, in the ttnn 0.81.1 wheel.
+    """
+    if name.isdigit():
+        return device.index == int(name)
+    return name.lower() in device.address.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +229,21 @@ def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
     """Why an engine cannot have this mesh on this host as far as boards go, or None.
 
     Boards that nothing names are taken for the right ones. A mesh that is only a grid is judged by
-    its number of chips, whatever their architecture.
+    the number of chips of its architecture.
     """
     if report.mock_descriptor is not None:
         return None
     if spec.num_hosts > 1:
         return f"it spans {spec.num_hosts} hosts, and an engine runs on one"
     if spec.board is None:
-        num_chips = sum(_CHIPS_PER_DEVICE.get(d.board, 1) for d in report.usable)
-        if num_chips < spec.num_chips:
-            return f"it needs {spec.num_chips} chips, and this host has {num_chips}"
-        return None
+        num_chips = sum(_chips_of_grid(report, spec))
+        if num_chips >= spec.num_chips:
+            return None
+        others: Arch = "blackhole" if spec.arch == "wormhole" else "wormhole"
+        is_other = any(d.arch == others for d in report.usable) and not num_chips
+        return f"it needs {spec.num_chips} {spec.arch} chips, and this host has {num_chips}" + (
+            f"; for {others} chips set mesh.arch: {others}" if is_other else ""
+        )
     devices = [d for d in report.usable if d.arch == spec.arch and d.board in {None, spec.board}]
     if len(devices) < spec.num_pcie_devices:
         return (
@@ -224,6 +251,24 @@ def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
             f"host has {len(devices)}"
         )
     return None
+
+
+def num_devices(report: HostReport, spec: MeshSpec) -> int:
+    """How many PCIe devices of this host a mesh takes; for a grid only the boards say it.
+
+    Of boards with different numbers of chips it counts those with the fewest: Ray may give any.
+    What cannot be told from this host is `spec.num_pcie_devices`.
+    """
+    chips = sorted(_chips_of_grid(report, spec))
+    is_unknown = any(d.board is None for d in report.usable if d.arch == spec.arch)
+    if spec.board is not None or is_unknown or sum(chips) < spec.num_chips:
+        return spec.num_pcie_devices
+    return next(n for n in range(1, len(chips) + 1) if sum(chips[:n]) >= spec.num_chips)
+
+
+def _chips_of_grid(report: HostReport, spec: MeshSpec) -> list[int]:
+    """Chips of each device that a grid can be made of."""
+    return [_CHIPS_PER_DEVICE.get(d.board, 1) for d in report.usable if d.arch == spec.arch]
 
 
 def _read(path: Path) -> str | None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 """How often an engine's beats are looked at."""
-START_TIMEOUT_S = 3600.0
-"""How long a start may show no progress. Generous: a model of a new shape compiles for minutes."""
-
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
 
@@ -162,7 +160,6 @@ def start_engine(
     host: str = "127.0.0.1",
     env: Mapping[str, str] | None = None,
     progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
-    start_timeout_s: float = START_TIMEOUT_S,
 ) -> EngineHandle:
     """Start an engine and wait until it is ready.
 
@@ -172,7 +169,6 @@ def start_engine(
         env: The child's whole environment (device binding, thread counts); None inherits. A mesh
             that names its devices is bound to these, whatever it says.
         progress: Called with (stage, fraction done) as the engine reports it.
-        start_timeout_s: How long the start may show no progress.
 
     Raises:
         EngineStartError: The engine failed, ended, or hung before it was ready; carries its reason.
@@ -203,7 +199,7 @@ def start_engine(
     try:
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
-        description = _await_ready(reports, process, progress, start_timeout_s)
+        description = _await_ready(reports, process, progress, config.start_timeout_s)
     except BaseException:
         reports.close()
         process.kill()
@@ -229,10 +225,24 @@ def child_environment(config: EngineConfig, env: Mapping[str, str] | None = None
 
     Args:
         config: The engine's configuration; a mesh that names its devices is bound to these.
-        env: What the caller gives; None stands for this process's own.
+        env: What the caller gives; None stands for this process's own. What it says of ttnn's
+            folder for logs and of its MPI library's transports is left as it is.
     """
     inherited = os.environ if env is None else env  # noqa: TID251 - handed on whole, not read
-    return {**inherited, **_mesh_variables(config)}
+    return {**_mesh_defaults(config), **inherited, **_mesh_variables(config)}
+
+
+def _mesh_defaults(config: EngineConfig) -> dict[str, str]:
+    """What keeps ttnn from leaving files where they are in the way."""
+    if config.mesh is None:
+        return {}
+    return {
+        # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file
+        # in /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
+        "OMPI_MCA_btl": "self",
+        # It would make a folder `generated` in whatever folder the engine is started from.
+        "TT_METAL_LOGS_PATH": str(Path.home() / ".cache" / "ttserve" / "ttnn-logs"),
+    }
 
 
 def _mesh_variables(config: EngineConfig) -> dict[str, str]:
@@ -259,6 +269,9 @@ class _Reports:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # Not select(), which takes no descriptor over 1,023.
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
         self._rest = b""
         self._is_open = True
 
@@ -276,7 +289,7 @@ class _Reports:
 
     def read(self, timeout_s: float) -> list[EngineReport] | None:
         """Whatever has come, waiting at most so long for it; None once nothing can come."""
-        if not select.select([self._fd], [], [], timeout_s)[0]:
+        if not self._poll.poll(timeout_s * 1000):
             return []
         raw = os.read(self._fd, 1 << 16)
         if not raw:
@@ -309,7 +322,8 @@ def _await_ready(
         if time.monotonic() >= next_look_s:
             if watch.look(signs) is not None:
                 raise EngineStartError(
-                    f"the engine hung in its start ({stage}): no progress within {timeout_s:g} s"
+                    f"the engine hung in its start ({stage}): no progress within {timeout_s:g} s, "
+                    "its start_timeout_s"
                 )
             signs.clear()
             next_look_s = time.monotonic() + LOOK_S

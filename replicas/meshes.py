@@ -7,10 +7,11 @@ Sources: names and shapes as opened from vllm-tt-plugin (dp_discovery's presets 
 physical shapes and hosts from the mesh graph descriptors in the ttnn 0.81.1 wheel; fabric from
 the plugin's worker; DRAM from the wheel's SoC descriptors, its bandwidth from product pages; PCIe
 devices from tt-umd's cluster descriptors. Unsure, because no public description says so: the DRAM
-of a p100 (7 of 8 channels), the grid of N150x4, whose cards share no board, and what a
-"(rows,cols)" grid is made of. TG is here the machine of 32 chips that each have a PCIe device; the
-older one, whose 32 chips are behind four cards, is configured with the same name and
-`resources: {TTNPU: 4}`.
+of a p100 (7 of 8 channels), and the grid of N150x4, whose cards share no board. TG is here the
+machine of 32 chips that each have a PCIe device; the older one, whose 32 chips are behind four
+cards, is configured with the same name and `resources: {TTNPU: 4}`. What boards a "(rows,cols)"
+grid is made of cannot be known without them: where it has another number of PCIe devices than
+`mesh_spec` supposes, the pool says so in the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class MeshSpec:
         physical_shape: (rows, columns) as the chips are wired.
         board: The card it is made of, as `replicas.boards` names it; None where that is not known.
         num_pcie_devices: Device nodes under /dev/tenstorrent, all hosts together; what Ray counts
-            as `TTNPU`. An n300 is one for two chips, a p300 two for two.
+            as `TTNPU`. An n300 is one for two chips, a p300 two for two. Only supposed where
+            `board` is None.
         num_hosts: Machines that it spans.
         is_galaxy: Whether it is made of Galaxy trays, whose rows and columns are rings.
     """
@@ -205,27 +207,35 @@ def _key(name: str) -> str:
 _BY_KEY = {_key(name): name for name in MESHES} | _ALIASES
 
 
-def mesh_spec(name: str, *, arch: Arch = "wormhole") -> MeshSpec:
+def mesh_spec(name: str, *, arch: Arch | None = None) -> MeshSpec:
     """A mesh by name, or by its grid.
 
     Args:
         name: One of `MESHES` in any case, with or without dashes and underscores; or "(rows,cols)".
-        arch: Architecture of a mesh that is only a grid: its chips, memory and fabric follow from
-            it, and the number of its PCIe devices (on Wormhole two chips to a device, as on an
-            n300, unless it is a Galaxy or one chip).
+        arch: Architecture of a mesh that is only a grid, None for "wormhole": its chips, memory
+            and fabric follow from it, and what its PCIe devices are supposed to be (on Wormhole
+            two chips to a device, as on an n300, unless it is a Galaxy or one chip). A mesh with
+            a name has its own.
 
     Raises:
-        ConfigError: There is no such mesh; names the known ones.
+        ConfigError: There is no such mesh; names the known ones. Or it is of another architecture
+            than `arch`; names both.
     """
     if (grid := _GRID.match(name)) is not None:
-        return _grid_spec(int(grid[1]), int(grid[2]), arch)
+        return _grid_spec(int(grid[1]), int(grid[2]), arch or "wormhole")
     known = _BY_KEY.get(_key(name))
     if known is None:
         raise ConfigError(
             f"mesh {name!r} is not known; use one of {', '.join(MESHES)}, or a grid of chips such "
             'as "(2,4)"'
         )
-    return MESHES[known]
+    spec = MESHES[known]
+    if arch not in {None, spec.arch}:
+        raise ConfigError(
+            f"mesh {spec.name} is of {spec.arch} chips, and arch is {arch!r}; remove arch, which "
+            "is for grids"
+        )
+    return spec
 
 
 def _grid_spec(rows: int, cols: int, arch: Arch) -> MeshSpec:

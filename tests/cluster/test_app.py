@@ -9,6 +9,7 @@ import pytest
 from cluster.config import DeploymentOverride, load_cluster_config
 from cluster.errors import ClusterConfigError
 from replicas.errors import EngineDeadError
+from replicas.launch import child_environment
 from replicas.meshes import mesh_spec
 from tests.cluster.test_config import MODEL, changed
 
@@ -165,10 +166,13 @@ def test_an_engine_gets_the_boards_that_ray_bound_its_replica_to(on_mesh):
     of_ray = {"TT_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "1"}
     engine = load_cluster_config(args).engine_config("both")
     environment = deployments_module.engine_environment
-    assert environment(engine, of_ray) == {"TT_VISIBLE_DEVICES": "3"}
+    given = environment(engine, of_ray)
+    assert given == {"TT_VISIBLE_DEVICES": "3"}
+    assert child_environment(engine, given)["TT_VISIBLE_DEVICES"] == "3"
     args["pools"]["both"]["engine"]["mesh"]["visible_devices"] = [0]
     engine = load_cluster_config(args).engine_config("both")
-    assert environment(engine, of_ray) == {"TT_VISIBLE_DEVICES": "0"}
+    assert environment(engine, of_ray) == given, "the mesh's part is start_engine's"
+    assert child_environment(engine, given)["TT_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_replica_on_a_mesh_has_time_to_close_it(args, on_mesh):

@@ -149,8 +149,35 @@ def test_a_tt_metal_that_is_not_there_is_missing(host):
     assert found(host, "tt-metal")[0] == "missing"
 
 
-def pools(mesh, replicas=1, **others):
-    pool = {"replicas": replicas, "engine": {"mesh": {"name": mesh}, "block_size": 64}}
+@pytest.mark.parametrize(
+    ("visible", "level", "text"),
+    [
+        ("7", "missing", "TT_VISIBLE_DEVICES is '7', which is no board here"),
+        ("0,7", "note", "TT_VISIBLE_DEVICES is '0,7', and there is no 7"),
+        ("1", "note", "TT_VISIBLE_DEVICES is '1': 1 of 2 boards"),
+        ("", "note", "TT_VISIBLE_DEVICES is ''"),
+    ],
+)
+def test_the_environment_may_hide_boards(host, visible, level, text):
+    host.add_everything("n150", "n150")
+    host.environment["TT_VISIBLE_DEVICES"] = visible
+    assert found(host, "visible devices")[:2] == (level, text)
+    assert can_run_mesh(host.report()) == (level != "missing")
+    if "7" in visible:
+        assert "boards that are here: 0, 1" in found(host, "visible devices")[2]
+
+
+def test_a_host_whose_only_board_is_hidden_runs_no_mesh(run, host):
+    host.add_everything("n150")
+    host.environment["TT_VISIBLE_DEVICES"] = "7"
+    output = run().output
+    assert "no engine on a mesh" in output
+    assert "replica" not in output
+
+
+def pools(mesh, replicas=1, resources=None, **others):
+    engine = {"mesh": {"name": mesh}, "block_size": 64}
+    pool = {"replicas": replicas, "engine": engine, "resources": resources or {}}
     return ClusterConfig(**cluster_fields({"both": pool}), **others)
 
 
@@ -168,6 +195,34 @@ def test_a_pool_fits_if_one_of_its_replicas_does(host):
     assert (check.pool, check.mesh, check.problem) == ("both", "T3K", None)
     assert check.note == "1 of 3 replicas fit here; others need further hosts"
     assert check_pools(pools("N300", replicas=4), host.report())[0].note == ""
+
+
+@pytest.mark.parametrize(
+    ("cards", "resources", "problem"),
+    [
+        (["n150"] * 2, {}, "(1,2) is 2 devices here, and the pool asks Ray for 1: set its "
+         "resources: {TTNPU: 2}"),
+        (["n150"] * 2, {"TTNPU": 2}, None),
+        (["n150"] * 2, {"TTNPU": 0}, None),
+        (["n300"], {}, None),
+        (["n300"], {"TTNPU": 2}, "(1,2) is 1 device here, and the pool asks Ray for 2: set its "
+         "resources: {TTNPU: 1}"),
+        (["n300"] * 2, {"TTNPU": 2}, None),
+    ],
+)  # fmt: skip
+def test_a_grid_takes_as_many_devices_as_its_pool_asks_ray_for(host, cards, resources, problem):
+    host.add_everything(*cards)
+    (check,) = check_pools(pools("(1,2)", resources=resources), host.report())
+    assert check.problem == problem
+    host.environment["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(host.write("n150.yaml"))
+    assert check_pools(pools("(1,2)", resources=resources), host.report())[0].problem is None
+
+
+def test_replicas_on_a_grid_fit_by_the_boards_that_they_take(host):
+    host.add_everything(*["n150"] * 4)
+    config = pools("(1,2)", replicas=3, resources={"TTNPU": 2})
+    (check,) = check_pools(config, host.report())
+    assert check.note == "2 of 3 replicas fit here; others need further hosts"
 
 
 def test_a_pool_whose_mesh_is_not_here_cannot_run(host):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from replicas.boards import MeshChoice, mesh_choices, mesh_problem, read_host
+from replicas.boards import MeshChoice, mesh_choices, mesh_problem, num_devices, read_host
 from replicas.meshes import mesh_spec
 from tests.hosts import FakeHost
 
@@ -185,9 +185,9 @@ def test_a_galaxy_is_one_mesh_and_is_named_once(host):
         (["n300"] * 2, "T3K", "needs 4 of n300 under /dev/tenstorrent, and this host has 2"),
         (["p150a"], "N150", "needs 1 of n150 under /dev/tenstorrent, and this host has 0"),
         (["n150"] * 4, "T3K", "needs 4 of n300 .* has 0"),
-        (["n300"], "(2,4)", "needs 8 chips, and this host has 2"),
-        (["n150"] * 4, "(2,4)", "needs 8 chips, and this host has 4"),
-        (["p150a"] * 8, "(2,4)", None),
+        (["n300"], "(2,4)", "needs 8 wormhole chips, and this host has 2"),
+        (["n150"] * 4, "(2,4)", "needs 8 wormhole chips, and this host has 4"),
+        (["p150a"] * 8, "(2,4)", "needs 8 wormhole .* has 0; .* set mesh.arch: blackhole"),
         (["n150"], "DualGalaxy", "spans 2 hosts"),
     ],
 )
@@ -197,6 +197,54 @@ def test_a_mesh_is_here_or_it_is_said_what_lacks(host, cards, mesh, problem):
     found = mesh_problem(host.report(), mesh_spec(mesh))
     assert (found is None) == (problem is None)
     assert re.search(problem or "", found or "")
+
+
+@pytest.mark.parametrize(
+    ("cards", "grid", "count"),
+    [
+        (["n150"] * 2, "(1,2)", 2),
+        (["n300"] * 2, "(1,2)", 1),
+        (["n300"] * 2, "(1,3)", 2),
+        (["n300", "n150"], "(1,2)", 2),
+        (["n300"], "(2,4)", 4),
+        (["n150"] * 2, "N300", 1),
+    ],
+)
+def test_the_boards_say_how_many_devices_a_grid_takes(host, cards, grid, count):
+    for card in cards:
+        host.add_board(card)
+    assert num_devices(host.report(), mesh_spec(grid)) == count
+
+
+def test_the_devices_of_a_grid_of_boards_that_nothing_names_are_supposed(host):
+    host.add_board("n150", is_named=False)
+    host.add_board("n150", is_named=False)
+    assert num_devices(host.report(), mesh_spec("(1,2)")) == 1
+
+
+def test_a_grid_of_either_architecture_is_judged_by_its_own_chips(host):
+    host.add_board("n150")
+    host.add_board("p150a")
+    blackhole = mesh_spec("(1,1)", arch="blackhole")
+    assert num_devices(host.report(), blackhole) == 1
+    assert mesh_problem(host.report(), blackhole) is None
+    assert mesh_problem(host.report(), mesh_spec("(1,2)", arch="blackhole")) is not None
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("0", [0]), ("2, 1", [1, 2]), ("7", []), ("0,7", [0]), ("", [0, 1, 2]),
+        ("0000:02:00.0", [1]), ("03:00", [2]),
+    ],
+)  # fmt: skip
+def test_boards_that_the_environment_hides_cannot_be_used(host, visible, indices):
+    for _ in range(3):
+        host.add_board("n150")
+    host.environment["TT_VISIBLE_DEVICES"] = visible
+    report = host.report()
+    assert [d.index for d in report.usable] == indices
+    assert [d.index for d in report.devices] == [0, 1, 2]
 
 
 def test_boards_that_nothing_names_are_counted_by_their_chips(host):

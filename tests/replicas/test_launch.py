@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import threading
@@ -85,12 +86,34 @@ def test_a_time_between_two_looks_is_rounded_up():
 # --- what an engine is started with ------------------------------------------------------------
 
 
-def test_a_mesh_that_names_its_boards_is_bound_to_them(monkeypatch):
+@pytest.fixture
+def of_meshes(tmp_path, monkeypatch):
+    """What every engine on a mesh gets, for a user whose home is a folder of ours."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    monkeypatch.delenv("TT_METAL_LOGS_PATH", raising=False)
+    logs = tmp_path / ".cache" / "ttserve" / "ttnn-logs"
+    return {"OMPI_MCA_btl": "self", "TT_METAL_LOGS_PATH": str(logs)}
+
+
+def test_an_engine_on_a_mesh_leaves_no_files_about(of_meshes):
+    assert child_environment(config(), {}) == {}
+    on_mesh = config(mesh=MeshConfig(name="T3K"))
+    assert child_environment(on_mesh, {}) == of_meshes
+
+
+def test_ttnns_own_settings_stay_as_the_environment_has_them(of_meshes):
+    theirs = {"OMPI_MCA_btl": "tcp,self", "TT_METAL_LOGS_PATH": "/logs"}
+    assert child_environment(config(mesh=MeshConfig(name="T3K")), theirs) == theirs
+
+
+def test_a_mesh_that_names_its_boards_is_bound_to_them(of_meshes, monkeypatch):
     mesh = MeshConfig(name="T3K", visible_devices=(2, 0))
     bound = config(mesh=mesh)
     assert child_environment(bound, {"A": "b", "TT_VISIBLE_DEVICES": "1"}) == {
         "A": "b",
         "TT_VISIBLE_DEVICES": "2,0",
+        **of_meshes,
     }
     monkeypatch.setenv("OF_THIS_PROCESS", "1")
     inherited = child_environment(bound)
@@ -100,10 +123,10 @@ def test_a_mesh_that_names_its_boards_is_bound_to_them(monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", [None, MeshConfig(name="T3K")])
-def test_any_other_engine_keeps_the_boards_that_it_was_given(mesh):
-    given = {"TT_VISIBLE_DEVICES": "1"}
-    assert child_environment(config(mesh=mesh), given) == given
-    assert child_environment(config(mesh=mesh)) == dict(os.environ)
+def test_any_other_engine_keeps_the_boards_that_it_was_given(of_meshes, mesh):
+    given, more = {"TT_VISIBLE_DEVICES": "1"}, of_meshes if mesh is not None else {}
+    assert child_environment(config(mesh=mesh), given) == given | more
+    assert child_environment(config(mesh=mesh)) == dict(os.environ) | more
 
 
 # --- processes ---------------------------------------------------------------------------------
@@ -198,8 +221,25 @@ def test_a_slow_engine_is_left_alone():
 
 @pytest.mark.process
 def test_a_start_that_gets_nowhere_fails():
-    with pytest.raises(EngineStartError, match=r"hung in its start \(.*\): no progress within 8 s"):
-        start_engine(config(generator="HangsInStart"), start_timeout_s=8.0)
+    gets_nowhere = config(generator="HangsInStart", start_timeout_s=8.0)
+    with pytest.raises(
+        EngineStartError,
+        match=r"hung in its start \(.*\): no progress within 8 s, its start_timeout_s",
+    ):
+        start_engine(gets_nowhere)
+
+
+def test_reports_come_through_a_descriptor_of_any_number():
+    read_fd, write_fd = os.pipe()
+    high_fd = fcntl.fcntl(read_fd, fcntl.F_DUPFD, 1500)
+    os.close(read_fd)
+    with launch._Reports(high_fd) as reports:
+        assert reports.read(0.0) == []
+        os.write(write_fd, b'{"beat":3}\n')
+        [report] = reports.read(60.0)
+        assert report.beat == 3
+        os.close(write_fd)
+        assert reports.read(60.0) is None
 
 
 class Stuck:
@@ -232,7 +272,7 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
         os.fstat(read_fd)
 
 
-def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment():
+def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment(of_meshes):
     mesh = MeshConfig(name="t3k", tt_metal_home="/metal")
     theirs = config(mesh=mesh, generator="tt-metal")
     assert child_environment(theirs, {"HF_MODEL": "other", "A": "b"}) == {
@@ -240,4 +280,5 @@ def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment():
         "HF_MODEL": theirs.model,
         "MESH_DEVICE": "T3K",
         "TT_METAL_HOME": "/metal",
+        **of_meshes,
     }

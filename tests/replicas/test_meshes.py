@@ -81,6 +81,12 @@ def test_a_grid_takes_its_chips_from_the_architecture():
     assert mesh_spec("(8,8)").num_hosts == 2
 
 
+def test_a_named_mesh_has_its_own_architecture():
+    assert mesh_spec("P150", arch="blackhole") is MESHES["P150"]
+    with pytest.raises(ConfigError, match="T3K is of wormhole chips, and arch is 'blackhole'"):
+        mesh_spec("T3K", arch="blackhole")
+
+
 @pytest.mark.parametrize("name", ["N151", "", "(0,4)", "(4)", "(1,2,3)", "(-1,2)"])
 def test_an_unknown_mesh_is_refused_with_what_is_known(name):
     with pytest.raises(ConfigError, match=r"T3K|at least 1"):
