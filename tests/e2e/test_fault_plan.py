@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from cluster import supervisor
+from examples import server_client
 
 pytestmark = pytest.mark.ray
 
@@ -51,6 +52,8 @@ def complete(server):
 def test_requests_succeed_after_each_death_of_a_decode_replica(server):
     server.wait_ready(90)
     text = complete(server)
+    arguments = ["--num-requests", "4", "--concurrency", "4", "--max-tokens", "4"]
+    assert server_client.main(["--url", server.url, *arguments]) == 0
     for num_deaths in (1, 2):
         # The second one shows that a replica which is started again has its old rank.
         harness.wait_for(lambda n=num_deaths: server.log.count(DEATH) >= n, 90, "the replica dies")

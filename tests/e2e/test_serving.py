@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from cluster import supervisor
 from cluster.cli import app as cli
+from examples import server_client
 from kv_transfer.layout import ROW_TOKENS
 from replicas import LLM
 from replicas.async_llm import AsyncLLM
@@ -160,6 +161,14 @@ def added(before, after, name, **labels):
 
 
 # --- answers -----------------------------------------------------------------------------------
+
+
+def test_the_example_client_is_served(server, capsys):
+    arguments = ["--num-requests", "12", "--concurrency", "6", "--max-tokens", "8"]
+    assert server_client.main(["--url", server.url, *arguments]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (figures["num_requests"], figures["num_failed"]) == (12, 0)
+    assert figures["output_tokens"] > 0
 
 
 def test_server_says_what_it_serves(server, client):
