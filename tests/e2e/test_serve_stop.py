@@ -102,4 +102,4 @@ def check_listeners(server: harness.LocalServer) -> None:
 
 
 def private_folders() -> set[Path]:
-    return {*Path("/tmp").glob("ttserve-*")}
+    return {*Path("/tmp").glob("ttserve-????????")}
