@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicas.generators.protocol import DeviceSamplingParams
+from replicas.generators.protocol import NO_LOG_PROBS, DeviceSamplingParams
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.engine.batch import PersistentBatch
-
-_NO_LOG_PROBS = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +166,6 @@ def _params(
         frequency_penalty=[0.0] * num_entries,
         repetition_penalty=[1.0] * num_entries,
         seed=seed,
-        num_logprobs=[_NO_LOG_PROBS] * num_entries,
+        num_logprobs=[NO_LOG_PROBS] * num_entries,
         enable_log_probs=[False] * num_entries,
     )

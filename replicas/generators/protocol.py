@@ -121,11 +121,15 @@ class CpuDevice:
     shares_kv: bool = False
 
 
+NO_LOG_PROBS = -2
+"""``num_logprobs`` of a row that wants none; 0 would be that of the sampled token."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingParams:
     """Sampling settings for sampling on device, one entry per row of the call.
 
-    Padding rows hold temperature 0.0, top_k 1, top_p 1.0, repetition_penalty 1.0, num_logprobs -2.
+    Padding rows hold ``PADDING_ROW``.
     Source: ``TTSamplingParams`` of vllm-tt-plugin.
 
     Attributes:
@@ -149,6 +153,20 @@ class DeviceSamplingParams:
     seed: Sequence[int | None]
     num_logprobs: Sequence[int]
     enable_log_probs: Sequence[bool]
+
+
+PADDING_ROW: Mapping[str, float | int | bool | None] = {
+    "temperature": 0.0,
+    "top_k": 1,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": None,
+    "num_logprobs": NO_LOG_PROBS,
+    "enable_log_probs": False,
+}
+"""What each field of ``DeviceSamplingParams`` holds for a row of padding: greedy, nothing else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from replicas.generators.protocol import DeviceSamplingParams
 from replicas.generators.ttnn.generator import TTGenerator
 
 BLOCK = 64
@@ -13,27 +12,6 @@ MAX_SEQ_LEN = 300
 NUM_BLOCKS = 60
 ROWS = 4
 """Slots of a lane."""
-
-
-def params(num_rows, **settings):
-    """Greedy rows; a setting is one value for all of them, or a list with one each."""
-    defaults = {
-        "temperature": 0.0,
-        "top_k": 1,
-        "top_p": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": None,
-        "num_logprobs": -2,
-        "enable_log_probs": False,
-    }
-    return DeviceSamplingParams(
-        **{
-            name: value if isinstance(value, list) else [value] * num_rows
-            for name, value in {**defaults, **settings}.items()
-        }
-    )
 
 
 class Calls:

@@ -19,8 +19,9 @@ from replicas.generators.protocol import CpuDevice
 from replicas.generators.ttnn import generator as generator_module
 from replicas.generators.ttnn.buckets import prefill_buckets
 from replicas.generators.ttnn.generator import TTGenerator, TTKVCache
-from tests.tt.calls import BLOCK, MAX_SEQ_LEN, NUM_BLOCKS, ROWS, Calls, params
+from tests.tt.calls import BLOCK, MAX_SEQ_LEN, NUM_BLOCKS, ROWS, Calls
 from tests.tt.golden.lanes import golden_mesh, model_folder
+from tests.tt.golden.rows import params
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,8 +19,8 @@ from replicas.generators.ttnn.sampling import (
     parse_sampling,
     topk_pieces,
 )
-from tests.tt.calls import params
 from tests.tt.golden.library import GoldenLibrary, installed, open_golden
+from tests.tt.golden.rows import params
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn import lanes as lanes_module
 from replicas.generators.ttnn import trace as trace_module
 from replicas.generators.ttnn.trace import NoTrace, TtnnTracer
-from tests.tt.calls import Calls, params
+from tests.tt.calls import Calls
 from tests.tt.golden.lanes import golden_mesh, model_folder
+from tests.tt.golden.rows import params
 
 
 class TraceCalls:

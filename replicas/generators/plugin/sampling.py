@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from replicas.generators.protocol import PADDING_ROW
+
 if TYPE_CHECKING:
     from replicas.generators.protocol import DeviceSamplingParams
 
@@ -47,19 +49,6 @@ class TTSamplingParams:
         return any(self.enable_log_probs)
 
 
-_PADDING: dict[str, float | int | bool | None] = {
-    "temperature": 0.0,
-    "top_k": 1,
-    "top_p": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "seed": None,
-    "num_logprobs": -2,
-    "enable_log_probs": False,
-}
-
-
 def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamplingParams:
     """Take our settings over, padded to the rows of the call.
 
@@ -70,7 +59,7 @@ def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamp
     columns: dict[str, list[object]] = {}
     for field in fields(TTSamplingParams):
         given = list(getattr(params, field.name))
-        columns[field.name] = given + [_PADDING[field.name]] * (num_rows - len(given))
+        columns[field.name] = given + [PADDING_ROW[field.name]] * (num_rows - len(given))
     columns["seed"] = [None if seed == _NO_SEED else seed for seed in columns["seed"]]
     return TTSamplingParams(**columns)  # type: ignore[arg-type]  # of each field's own type
 
@@ -88,7 +77,7 @@ def warmup_sampling_params(
         return [None]
 
     def rows(**changes: float) -> TTSamplingParams:
-        settings = {**_PADDING, **changes}
+        settings = {**PADDING_ROW, **changes}
         columns = {name: [value] * num_rows for name, value in settings.items()}
         return TTSamplingParams(**columns)  # type: ignore[arg-type]  # of each field's own type
 

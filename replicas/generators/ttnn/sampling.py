@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import ttnn
 
+from replicas.generators.protocol import NO_LOG_PROBS
 from replicas.generators.ttnn.buckets import TILE
 from replicas.generators.ttnn.collectives import gather_over_chips
 from replicas.sampling_params import GREEDY_EPS
@@ -50,7 +51,6 @@ _PIECE = 32768
 """Widest input that ttnn.topk spreads over cores; it has to be a power of two."""
 _MIN_WIDTH = 64
 """Narrowest input that ttnn.topk takes as it is."""
-_NO_LOG_PROBS = -2
 _NEVER = float("-inf")
 _BEYOND_IDS = 1 << 24
 """More than any token id; exact in every dtype that it passes through."""
@@ -318,7 +318,7 @@ def _refuse(params: DeviceSamplingParams) -> None:
     for name, given, off in penalties:
         if any(value != off for value in given):
             raise ValueError(f"{name}, but supports_device_penalties is False; sample on the host")
-    if any(params.enable_log_probs) or any(n != _NO_LOG_PROBS for n in params.num_logprobs):
+    if any(params.enable_log_probs) or any(n != NO_LOG_PROBS for n in params.num_logprobs):
         raise ValueError("log-probabilities are not made on the device; sample on the host")
 
 
