@@ -12,7 +12,7 @@ import msgspec
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, RequestFailedError, RequestRefusedError
 from replicas.launch import start_engine
-from replicas.llm_engine import CompletionOutput, RequestOutput, to_token_ids
+from replicas.llm_engine import RequestOutput, to_token_ids
 from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -70,12 +70,7 @@ class AsyncLLM:
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
-        output = RequestOutput(
-            request.request_id,
-            prompt if isinstance(prompt, str) else None,
-            token_ids,
-            [CompletionOutput()],
-        )
+        output = RequestOutput.of(request, prompt)
         processor = OutputProcessor(self._tokenizer, request, frozenset(description.eos_token_ids))
         stream = self._client.open_stream(
             description.incarnation, request.request_id, AddRequest(request)
@@ -91,7 +86,7 @@ class AsyncLLM:
                     raise RequestFailedError(event.error or "the engine gave no reason")
                 delta = processor.take(event)
                 if delta is not None:
-                    output.apply(delta, processor.num_cached_tokens)
+                    output.apply(delta, processor)
                     yield output
         except EngineDeadError as error:
             # The connection knows only that it broke.

@@ -11,6 +11,9 @@ from replicas.errors import ConfigError
 from replicas.faults import Fault
 from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 
+Role = Literal["prefill", "decode", "both"]
+"""What an engine takes: prompts for others to go on from, decoding (and short prompts), or all."""
+
 STORE_CONNECTORS = ("pooled", "multi")
 """Connectors that cannot do without a store."""
 
@@ -166,6 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         model: Folder of the model, absolute.
+        role: Which part of a request it takes; its snapshots say so.
         generator: None (the generator registered for the model's architecture) or "module:Class".
         load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json
             only.
@@ -212,6 +216,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str
+    role: Role = "both"
     generator: str | None = None
     load_format: Literal["safetensors", "random"] = "safetensors"
     weights_seed: int = 0

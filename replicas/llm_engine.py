@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from replicas.client import EngineClient
-    from replicas.messages import FinishReason, TokenOutput
+    from replicas.messages import EngineRequest, FinishReason, TokenLogprob, TokenOutput
     from replicas.output_processor import OutputDelta
     from replicas.sampling_params import SamplingParams
     from replicas.tokenizer import Tokenizer
+
+
+Prompt = str | list[int]
+"""Text, or token ids."""
 
 
 @dataclass(slots=True)
@@ -31,11 +35,12 @@ class CompletionOutput:
     """The generated part of a request, as far as it has come.
 
     Attributes:
-        index: Which of the request's completions, 0.
+        index: Which of the request's choices, from 0 on.
         text: Its text.
         token_ids: Its tokens, an end token included.
         finish_reason: Why it ended, or None.
         stop_reason: The stop string or token id that ended it, if one did.
+        logprobs: As in `OutputDelta`, of all tokens; None if they were not asked for.
     """
 
     index: int = 0
@@ -43,6 +48,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class RequestOutput:
         request_id: Its id.
         prompt: Its text, or None when token ids were given.
         prompt_token_ids: Its prompt as tokens.
-        outputs: One completion.
+        outputs: One for each choice.
         finished: Whether nothing more will come.
         num_cached_tokens: Prompt tokens found in the prefix cache.
     """
@@ -65,19 +71,24 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
 
-    def apply(self, delta: OutputDelta, num_cached_tokens: int) -> None:
-        """Add what one step brought."""
-        output = self.outputs[0]
+    @classmethod
+    def of(cls, request: EngineRequest, prompt: Prompt) -> RequestOutput:
+        """Nothing yet of a request."""
+        text = prompt if isinstance(prompt, str) else None
+        choices = [CompletionOutput(i) for i in range(request.sampling.n)]
+        return cls(request.request_id, text, request.prompt_token_ids, choices)
+
+    def apply(self, delta: OutputDelta, processor: OutputProcessor) -> None:
+        """Add what one step brought to one choice, as the request's processor made it."""
+        output = self.outputs[delta.choice]
         output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
-        self.finished = delta.finish_reason is not None
-        self.num_cached_tokens = num_cached_tokens
-
-
-Prompt = str | list[int]
-"""Text, or token ids."""
+        if delta.logprobs is not None:
+            output.logprobs = [*(output.logprobs or []), *delta.logprobs]
+        self.finished = processor.is_finished
+        self.num_cached_tokens = processor.num_cached_tokens
 
 
 def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
@@ -153,9 +164,7 @@ class LLMEngine:
             seed = mint_seed(self._seed, count)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = checked_request(request_id, token_ids, sampling_params)
-        output = RequestOutput(
-            request_id, prompt if isinstance(prompt, str) else None, token_ids, [CompletionOutput()]
-        )
+        output = RequestOutput.of(request, prompt)
         self._requests[request_id] = (
             output, OutputProcessor(self._tokenizer, request, self._eos_token_ids),
         )  # fmt: skip
@@ -198,9 +207,9 @@ class LLMEngine:
         delta = processor.take(output)
         if delta is None:
             return
-        request_output.apply(delta, processor.num_cached_tokens)
+        request_output.apply(delta, processor)
         changed[output.request_id] = request_output
         if request_output.finished:
             del self._requests[output.request_id]
-            if delta.is_stopped_here:
+            if output.finish_reason is None:  # A stop string ended it, of which engines know none.
                 self._client.abort([output.request_id])

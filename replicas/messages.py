@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 
 from kv_transfer.connector import StoreStats, TransferInfo, TransferStats
+from replicas.config import Role
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 RequestMode = Literal["local", "prefill", "decode"]
 """local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
@@ -31,20 +32,63 @@ did not come, where the engine must not compute it again."""
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
 
-class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One sequence to generate.
+class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What stands for a run of placeholder tokens of a prompt.
 
     Attributes:
-        request_id: Unique among the engine's live requests.
-        prompt_token_ids: At least one token id.
-        sampling: Validated parameters with a seed.
+        modality: "image", for one.
+        offset: Index of the first placeholder in the prompt.
+        length: How many there are.
+        content_hash: Of `data`; equal placeholders share cached KV only under an equal one.
+        data: As the client sent it, still encoded.
+    """
+
+    modality: str
+    offset: int
+    length: int
+    content_hash: bytes
+    data: bytes
+
+
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request, from the HTTP edge to the engine: made once, passed on as it is.
+
+    Attributes:
+        request_id: Unique among all live requests, whatever the client called its own.
+        prompt_token_ids: At least one token id, each inside the vocabulary.
+        sampling: Validated parameters with a seed; `sampling.n` says how many choices to make.
         cache_salt: Requests share cached KV, here and in a store, only under the same salt.
+        adapter: Name of the LoRA adapter to apply; "" is the model as it is.
+        priority: Lower ones go first; equal ones in order of arrival.
+        tenant: On whose account it runs; "" where nobody keeps accounts.
+        timeout_s: Seconds from its arrival after which nobody waits for it; None: no end.
+        multimodal: What stands for placeholder tokens of the prompt, in order.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+    multimodal: list[MultimodalInput] = []
+
+    def check_supported(self) -> None:
+        """Refuse what the seams carry and no engine does yet.
+
+        Raises:
+            InvalidRequestError: It asks for such a thing; `param` names it.
+        """
+        for param, is_asked in (
+            ("n", self.sampling.n > 1),
+            ("logprobs", self.sampling.logprobs is not None),
+            ("adapter", self.adapter),
+            ("multimodal", self.multimodal),
+        ):
+            if is_asked:
+                raise InvalidRequestError(param, f"{param} is not supported by this engine yet")
 
 
 def checked_request(
@@ -55,13 +99,16 @@ def checked_request(
     A frozen struct checks no types when it is made; an engine would drop what it cannot decode.
 
     Raises:
-        InvalidRequestError: A value has another type; the message says where.
+        InvalidRequestError: A value has another type, or asks for what no engine does yet; the
+            message says where.
     """
     request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt)
     try:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise InvalidRequestError("request", f"a value has a wrong type: {error}") from error
+    decoded.check_supported()
+    return decoded
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -105,12 +152,13 @@ class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
 
     Attributes:
         request_id: The reserved request.
-        token_ids: Tokens that prefill already sampled and the client already has; empty: no
-            prefill will come, run the prompt here.
+        token_ids: For each choice the tokens that the client has already, which prefill, or a
+            decode engine that was lost, has drawn; empty: no prefill will come, run the prompt
+            here.
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[list[int]]
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -176,17 +224,33 @@ class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc
     failure: str | None
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How likely a token was where one was drawn.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability.
+        rank: Its place among all tokens, 1 for the likeliest.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
-    """New tokens of one request.
+    """New tokens of one choice of a request.
 
     Attributes:
         request_id: The request.
         index: Output index of the first of `token_ids`; lets a reader drop duplicates.
         token_ids: New tokens, possibly none with a finish reason.
-        finish_reason: Set on the last output of a request.
+        finish_reason: Set on the last output of a choice.
         stop_reason: The stop token id that ended it, if one did.
         num_cached_tokens: Prompt tokens that came from the prefix cache, or from a store.
-        error: With finish_reason "error": what happened.
+        error: With finish_reason "error", which ends all choices: what happened.
+        choice: Which of the request's choices, from 0 on.
+        logprobs: If they were asked for: for each token the drawn one first, then the likeliest.
     """
 
     request_id: str
@@ -196,6 +260,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    choice: int = 0
+    logprobs: list[list[TokenLogprob]] | None = None
 
 
 class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_result"):
@@ -228,7 +294,18 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine has left: the authority's view, ordered by `seq` per incarnation."""
+    """What the engine has left: the authority's view, ordered by `seq` per incarnation.
+
+    Attributes:
+        seq: Counts the snapshots.
+        draining: Whether it refuses new requests.
+        num_waiting: Sequences in its queue.
+        num_waiting_tokens: Prompt tokens of these.
+        num_steps: Steps so far.
+        groups: Its DP groups.
+        role: Which part of a request it takes now.
+        step_s: Seconds that its device took for the latest step with decodes; 0 before one.
+    """
 
     seq: int
     draining: bool
@@ -236,6 +313,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_tokens: int
     num_steps: int
     groups: list[GroupSnapshot]
+    role: Role = "both"
+    step_s: float = 0.0
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):

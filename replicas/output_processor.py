@@ -6,33 +6,37 @@ cluster's ingress use the same one, so text and endings agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from replicas.detokenizer import IncrementalDetokenizer
+from replicas.messages import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
-    from replicas.messages import EngineRequest, FinishReason, TokenOutput
+    from replicas.messages import EngineRequest, TokenOutput
     from replicas.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """What one token output adds to a request.
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one token output adds to one choice of a request: all that leaves an engine's front end.
 
     Attributes:
-        text: Text that may be shown now.
+        choice: Which of the request's choices, from 0 on.
+        text: Text that may be shown now; "" while a character or a stop string may be unfinished.
         token_ids: New output tokens.
-        finish_reason: Set on the last delta.
-        stop_reason: The stop string or stop token id that ended it, if one did.
-        is_stopped_here: The text ended it, not the engine: the engine must be told to abort.
+        finish_reason: Set on the last delta of the choice.
+        stop_reason: The stop string or stop token id that ended it; None for the model's own end
+            token and for every other reason.
+        logprobs: If they were asked for: for each token the drawn one first, then the likeliest.
     """
 
+    choice: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-    is_stopped_here: bool = False
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
 
 
 class OutputProcessor:
@@ -44,15 +48,49 @@ class OutputProcessor:
         eos_token_ids: End tokens, left out of the text.
 
     Attributes:
-        num_output_tokens: Tokens taken so far.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, request: EngineRequest, eos_token_ids: frozenset[int]
     ) -> None:
+        self._choices = [
+            _Choice(tokenizer, request, eos_token_ids) for _ in range(request.sampling.n)
+        ]
+        self.num_cached_tokens = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens taken so far, over all choices."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.is_finished for choice in self._choices)
+
+    def take(self, output: TokenOutput) -> OutputDelta | None:
+        """Add an output.
+
+        Returns:
+            What is new, or None when every token of it is known already, or its choice has ended.
+        """
+        choice = self._choices[output.choice]
+        if choice.is_finished:
+            return None
+        if output.index == 0:
+            self.num_cached_tokens = output.num_cached_tokens
+        return choice.take(output)
+
+
+class _Choice:
+    """One choice's tokens and text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, request: EngineRequest, eos_token_ids: frozenset[int]
+    ) -> None:
         sampling = request.sampling
-        self._sampling = sampling
+        self._shows_stop = sampling.include_stop_str_in_output
         self._eos_token_ids = eos_token_ids
         self._detokenizer = (
             IncrementalDetokenizer(
@@ -65,55 +103,47 @@ class OutputProcessor:
             if tokenizer is not None
             else None
         )
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_tokens = 0
+        self.is_finished = False
 
     def take(self, output: TokenOutput) -> OutputDelta | None:
-        """Add an output.
-
-        Returns:
-            What is new, or None when every token of it is known already.
-        """
-        assert output.index <= self.num_output_tokens, (
-            f"tokens before index {output.index} are missing"
-        )
-        token_ids = output.token_ids[self.num_output_tokens - output.index :]
+        assert output.index <= self.num_tokens, f"tokens before index {output.index} are missing"
+        num_known = self.num_tokens - output.index
+        token_ids = output.token_ids[num_known:] if num_known else output.token_ids
         if not token_ids and output.finish_reason is None:
             return None
-        if output.index == 0:
-            self.num_cached_tokens = output.num_cached_tokens
-        if self._detokenizer is None:
-            self.num_output_tokens += len(token_ids)
-            return OutputDelta("", token_ids, output.finish_reason, output.stop_reason)
-        return self._take_text(self._detokenizer, output, token_ids)
+        text, stop_string, num_taken = self._text(output, token_ids)
+        logprobs = output.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[num_known : num_known + num_taken]
+        self.num_tokens += num_taken
+        if stop_string is not None:
+            self.is_finished = True
+            return OutputDelta(
+                output.choice, text, token_ids[:num_taken], "stop", stop_string, logprobs
+            )
+        self.is_finished = output.finish_reason is not None
+        return OutputDelta(
+            output.choice, text, token_ids, output.finish_reason, output.stop_reason, logprobs
+        )
 
-    def _take_text(
-        self, detokenizer: IncrementalDetokenizer, output: TokenOutput, token_ids: list[int]
-    ) -> OutputDelta:
+    def _text(self, output: TokenOutput, token_ids: list[int]) -> tuple[str, str | None, int]:
+        """The text of new tokens, the stop string that ended it, and how many tokens it took."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return "", None, len(token_ids)
+        text = ""
         shown = token_ids[:-1] if self._ends_hidden(output, token_ids) else token_ids
-        pieces = []
         for count, token_id in enumerate(shown, start=1):
-            pieces.append(detokenizer.append([token_id]))
+            text += detokenizer.append([token_id])
             if detokenizer.stop_reason is not None:
-                self.num_output_tokens += count
-                return OutputDelta(
-                    "".join(pieces), token_ids[:count], "stop", detokenizer.stop_reason,
-                    is_stopped_here=output.finish_reason is None,
-                )  # fmt: skip
-        self.num_output_tokens += len(token_ids)
-        if output.finish_reason is None:
-            return OutputDelta("".join(pieces), token_ids, None, None)
-        pieces.append(detokenizer.finish())
-        if detokenizer.stop_reason is not None:
-            return OutputDelta("".join(pieces), token_ids, "stop", detokenizer.stop_reason)
-        return OutputDelta("".join(pieces), token_ids, output.finish_reason, output.stop_reason)
+                return text, detokenizer.stop_reason, count
+        if output.finish_reason is not None:
+            text += detokenizer.finish()
+        return text, detokenizer.stop_reason, len(token_ids)
 
     def _ends_hidden(self, output: TokenOutput, token_ids: list[int]) -> bool:
-        """Whether the last token ended the request and is not part of its text."""
-        if (
-            output.finish_reason != "stop"
-            or not token_ids
-            or self._sampling.include_stop_str_in_output
-        ):
+        """Whether the last token ended the choice and is not part of its text."""
+        if output.finish_reason != "stop" or not token_ids or self._shows_stop:
             return False
         return output.stop_reason is not None or token_ids[-1] in self._eos_token_ids

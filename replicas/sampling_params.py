@@ -9,6 +9,10 @@ from replicas.errors import InvalidRequestError
 GREEDY_EPS = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+"""As in OpenAI's and vLLM's interfaces."""
+
 _INT64 = 2**63
 
 
@@ -26,6 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         ignore_eos: Do not end at the model's end tokens.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
+        n: Choices to make of one prompt.
+        logprobs: How many of the likeliest tokens to tell with each drawn one; None: nothing.
     """
 
     max_tokens: int = 16
@@ -38,6 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    n: int = 1
+    logprobs: int | None = None
 
     def validate(self) -> None:
         """Check every range.
@@ -65,6 +73,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if self.top_k < -1:
             raise InvalidRequestError(
                 "top_k", f"top_k must be -1, 0 or at least 1, got {self.top_k}"
+            )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidRequestError("n", f"n must be 1 to {MAX_CHOICES}, got {self.n}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "logprobs", f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}"
             )
         if self.seed is not None and not -_INT64 <= self.seed < _INT64:
             raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")

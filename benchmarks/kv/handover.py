@@ -156,7 +156,7 @@ class EnginePair:
         loaded = await _until(decoding, KVLoaded)
         if loaded.failure is not None:
             raise SystemExit(f"{name}: KV transfer failed: {loaded.failure}")
-        self._client.send(self._decode.incarnation, Activate(name, first.token_ids))
+        self._client.send(self._decode.incarnation, Activate(name, [first.token_ids]))
         await _until(decoding, TokenOutput)
         resumed_s = clock()
         for stream in (decoding, prefilling):

@@ -146,7 +146,7 @@ class Recorder:
         elif isinstance(message, LoadKV):
             self.event("load", message.request_id, host.name, message.epoch)
         elif isinstance(message, Activate):
-            self.event("activate", message.request_id, host.name, len(message.token_ids))
+            self.event("activate", message.request_id, host.name, sum(map(len, message.token_ids)))
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self.event("abort", request_id, host.name)

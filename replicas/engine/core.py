@@ -119,6 +119,7 @@ class EngineCore:
         self._num_steps = 0
         self._scheduled_tokens = 0
         self._device_s = 0.0
+        self._step_s = 0.0
         self._host_s = 0.0
         try:
             self._start(config, incarnation, unix_epoch_s)
@@ -237,6 +238,8 @@ class EngineCore:
         started = time.perf_counter()
         self._num_steps += 1
         self._scheduled_tokens += step.batch.num_tokens
+        if step.batch.kind != "prefill":
+            self._step_s = step.result.device_s
         for seq, output in self._scheduler.update(step.batch, step.result):
             self._events[seq.client].append(output)
         self._host_s += time.perf_counter() - started
@@ -280,6 +283,7 @@ class EngineCore:
         self._num_steps += num_steps
         self._scheduled_tokens += num_steps * batch.num_tokens
         self._device_s += device_s
+        self._step_s = device_s / num_steps
         for seq, output in self._scheduler.update_run(batch, token_ids):
             self._events[seq.client].append(output)
 
@@ -303,6 +307,8 @@ class EngineCore:
             self._scheduler.num_waiting_tokens,
             self._num_steps,
             self._scheduler.group_snapshots(),
+            self.config.role,
+            self._step_s,
         )
 
     def metrics(self, now_s: float) -> EngineMetrics:
@@ -402,6 +408,7 @@ class EngineCore:
             return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
         try:
             request.sampling.validate()
+            request.check_supported()
         except InvalidRequestError as error:
             return str(error)
         return self._mode_problem(message)
@@ -434,11 +441,12 @@ class EngineCore:
     def _activate(self, message: Activate, now_s: float) -> None:
         """Start a reserved request, unless its tokens are not of this model."""
         seq = self._scheduler.get(message.request_id)
-        if seq is not None and not all(0 <= t < self.facts.vocab_size for t in message.token_ids):
+        token_ids = message.token_ids[0] if message.token_ids else []
+        if seq is not None and not all(0 <= t < self.facts.vocab_size for t in token_ids):
             self._scheduler.abort(message.request_id)
             self._fail(seq, f"a token id is outside the vocabulary of {self.facts.vocab_size}")
             return
-        ended = self._scheduler.activate(message.request_id, message.token_ids, now_s)
+        ended = self._scheduler.activate(message.request_id, token_ids, now_s)
         if ended is not None:
             self._fail_transfer(ended)
 

@@ -99,10 +99,13 @@ class EngineServer:
         self._frames.append((client, EngineFrame(self._incarnation, events, snapshot)))
 
     def _renew_snapshot(self) -> bool:
-        """Take a new snapshot; False if nothing but the step count has changed."""
+        """Take a new snapshot; False if nothing has changed but how many steps there were."""
         old = self._snapshot
         new = self.core.snapshot(old.seq + 1)
-        if msgspec.structs.replace(new, seq=old.seq, num_steps=old.num_steps) == old:
+        unchanged = msgspec.structs.replace(
+            new, seq=old.seq, num_steps=old.num_steps, step_s=old.step_s
+        )
+        if unchanged == old:
             return False
         self._snapshot = new
         return True

@@ -155,7 +155,7 @@ class Pair:
         """Let the decode core go on after these tokens, or from the prompt without any."""
         if request_id not in self._is_activated:
             self._is_activated.add(request_id)
-            self.decode.handle(Activate(request_id, token_ids))
+            self.decode.handle(Activate(request_id, [token_ids] if token_ids else []))
 
     def abort(self, request_id: str) -> None:
         """Drop a request on both cores."""

@@ -150,7 +150,7 @@ def test_client_that_is_gone_takes_only_its_own_requests_along(core):
 
 
 def test_activation_of_an_unknown_request_is_ignored(core):
-    core.handle(CLIENT, Activate("nobody", [1]), 0.0)
+    core.handle(CLIENT, Activate("nobody", [[1]]), 0.0)
     assert run(core) == []
 
 

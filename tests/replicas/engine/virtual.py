@@ -209,7 +209,7 @@ class LoopPair:
                 if side is self.prefill:
                     self.decode.core.handle(CLIENT, Abort([event.request_id]), 0.0)
             elif side is self.prefill:
-                message = Activate(event.request_id, event.token_ids)
+                message = Activate(event.request_id, [event.token_ids])
                 self.decode.core.handle(CLIENT, message, 0.0)
         else:
             assert isinstance(event, Accepted), event
