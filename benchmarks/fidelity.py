@@ -50,11 +50,13 @@ from benchmarks.fitted_timing import (
     with_factors_of,
 )
 from cluster.config import RouterConfig, load_cluster_config, load_serve_file
+from cluster.fleet import Fleet
 from cluster.metrics import RouterMetrics
-from cluster.pools import Member, PoolState
+from cluster.pools import Member
 from cluster.router import Router
 from cluster.simulation.network import NetworkConfig
-from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.simulation.options import PoolSpec, SimulationOptions
+from cluster.simulation.simulator import Simulation
 from cluster.tickets import TicketOffice
 from cluster.workloads.load import load_workload
 from cluster.workloads.request import FIRST_PROMPT_TOKEN
@@ -62,7 +64,7 @@ from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.engine.process import EngineArguments, EngineReport
 from replicas.launch import EngineHandle
-from replicas.messages import EngineRequest, EngineSnapshot
+from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -208,21 +210,12 @@ def running(pools: Sequence[tuple[Role, EngineConfig]], folder: Path) -> Iterato
 
 
 class Ingress:
-    """The production's router over real connections, as `ClusterService` wires it."""
+    """The production's router over real connections, as `ClusterService` has it."""
 
     def __init__(self) -> None:
-        self.pools = PoolState()
-        self.client = AsyncMPClient(self._take_snapshot, self._lose)
-        self.router = Router(
-            self.client, self.pools, RouterConfig(), RouterMetrics("fidelity"), TicketOffice(KEYS)
-        )
-
-    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
-        self.pools.take_snapshot(incarnation, snapshot)
-        self.router.capacity_changed()
-
-    def _lose(self, incarnation: str, reason: str) -> None:
-        raise SystemExit(f"engine {incarnation} is lost: {reason}")
+        self.fleet = Fleet(AsyncMPClient)
+        metrics = RouterMetrics("fidelity")
+        self.router = Router(self.fleet, RouterConfig(), metrics, TicketOffice(KEYS))
 
 
 @contextlib.asynccontextmanager
@@ -232,11 +225,10 @@ async def connected(engines: Sequence[Engine]) -> AsyncIterator[Ingress]:
     try:
         for engine in engines:
             description = engine.handle.description
-            ingress.pools.add(Member(engine.role, engine.role, description))
-            await ingress.client.connect(description)
+            await ingress.fleet.connect(Member(engine.role, engine.role, description))
         yield ingress
     finally:
-        await ingress.client.close()
+        await ingress.fleet.client.close()
 
 
 _runs = itertools.count()
@@ -249,7 +241,7 @@ async def replay(ingress: Ingress, workload: Workload, label: str) -> list[Answe
     knows no more of them than in the simulator.
     """
     shift = next(_runs)
-    vocab_size = ingress.pools.members()[0].description.vocab_size
+    vocab_size = ingress.fleet.pools.members()[0].description.vocab_size
     requests = [
         EngineRequest(
             f"{label}-{i}",
@@ -266,9 +258,12 @@ async def replay(ingress: Ingress, workload: Workload, label: str) -> list[Answe
 
     async def ask(request: EngineRequest) -> Answer:
         answer = Answer(request.request_id, time.monotonic(), [])
-        async with contextlib.aclosing(ingress.router.generate(request)) as outputs:
-            async for output in outputs:
-                answer.token_times_s.extend([time.monotonic()] * len(output.token_ids))
+
+        async def emit(output: TokenOutput) -> bool:
+            answer.token_times_s.extend([time.monotonic()] * len(output.token_ids))
+            return True
+
+        await ingress.router.run(request, emit)
         return answer
 
     gc.collect()

@@ -29,7 +29,8 @@ from benchmarks.polynomial_timing import PolynomialTiming
 from cluster.config import RouterConfig
 from cluster.simulation.command import seldom_collecting
 from cluster.simulation.network import NetworkConfig
-from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.simulation.options import PoolSpec, SimulationOptions
+from cluster.simulation.simulator import Simulation
 from cluster.simulation.summary import summarise
 from cluster.workloads.load import load_workload
 from replicas.config import EngineConfig

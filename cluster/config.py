@@ -51,7 +51,7 @@ _CONNECTORS = ("p2p", *STORE_CONNECTORS)
 
 T = TypeVar("T")
 
-_OWN_ENGINE_KEYS = ("model", "kv_connector", "kv_endpoint", "kv_store", "kv_keys")
+_OWN_ENGINE_KEYS = ("model", "role", "kv_connector", "kv_endpoint", "kv_store", "kv_keys")
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +199,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             **self.engine,
             **pool.engine,
             "model": str(self.model_folder),
+            "role": role,
             "kv_connector": self._engine_connector,
             "kv_endpoint": f"tcp://{self.data_host}:*",
             "kv_store": self.kv_store,

@@ -14,7 +14,7 @@ import importlib.metadata
 import logging
 import os
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray.util
@@ -24,6 +24,7 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.config import NODE_HOST, load_cluster_config, process_environment
 from cluster.drain import drain_engine
+from cluster.fleet import DESCRIBE_TIMEOUT_S
 from cluster.ingress import IngressLimits, create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
@@ -48,11 +49,6 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"
 """Name of the ingress deployment; a pool's deployment is named after its role."""
 
-DESCRIBE_TIMEOUT_S = 2.0
-DISCOVERY_S = 0.5
-"""How often an ingress asks who runs while replicas are missing."""
-DISCOVERY_IDLE_S = 2.0
-"""And how often when none is."""
 HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0
 _CONSTRUCTOR_TRIES = 2
@@ -184,7 +180,8 @@ class IngressReplica:
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-            following = self._following = asyncio.create_task(self._directory.follow(service))
+            following = asyncio.create_task(service.fleet.follow(self._directory))
+            self._following = following
             try:
                 yield
             finally:
@@ -196,32 +193,36 @@ class IngressReplica:
 
 
 class PoolDirectory:
-    """Finds the replicas that run now, by asking each through its pool's handle.
+    """Finds the replicas that run now, by asking each through its pool's handle: a `Discovery`.
 
     Args:
-        handles: Handle of each pool's deployment, by role.
+        handles: Handle of each pool's deployment, by its name.
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
         self._handles = dict(handles)
 
-    async def follow(self, service: ClusterService) -> None:
-        """Tell a service who its members are, at once when it has lost one."""
-        while True:
-            service.members_lost.clear()
-            service.add_members(await self.find())
-            wait_s = DISCOVERY_IDLE_S if service.is_complete else DISCOVERY_S
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(service.members_lost.wait(), wait_s)
-
     async def find(self) -> list[Member]:
         """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
         pools = await asyncio.gather(
-            *(self._find_in_pool(role, handle) for role, handle in self._handles.items())
+            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items())
         )
         return [member for members in pools for member in members]
 
-    async def _find_in_pool(self, role: str, handle: DeploymentHandle[Any]) -> list[Member]:
+    async def num_wanted(self) -> int:
+        """Replicas that Serve runs or starts now, whatever the configuration said."""
+        status = await asyncio.to_thread(serve.status)
+        application = status.applications.get(serve.get_replica_context().app_name)
+        if application is None:
+            return 0
+        return sum(
+            count
+            for pool in self._handles
+            for state, count in application.deployments[pool].replica_states.items()
+            if state != "STOPPING"
+        )
+
+    async def _find_in_pool(self, pool: str, handle: DeploymentHandle[Any]) -> list[Member]:
         try:
             answers = await handle.broadcast("describe").results_async(
                 timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
@@ -235,9 +236,9 @@ class PoolDirectory:
             RayServeException, RayError, TimeoutError, asyncio.TimeoutError,
             msgspec.ValidationError,
         ) as error:  # fmt: skip
-            logger.info("pool %s has no replica that answers: %s", role, error)
+            logger.info("pool %s has no replica that answers: %s", pool, error)
             return []
-        return [Member(cast("Role", role), f"{role}-{d.incarnation}", d) for d in descriptions]
+        return [Member(pool, f"{pool}-{d.incarnation}", d) for d in descriptions]
 
 
 def _tell(line: str) -> None:

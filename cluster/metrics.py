@@ -61,6 +61,7 @@ class RouterMetrics:
             whose client left.
         refusals: Placements that an engine refused, by reason.
         retries: Parts of requests that were tried again, by reason.
+        lost: Engines that died with a part of a request on them, by its leg.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -90,6 +91,9 @@ class RouterMetrics:
         )
         self.retries = self._counter(
             "ttserve_router_retries", "Parts of requests that were tried again", "reason"
+        )
+        self.lost = self._counter(
+            "ttserve_router_lost_legs", "Parts of requests whose engine died", "leg"
         )
         self.num_queued = Gauge(
             "ttserve_router_queued_requests",
@@ -313,7 +317,7 @@ class _EngineCollector(Collector):
                 yield (*labels, str(index)), group
 
     def _labels(self, member: Member) -> tuple[str, ...]:
-        return self._model_name, member.role, member.replica_id
+        return self._model_name, member.pool, member.replica_id
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

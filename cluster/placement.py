@@ -6,173 +6,162 @@ the replica stays the authority and may refuse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from replicas.config import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable
 
     from cluster.config import PolicyName
+    from cluster.demand import Demand
+
+ANY_GROUP = -1
+"""Stands for an engine as a whole, which picks the DP group itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """One DP group, as this ingress believes it to be.
+class Placement(NamedTuple):
+    """A DP group, or an engine as a whole; the replica picks the slot."""
+
+    incarnation: str
+    dp_group: int
+
+
+class GroupView(msgspec.Struct, frozen=True, gc=False):
+    """One DP group, or one prefill engine as a whole, as this ingress believes it to be.
 
     Attributes:
         incarnation: The engine that has it.
-        dp_group: Its index there.
+        dp_group: Its index there, or `ANY_GROUP`.
+        role: What the engine takes now.
+        block_size: Tokens of its KV blocks.
         num_empty_slots: Decode positions that are free.
         num_free_blocks: KV blocks that are free or evictable.
-        num_active_slots: Decode positions in use.
+        num_active: Requests that it holds or was sent.
+        num_queued_tokens: Prompt tokens that its engine has not started on.
+        step_s: Seconds of the engine's latest decode step; 0 before the first.
+        index: Its place in the list of views.
     """
 
     incarnation: str
     dp_group: int
+    role: Role
+    block_size: int
     num_empty_slots: int
     num_free_blocks: int
-    num_active_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillView:
-    """One prefill engine, as this ingress believes it to be.
-
-    Attributes:
-        incarnation: The engine.
-        num_queued_tokens: Prompt tokens that it has not started on.
-        num_active: Requests that it holds.
-    """
-
-    incarnation: str
-    num_queued_tokens: int
     num_active: int
+    num_queued_tokens: int
+    step_s: float
+    index: int
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A decode position's DP group; the replica picks the slot."""
-
-    incarnation: str
-    dp_group: int
-
-
-def place_decode(
-    num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
-) -> Placement | None:
-    """Pick the emptiest DP group that can hold the request.
-
-    Args:
-        num_blocks: KV blocks for the prompt and the first output token.
-        groups: Every group, in any order.
-        refused: Groups that have refused this request just now.
-
-    Returns:
-        The group with the most empty slots, then the most free blocks; ties go to the lowest
-        (incarnation, dp_group), so that equal views give equal placements. None when none fits.
-    """
-    assert num_blocks > 0, f"{num_blocks=}"
-    fitting = [
-        g
-        for g in groups
-        if g.num_empty_slots > 0
-        and g.num_free_blocks >= num_blocks
-        and Placement(g.incarnation, g.dp_group) not in refused
-    ]
-    if not fitting:
-        return None
-    best = min(
-        fitting, key=lambda g: (-g.num_empty_slots, -g.num_free_blocks, g.incarnation, g.dp_group)
-    )
-    return Placement(best.incarnation, best.dp_group)
-
-
-def place_prefill(engines: Sequence[PrefillView], refused: Collection[str] = ()) -> str | None:
-    """Pick the prefill engine with the least work in front of a new prompt.
-
-    Args:
-        engines: Every prefill engine, in any order.
-        refused: Incarnations that have refused this request, or died on it.
-
-    Returns:
-        Its incarnation, or None when none is left.
-    """
-    best = min(
-        (e for e in engines if e.incarnation not in refused),
-        key=lambda e: (e.num_queued_tokens, e.num_active, e.incarnation),
-        default=None,
-    )
-    return best.incarnation if best is not None else None
+    @property
+    def placement(self) -> Placement:
+        """What a request is told that is placed here."""
+        return Placement(self.incarnation, self.dp_group)
 
 
 class PlacementPolicy(Protocol):
-    """How one ingress places requests; what it remembers belongs to that ingress."""
+    """Says how bad a place is; what it remembers belongs to one ingress."""
 
-    def place_decode(
-        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
-    ) -> Placement | None:
-        """Pick a DP group that can hold the request, or None; see `place_decode`."""
+    def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
+        """Compared with the scores of all other views that can take the request: the least wins."""
         ...
 
-    def place_prefill(
-        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
-    ) -> str | None:
-        """Pick a prefill engine, or None; see `place_prefill`."""
+    def placed(self, demand: Demand, view: GroupView) -> None:
+        """Called with the winner."""
         ...
+
+
+def place(
+    policy: PlacementPolicy,
+    demand: Demand,
+    views: Iterable[GroupView],
+    refused: Collection[Placement] = (),
+) -> Placement | None:
+    """Pick the best view that can take the request.
+
+    Args:
+        policy: What is best.
+        demand: The request.
+        views: Every candidate, of one side.
+        refused: Those that have refused this request just now, or died on it.
+
+    Returns:
+        Where it should go, or None when it fits nowhere.
+    """
+    fitting = (view for view in views if fits(demand, view))
+    if refused:
+        fitting = (view for view in fitting if view.placement not in refused)
+    best = min(fitting, key=lambda view: policy.score(demand, view), default=None)
+    if best is None:
+        return None
+    policy.placed(demand, best)
+    return best.placement
+
+
+def fits(demand: Demand, view: GroupView) -> bool:
+    """Whether a request can begin there at once; an engine as a whole has a queue of its own."""
+    return view.dp_group == ANY_GROUP or (
+        view.num_empty_slots >= demand.num_choices
+        and view.num_free_blocks >= demand.num_blocks(view.block_size)
+    )
 
 
 class MostEmptySlots:
-    """Policy `most_empty_slots`; remembers nothing."""
+    """The emptiest DP group: most empty slots, then most free blocks.
 
-    def place_decode(
-        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
-    ) -> Placement | None:
-        """See `place_decode`."""
-        return place_decode(num_blocks, groups, refused)
+    Ties go to the lowest (incarnation, dp_group), so that equal views give equal placements.
+    """
 
-    def place_prefill(
-        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
-    ) -> str | None:
-        """See `place_prefill`."""
-        return place_prefill(engines, refused)
+    def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
+        """See `PlacementPolicy`."""
+        del demand
+        return -view.num_empty_slots, -view.num_free_blocks, view.incarnation, view.dp_group
+
+    def placed(self, demand: Demand, view: GroupView) -> None:
+        """Remembers nothing."""
+
+
+class LeastQueued:
+    """The prefill engine with the least work before a new prompt; ties as in `MostEmptySlots`."""
+
+    def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
+        """See `PlacementPolicy`."""
+        del demand
+        return view.num_queued_tokens, view.num_active, view.incarnation
+
+    def placed(self, demand: Demand, view: GroupView) -> None:
+        """Remembers nothing."""
 
 
 class RoundRobin:
-    """Policy `round_robin`: the next in the order of the views that can take the request."""
+    """The next in the order of the views; one that cannot take the request loses its turn."""
 
     def __init__(self) -> None:
-        self._next_group = 0
-        self._next_engine = 0
+        self._next = 0
 
-    def place_decode(
-        self, num_blocks: int, groups: Sequence[GroupView], refused: Collection[Placement] = ()
-    ) -> Placement | None:
-        """See `PlacementPolicy`; a group that cannot hold the request loses its turn."""
-        for offset in range(len(groups)):
-            index = (self._next_group + offset) % len(groups)
-            group = groups[index]
-            placement = Placement(group.incarnation, group.dp_group)
-            if (
-                group.num_empty_slots > 0
-                and group.num_free_blocks >= num_blocks
-                and placement not in refused
-            ):
-                self._next_group = index + 1
-                return placement
-        return None
-
-    def place_prefill(
-        self, engines: Sequence[PrefillView], refused: Collection[str] = ()
-    ) -> str | None:
+    def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
         """See `PlacementPolicy`."""
-        for offset in range(len(engines)):
-            index = (self._next_engine + offset) % len(engines)
-            if engines[index].incarnation not in refused:
-                self._next_engine = index + 1
-                return engines[index].incarnation
-        return None
+        del demand
+        return view.index < self._next, view.index
+
+    def placed(self, demand: Demand, view: GroupView) -> None:
+        """The turn is the next one's."""
+        del demand
+        self._next = view.index + 1
 
 
-def make_policy(name: PolicyName) -> PlacementPolicy:
-    """A new policy of this name, with nothing to remember yet."""
-    return RoundRobin() if name == "round_robin" else MostEmptySlots()
+class Policies(NamedTuple):
+    """How one ingress places: decode slots, and prompts on prefill engines."""
+
+    decode: PlacementPolicy
+    prefill: PlacementPolicy
+
+
+def make_policies(name: PolicyName) -> Policies:
+    """New policies of this name, with nothing to remember yet."""
+    if name == "round_robin":
+        return Policies(RoundRobin(), RoundRobin())
+    return Policies(MostEmptySlots(), LeastQueued())

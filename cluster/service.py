@@ -1,47 +1,42 @@
-"""The cluster as the HTTP edge sees it: requests in, text out; members come and go.
+"""The cluster as the HTTP edge sees it: requests in, text out, and what is asked about it.
 
-Owner: one ingress's event loop. It joins the parts: connections to engines, the pool state that
-their snapshots feed, the router, the tokenizer, the metrics. Who the members are it is told
-(`add_members`); it knows nothing of Ray or HTTP.
+Owner: one ingress's event loop. It joins the parts: the fleet of engines, the router, the
+tokenizer, the metrics. Who the engines are it is told through its fleet; it knows nothing of Ray or
+HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from cluster.fleet import Fleet
 from cluster.metrics import RouterMetrics, render
-from cluster.openai import Finished, ModelCard, TextDelta, Usage
-from cluster.pools import PoolState
+from cluster.openai import ModelCard, Usage
 from cluster.router import Router
 from cluster.tickets import TicketOffice
 from cluster.transfers import transfers_view
 from replicas.async_client import AsyncMPClient
-from replicas.errors import EngineDeadError, EngineError
+from replicas.errors import EngineError
 from replicas.generators.model_config import load_engine_model
 from replicas.kv_sizing import longest_sequence
-from replicas.messages import EngineRequest
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from cluster.config import ClusterConfig
-    from cluster.openai import GenerateRequest, GenerationEvent
     from cluster.pools import Member
     from cluster.transfers import TransfersView
     from kv_transfer.ticket import KeyRing
-    from replicas.messages import EngineMetrics, EngineSnapshot, KVTransfers
+    from replicas.messages import EngineRequest, FinishReason, TokenOutput
     from replicas.output_processor import OutputDelta
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SCRAPE_TIMEOUT_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
@@ -53,6 +48,9 @@ class ClusterService:
     Args:
         config: The cluster's configuration.
         keys: What seals tickets; the engines have the same.
+
+    Attributes:
+        fleet: The engines; whoever starts the service lets it follow a discovery.
     """
 
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
@@ -60,17 +58,10 @@ class ClusterService:
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.max_model_len = _max_model_len(config)
         self.metrics = RouterMetrics(config.served_model_name)
-        self._pools = PoolState()
-        self._client = AsyncMPClient(self._take_snapshot, self._lose)
-        self._router = Router(
-            self._client, self._pools, config.router, self.metrics, TicketOffice(keys)
-        )
-        self._connecting: dict[str, asyncio.Task[None]] = {}
+        self.fleet = Fleet(AsyncMPClient)
+        self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
         self._created_s = int(time.time())
         self._was_complete = False
-        self.members_lost = asyncio.Event()
-
-    # --- ServingService ------------------------------------------------------------------------
 
     def models(self) -> Sequence[ModelCard]:
         """The one served model."""
@@ -79,161 +70,100 @@ class ClusterService:
         return [ModelCard(name, root, self.max_model_len, self._created_s)]
 
     async def generate(
-        self, request: GenerateRequest, request_id: str
-    ) -> AsyncGenerator[GenerationEvent, None]:
+        self, request: EngineRequest, emit: Callable[[OutputDelta], Awaitable[None]]
+    ) -> Usage:
         """Run a request; see `cluster.ingress.ServingService.generate`."""
-        sampling = request.sampling
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-        engine_request = EngineRequest(
-            request_id, request.prompt_token_ids, sampling, request.cache_salt
-        )
-        processor = OutputProcessor(self.tokenizer, engine_request, self.tokenizer.eos_token_ids)
+        processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         with _Watch(self.metrics) as watch:
-            async with contextlib.aclosing(self._router.generate(engine_request)) as outputs:
-                async for output in outputs:
-                    delta = processor.take(output)
-                    if delta is None:
-                        continue
-                    watch.saw_output()
-                    if delta.finish_reason is None:
-                        yield TextDelta(delta.text, tuple(delta.token_ids))
-                        continue
-                    watch.reason = delta.finish_reason
-                    yield _finished(delta, processor, len(request.prompt_token_ids))
-                    return
+
+            async def take(output: TokenOutput) -> bool:
+                delta = processor.take(output)
+                if delta is not None:
+                    watch.saw(delta)
+                    await emit(delta)
+                return not processor.is_finished
+
+            await self._router.run(request, take)
+            watch.is_finished = True
+        return Usage(
+            len(request.prompt_token_ids), processor.num_output_tokens, processor.num_cached_tokens
+        )
 
     def is_ready(self) -> tuple[bool, str]:
         """Ready once every pool has had a replica, and as long as one can decode."""
+        pools = self.fleet.pools
         if not self._was_complete:
-            missing = [r for r in self._config.pools if not self._pools.has_open((r,))]
+            missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
-        if not self._pools.has_open(("decode", "both")):
-            return False, "no replica can decode"
-        return True, ""
-
-    def is_live(self) -> bool:
-        """True: whoever asks reached the event loop."""
-        return True
+        return (True, "") if pools.can_decode else (False, "no replica can decode")
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
-        self.metrics.num_queued.set(self._router.num_queued)
-        members = self._pools.members()
-        answers = await asyncio.gather(*(self._scrape(m.description.incarnation) for m in members))
-        engines = [(m, a) for m, a in zip(members, answers, strict=True) if a is not None]
+        self.metrics.num_queued.set(len(self._router.queue))
+        answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
+        engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)
 
     async def transfers(self) -> TransfersView:
         """What moves between the replicas now; one that does not answer soon is silent."""
-        members = self._pools.members()
-        answers = await asyncio.gather(*(self._look(m.description.incarnation) for m in members))
-        return transfers_view(list(zip(members, answers, strict=True)))
-
-    # --- members -------------------------------------------------------------------------------
-
-    def add_members(self, members: Sequence[Member]) -> None:
-        """Connect to engines that are new.
-
-        One leaves when its connection breaks, not before: a replica that drains is listed no more,
-        and still has requests to finish.
-        """
-        for member in members:
-            incarnation = member.description.incarnation
-            if incarnation not in self._client.incarnations and incarnation not in self._connecting:
-                self._connecting[incarnation] = asyncio.create_task(self._connect(member))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether as many replicas are connected as the configuration has."""
-        wanted = sum(pool.replicas for pool in self._config.pools.values())
-        return len(self._pools.members()) >= wanted
+        return transfers_view(await self._ask_all(self.fleet.client.kv_transfers, _LOOK_TIMEOUT_S))
 
     async def close(self) -> None:
         """Close every connection."""
-        for task in self._connecting.values():
-            task.cancel()
-        await self._client.close()
+        self.fleet.close()
+        await self.fleet.client.close()
 
-    async def _connect(self, member: Member) -> None:
-        incarnation = member.description.incarnation
-        self._pools.add(member)
-        try:
-            await self._client.connect(member.description)
-            logger.info("connected replica=%s role=%s", member.replica_id, member.role)
-        except EngineDeadError as error:
-            self._forget(incarnation)
-            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
-        finally:
-            self._connecting.pop(incarnation, None)
+    async def _ask_all(
+        self, ask: Callable[[str], Awaitable[T]], timeout_s: float
+    ) -> list[tuple[Member, T | None]]:
+        """Every member's answer, None where it did not come."""
 
-    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
-        self._pools.take_snapshot(incarnation, snapshot)
-        self._router.capacity_changed()
+        async def answer(member: Member) -> T | None:
+            try:
+                return await asyncio.wait_for(ask(member.description.incarnation), timeout_s)
+            except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
+                return None
 
-    def _lose(self, incarnation: str, reason: str) -> None:
-        member = self._pools.member(incarnation)
-        logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
-        self._forget(incarnation)
-        self.members_lost.set()
-
-    def _forget(self, incarnation: str) -> None:
-        self._pools.remove(incarnation)
-        self._router.capacity_changed()
-
-    async def _scrape(self, incarnation: str) -> EngineMetrics | None:
-        try:
-            return await asyncio.wait_for(self._client.metrics(incarnation), _SCRAPE_TIMEOUT_S)
-        except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
-            return None
-
-    async def _look(self, incarnation: str) -> KVTransfers | None:
-        try:
-            return await asyncio.wait_for(self._client.kv_transfers(incarnation), _LOOK_TIMEOUT_S)
-        except (EngineError, msgspec.ValidationError, asyncio.TimeoutError):
-            return None
+        members = self.fleet.pools.members()
+        answers = await asyncio.gather(*map(answer, members))
+        return list(zip(members, answers, strict=True))
 
 
 class _Watch:
     """Times and ending of one request, for the metrics.
 
     Attributes:
-        reason: How it finished; without one it failed, or its client left.
+        is_finished: Whether it came to its end; otherwise it failed, or its client left.
     """
-
-    reason: str | None = None
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._arrived_s = self._last_s = time.monotonic()
         self._has_output = False
+        self._reason: FinishReason | None = None
+        self.is_finished = False
 
     def __enter__(self) -> _Watch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if self.reason is not None:
+        reason = "error" if isinstance(error, Exception) else "abort"
+        if self.is_finished:
             self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
-        failed = "error" if isinstance(error, Exception) else "abort"
-        self._metrics.requests.labels(self.reason or failed).inc()
+            reason = self._reason or reason
+        self._metrics.requests.labels(reason).inc()
 
-    def saw_output(self) -> None:
+    def saw(self, delta: OutputDelta) -> None:
+        """Count an output; the reason of the last choice to end is the request's."""
         now_s = time.monotonic()
         if self._has_output:
             self._metrics.inter_token_latency.observe(now_s - self._last_s)
         else:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
         self._has_output, self._last_s = True, now_s
-
-
-def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens: int) -> Finished:
-    assert delta.finish_reason in ("stop", "length"), delta.finish_reason
-    usage = Usage(num_prompt_tokens, processor.num_output_tokens, processor.num_cached_tokens)
-    return Finished(
-        delta.finish_reason, delta.stop_reason, usage, delta.text, tuple(delta.token_ids)
-    )
+        self._reason = delta.finish_reason or self._reason
 
 
 def _max_model_len(config: ClusterConfig) -> int:

@@ -97,7 +97,7 @@ def _replica_view(
     member: Member, answer: KVTransfers | None, names: Mapping[str, str]
 ) -> ReplicaView:
     if answer is None:
-        return ReplicaView(replica=member.replica_id, pool=member.role, is_silent=True)
+        return ReplicaView(replica=member.replica_id, pool=member.pool, is_silent=True)
     transfers = [
         TransferView(
             request=info.request_id,
@@ -117,7 +117,7 @@ def _replica_view(
     ]
     return ReplicaView(
         replica=member.replica_id,
-        pool=member.role,
+        pool=member.pool,
         leased_blocks=answer.num_leased_blocks,
         reserved_blocks=answer.num_reserved_blocks,
         quarantined_blocks=answer.num_quarantined_blocks,

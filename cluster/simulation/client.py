@@ -6,19 +6,27 @@ of frames are the production's (`replicas.streams`); a link stands for the two s
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.simulation.network import Channel
+from replicas.dealer import CONNECT_S
 from replicas.errors import EngineDeadError
 from replicas.messages import PROTOCOL_VERSION, Hello, TokenOutput
 from replicas.streams import StreamTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.network import Network
-    from replicas.messages import ClientMessage, EngineEvent, EngineFrame, EngineSnapshot
+    from replicas.messages import (
+        ClientMessage,
+        EngineDescription,
+        EngineEvent,
+        EngineFrame,
+        EngineSnapshot,
+    )
     from replicas.streams import EngineStream, Inbox
 
 SILENCE_S = 5.0
@@ -49,6 +57,7 @@ class VirtualLink:
 
     Attributes:
         is_open: Whether it has not been lost.
+        is_heard_of: Set by the engine's first frame, and at the end.
         newest: The latest snapshot, in the engine's order, that has arrived.
     """
 
@@ -57,6 +66,7 @@ class VirtualLink:
     ) -> None:
         self.host = host
         self.is_open = True
+        self.is_heard_of = asyncio.Event()
         self.newest: EngineSnapshot | None = None
         self.table = StreamTable(host.engine.description, self.send, client.take_snapshot)
         self._client = client
@@ -76,13 +86,12 @@ class VirtualLink:
         """The engine sends a frame; `step_times_s` of its steps, if it is of more than one."""
         self._down.send(self._reach_client, frame, step_times_s)
 
-    def lose(self, reason: str) -> None:
-        """The connection is over; the engine notices a little later. Idempotent."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        self._client.lost(self, reason)
-        self._loop.call_later(NOTICE_S, self.host.client_gone, self._client_id)
+    def close(self) -> None:
+        """End the connection; the engine notices a little later. Idempotent."""
+        if self.is_open:
+            self.is_open = False
+            self.is_heard_of.set()
+            self._loop.call_later(NOTICE_S, self.host.client_gone, self._client_id)
 
     @property
     def is_quiet(self) -> bool:
@@ -104,6 +113,7 @@ class VirtualLink:
         if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
             self.newest = snapshot
         self.table.take(frame)
+        self.is_heard_of.set()
 
 
 class VirtualClient:
@@ -112,6 +122,7 @@ class VirtualClient:
     Args:
         name: The ingress's name.
         network: What carries its messages.
+        hosts: Every host that lives, by incarnation.
         observer: Who keeps the record.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost.
@@ -125,6 +136,7 @@ class VirtualClient:
         self,
         name: str,
         network: Network,
+        hosts: Mapping[str, VirtualHost],
         observer: Observer,
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
@@ -134,16 +146,33 @@ class VirtualClient:
         self.token_times_s: dict[str, list[float]] = {}
         self._name = name
         self._network = network
+        self._hosts = hosts
         self._on_dead = on_dead
         self._links: dict[str, VirtualLink] = {}
         self._num_links = 0
 
-    def connect(self, host: VirtualHost) -> None:
-        """Connect to an engine; its first snapshot comes by itself."""
-        if host.incarnation not in self._links:
-            self._num_links += 1
-            client_id = f"{self._name}/{self._num_links}".encode()
-            self._links[host.incarnation] = VirtualLink(self, client_id, host, self._network)
+    async def connect(self, description: EngineDescription) -> None:
+        """See `AsyncMPClient.connect`."""
+        host = self._hosts.get(description.incarnation)
+        if host is None:
+            raise EngineDeadError(f"nobody listens at {description.incarnation}")
+        if host.incarnation in self._links:
+            return
+        self._num_links += 1
+        client_id = f"{self._name}/{self._num_links}".encode()
+        link = self._links[host.incarnation] = VirtualLink(self, client_id, host, self._network)
+        try:
+            await asyncio.wait_for(link.is_heard_of.wait(), CONNECT_S)
+        except asyncio.TimeoutError:
+            del self._links[host.incarnation]
+            link.close()
+        if not link.is_open:
+            raise EngineDeadError(f"engine {host.incarnation} does not answer")
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        """See `AsyncMPClient.incarnations`."""
+        return frozenset(self._links)
 
     @property
     def links(self) -> list[VirtualLink]:
@@ -166,15 +195,11 @@ class VirtualClient:
 
     def lose(self, incarnation: str, reason: str) -> None:
         """The connection to an engine is over, whoever found out."""
-        link = self._links.get(incarnation)
+        link = self._links.pop(incarnation, None)
         if link is not None:
-            link.lose(reason)
-
-    def lost(self, link: VirtualLink, reason: str) -> None:
-        """Called by the link only."""
-        del self._links[link.host.incarnation]
-        link.table.fail(reason)
-        self._on_dead(link.host.incarnation, reason)
+            link.close()
+            link.table.fail(reason)
+            self._on_dead(incarnation, reason)
 
     def _link(self, incarnation: str) -> VirtualLink:
         link = self._links.get(incarnation)

@@ -19,10 +19,11 @@ import msgspec
 from cluster.config import PolicyName, PoolConfig, load_cluster_config, load_serve_file
 from cluster.errors import BadRequestError, ClusterConfigError, WorkloadError
 from cluster.simulation.network import NetworkConfig
+from cluster.simulation.options import PoolSpec, SimulationOptions
 from cluster.simulation.plots import MissingPlotLibraryError, plot_run, require_matplotlib
 from cluster.simulation.records import EventRecord
 from cluster.simulation.report import ProgressDisplay, print_summary, write_events, write_summary
-from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.simulation.simulator import Simulation
 from cluster.simulation.summary import Slo, summarise
 from cluster.workloads.load import load_workload
 from replicas.generators.model_config import load_hf_config

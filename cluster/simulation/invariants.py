@@ -11,7 +11,6 @@ import gc
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING
 
-from cluster.placement import GroupView, PrefillView
 from cluster.simulation.client import SILENCE_S
 from cluster.simulation.monitors import ProtocolMonitor
 from cluster.simulation.records import ABORTED, OK
@@ -86,7 +85,7 @@ class Invariants:
                 host.check_invariants()
         if not is_in_host:
             for ingress in self._ingresses:
-                ingress.pools.check_invariants()
+                ingress.fleet.pools.check_invariants()
         if self._loop.is_settled:
             self._check_settled()
 
@@ -104,8 +103,8 @@ class Invariants:
         now_s = self._loop.time()
         for ingress in self._ingresses:
             ingress.router.queue.check_invariants()
-            for link in ingress.client.links:
-                believed = ingress.pools.snapshot(link.host.incarnation)
+            for link in ingress.fleet.client.links:
+                believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
                     f"{ingress.name} believes {believed} of {link.host.incarnation}, which last "
                     f"said {link.newest}"
@@ -125,12 +124,12 @@ class Invariants:
             if host.is_alive and not host.is_frozen:
                 _check_empty(host, self._loop.time())
         for ingress in self._ingresses:
-            ingress.pools.check_invariants()
-            assert not ingress.router.num_queued, f"{ingress.name}: {ingress.router.num_queued=}"
+            ingress.fleet.pools.check_invariants()
+            assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
             for host in self._hosts:
                 if host.is_answering:
-                    assert ingress.client.is_connected(host), f"{ingress.name} lost {host!r}"
-            for link in ingress.client.links:
+                    assert ingress.fleet.client.is_connected(host), f"{ingress.name} lost {host!r}"
+            for link in ingress.fleet.client.links:
                 assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
                 if link.host.is_answering:
                     _check_view(ingress, link)
@@ -147,32 +146,34 @@ def _is_idle(host: VirtualHost, now_s: float) -> bool:
 
 def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     """An ingress believes what an idle engine has, and holds nothing on it."""
-    host = link.host
+    host, pools = link.host, ingress.fleet.pools
     snapshot = host.engine.snapshot()
+    groups = snapshot.groups
     if host.role == "prefill":
-        truth: list[GroupView] | list[PrefillView] = [
-            PrefillView(
-                host.incarnation,
-                snapshot.num_waiting_tokens,
-                snapshot.num_waiting + sum(g.num_running for g in snapshot.groups),
-            )
+        num_running = sum(g.num_running for g in groups)
+        truth = [(snapshot.num_waiting_tokens, snapshot.num_waiting + num_running)]
+        believed = [
+            (v.num_queued_tokens, v.num_active)
+            for v in pools.prefill_views()
+            if v.incarnation == host.incarnation
         ]
-        view: list[GroupView] | list[PrefillView] = [
-            v for v in ingress.pools.prefill_views() if v.incarnation == host.incarnation
-        ]
-    else:
-        truth = [
-            GroupView(
-                host.incarnation,
-                index,
-                max(g.num_empty_slots - g.num_waiting, 0),
-                g.num_free_blocks,
-                g.num_running + g.num_reserved + g.num_waiting,
-            )
-            for index, g in enumerate(snapshot.groups)
-        ]
-        view = [v for v in ingress.pools.decode_views() if v.incarnation == host.incarnation]
-    assert view == truth, f"{ingress.name} believes {view}, and {host!r} has {truth}"
+        assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
+        return
+    has = [
+        (
+            i,
+            max(g.num_empty_slots - g.num_waiting, 0),
+            g.num_free_blocks,
+            g.num_running + g.num_reserved + g.num_waiting,
+        )
+        for i, g in enumerate(groups)
+    ]
+    view = [
+        (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
+        for v in pools.decode_views()
+        if v.incarnation == host.incarnation
+    ]
+    assert view == has, f"{ingress.name} believes {view}, and {host!r} has {has}"
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from cluster.config import RouterConfig
 from cluster.simulation.network import NetworkConfig
-from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.simulation.options import PoolSpec, SimulationOptions
+from cluster.simulation.simulator import Simulation
 from cluster.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas.config import EngineConfig

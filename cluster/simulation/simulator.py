@@ -1,10 +1,10 @@
 """A whole cluster under a virtual clock: workload in, records out, the same for the same seed.
 
-Owner of the run: hosts and their restarts, ingresses and what they have found, the requests under
-way, the chance that the seed gives. The code that decides is the production's: router, slot queue,
-placement and pool state, engine server and core, scheduler, block pool, KV transfer. Modelled are
-the device's time (`replicas.generators.simulated`), the network (`cluster.simulation.network`),
-discovery and restarts.
+Owner of the run: ingresses, the requests under way, the chance that the seed gives. The code that
+decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
+core, scheduler, block pool, KV transfer. Modelled are the device's time
+(`replicas.generators.simulated`), the network (`cluster.simulation.network`), and what Ray Serve
+does: restarts (`cluster.simulation.lives`) and saying who runs (`cluster.simulation.directory`).
 """
 
 from __future__ import annotations
@@ -14,113 +14,35 @@ import contextlib
 import functools
 import itertools
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from cluster.config import RouterConfig
 from cluster.errors import BadRequestError, ServingError
-from cluster.simulation.client import SILENCE_S
-from cluster.simulation.host import VirtualHost
+from cluster.simulation.client import SILENCE_S, VirtualClient
 from cluster.simulation.ingress import VirtualIngress
 from cluster.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
+from cluster.simulation.lives import KEYS, Lives
 from cluster.simulation.loop import VirtualLoop
 from cluster.simulation.monitors import LeaseMonitor
-from cluster.simulation.network import Network, NetworkConfig
+from cluster.simulation.network import Network
 from cluster.simulation.recorder import Recorder
 from cluster.simulation.records import ABORTED, OK, SimulationResult
 from cluster.tickets import TicketOffice
-from kv_transfer.config import TransferConfig
-from kv_transfer.ticket import KeyRing
-from replicas.faults import FaultPlan
-from replicas.messages import EngineRequest
+from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
-from replicas.virtual_engine import VirtualDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cluster.config import Role
+    from cluster.simulation.host import VirtualHost
+    from cluster.simulation.options import PoolSpec, SimulationOptions
     from cluster.workloads.request import Workload
-    from replicas.config import EngineConfig
-    from replicas.generators.simulated.timing import StepTiming
-    from replicas.virtual_engine import ModelFacts
 
-DISCOVERY_S = 0.5
-"""An ingress looks for replicas that it misses this often."""
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
-_KEYS = KeyRing((b"one secret for all that is virtual",))
 _DRAIN_S = 300.0
 """After the last request, what is still held must be free within this virtual time."""
-
-
-class PoolSpec(NamedTuple):
-    """Equal replicas of one role.
-
-    Attributes:
-        role: What they do.
-        replicas: How many.
-        engine: Configuration of each.
-        timing: What their steps cost.
-        facts: What the modelled device and the served model are.
-        transfer: Deadlines and sizes of its KV transfers.
-    """
-
-    role: Role
-    replicas: int
-    engine: EngineConfig
-    timing: StepTiming
-    facts: ModelFacts
-    transfer: TransferConfig = TransferConfig()
-
-
-class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is told besides its cluster and its workload.
-
-    Attributes:
-        seed: Of every draw.
-        router: How requests are placed.
-        ingresses: How many there are; request i goes to number i modulo this.
-        network: How messages travel.
-        faults: What goes wrong, in virtual seconds.
-        restart_s: From the death of a replica to the start of its successor's warm-up.
-        models_kv: Whether KV is written, moved and read, so that every token proves it.
-        run_ahead: Whether stretches of plain decode steps are passed over at once; the results are
-            the same, but for how many tokens an aborted request had seen. Never with faults or
-            jitter.
-        checks: Whether everything is checked: the cores after every event, what is left over at
-            the end, and what every request came to. See `cluster.simulation.invariants`.
-        deadline_s: With checks: a request that lasts longer than this hangs.
-        keeps_events: Whether the result has an event log.
-        aborts: For requests (by number) whose client leaves: after how many seconds.
-    """
-
-    seed: int = 0
-    router: RouterConfig = RouterConfig()
-    ingresses: int = 1
-    network: NetworkConfig = NetworkConfig()
-    faults: FaultPlan = FaultPlan()
-    restart_s: float = 3.0
-    models_kv: bool = False
-    run_ahead: bool = True
-    checks: bool = False
-    deadline_s: float = 600.0
-    keeps_events: bool = False
-    aborts: dict[int, float] = {}
-
-
-class _Replica:
-    """A place in a pool, whoever fills it now."""
-
-    def __init__(self, name: str, spec: PoolSpec) -> None:
-        self.name = name
-        self.spec = spec
-        # What waits until its frozen process goes on.
-        self.at_thaw: list[Callable[[_Replica], None]] = []
-        self.host: VirtualHost | None = None
-        self.silent_since_s: float | None = None
 
 
 class Simulation:
@@ -148,34 +70,36 @@ class Simulation:
         self._rng = np.random.Generator(np.random.Philox(options.seed))
         self.network = Network(self.loop, options.network, self._rng)
         self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
-        self.hosts: list[VirtualHost] = []
+        self.lives = Lives(self._pools, options, self.network, self.recorder, self._lose)
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
             self._invariants = Invariants(
-                self.network, self.hosts, self.recorder, LeaseMonitor(self.loop, lease_s, _KEYS)
+                self.network,
+                self.lives.hosts,
+                self.recorder,
+                LeaseMonitor(self.loop, lease_s, KEYS),
             )
-        self._incarnations = itertools.count(1)
         self._transfer_ids = itertools.count(1)
         # The longest of any pool's: a ticket must not be too old for a producer that still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
         # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
-        tickets = TicketOffice(_KEYS, longest, self._new_transfer_id, self.loop.time)
-        self._replicas = [
-            _Replica(f"{spec.role}/{rank}", spec)
-            for spec in self._pools
-            for rank in range(spec.replicas)
-        ]
+        tickets = TicketOffice(KEYS, longest, self._new_transfer_id, self.loop.time)
         self.ingresses = [
             VirtualIngress(
-                f"ingress/{i}",
+                name,
                 options.router,
-                self.network,
-                self._invariants.monitor(f"ingress/{i}") if self._invariants else self.recorder,
-                tickets=tickets,
-                on_lost=self._on_lost,
+                functools.partial(
+                    VirtualClient,
+                    name,
+                    self.network,
+                    self.lives.directory.hosts,
+                    self._invariants.monitor(name) if self._invariants else self.recorder,
+                ),
+                tickets,
+                self._on_lost,
             )
-            for i in range(options.ingresses)
+            for name in (f"ingress/{i}" for i in range(options.ingresses))
         ]
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
@@ -183,8 +107,6 @@ class Simulation:
             for ingress in self.ingresses:
                 self._invariants.watch(ingress)
         self._num_done = 0
-        # What a process does itself, and a frozen one does later.
-        self._own_doing = (self._drop_link, self._heal)
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -206,25 +128,28 @@ class Simulation:
         return SimulationResult(
             workload=self._workload.name,
             policy=options.router.policy,
-            num_replicas=len(self._replicas),
+            num_replicas=len(self.lives.names),
             seed=options.seed,
             duration_s=end_s,
             records=self.recorder.records(),
-            replicas=[self.recorder.replica_record(host) for host in self.hosts],
+            replicas=[self.recorder.replica_record(host) for host in self.lives.hosts],
             events=self.recorder.events,
             num_events=self.loop.num_events,
             wall_s=time.perf_counter() - started,
         )
 
     async def _main(self) -> float:
-        for replica in self._replicas:
-            self._start(replica)
-        self._max_model_len = min(h.engine.description.max_model_len for h in self.hosts)
-        for ingress in self.ingresses:
-            for host in self.hosts:
-                ingress.add(host)
+        self.lives.start()
+        hosts = self.lives.hosts
+        self._max_model_len = min(h.engine.description.max_model_len for h in hosts)
+        following = [
+            self.loop.create_task(ingress.fleet.follow(self.lives.directory))
+            for ingress in self.ingresses
+        ]
+        for follower in following:
+            follower.add_done_callback(_raise_failure)
         await asyncio.sleep(-self.loop.time())
-        self._schedule_faults()
+        self.lives.schedule_faults()
         tasks: list[asyncio.Task[None]] = []
         for i, request in enumerate(self._workload.requests):
             await asyncio.sleep(request.arrival_s - self.loop.time())
@@ -244,8 +169,11 @@ class Simulation:
             await self._drain()
             self._invariants.check_end()
             self._check_requests()
-        for host in self.hosts:
+        for host in hosts:
             host.finish()
+        for follower in following:
+            follower.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         return end_s
 
     async def _drain(self) -> None:
@@ -264,7 +192,7 @@ class Simulation:
         await asyncio.sleep(when_s - self.loop.time())
 
     def _held(self) -> list[VirtualHost]:
-        running = [h for h in self.hosts if h.is_alive and not h.is_frozen]
+        running = [h for h in self.lives.hosts if h.is_alive and not h.is_frozen]
         return [h for h in running if h.engine.num_live or h.num_open_transfers]
 
     # --- checks --------------------------------------------------------------------------------
@@ -280,7 +208,7 @@ class Simulation:
         raise AssertionError(
             f"r{i} has lasted {self._options.deadline_s:g} s and waits in {waits_for(task)}; "
             f"it is on {self._invariants.monitor(ingress.name).waits_for(f'r{i}')}; "
-            f"{ingress.name} has {ingress.router.num_queued} in its queue and {ingress.pools!r}"
+            f"{ingress.name} has {ingress.router.queue!r} and {ingress.fleet!r}"
         )
 
     def _check_requests(self) -> None:
@@ -289,7 +217,12 @@ class Simulation:
         expectations = Expectations(
             options.router,
             options.faults,
-            [r.name for r in self._replicas if r.spec.role != "prefill"],
+            [
+                f"{spec.role}/{rank}"
+                for spec in self._pools
+                if spec.role != "prefill"
+                for rank in range(spec.replicas)
+            ],
             min(spec.engine.reservation_timeout_s for spec in self._pools),
             options.aborts,
         )
@@ -332,11 +265,14 @@ class Simulation:
                     ignore_eos=True,
                 ),
             )
-            async with contextlib.aclosing(ingress.router.generate(request)) as outputs:
-                async for output in outputs:
-                    times_s = ingress.client.token_times_s.pop(entry.request_id, None)
-                    latency_s = self._options.network.latency_s
-                    self.recorder.tokens(entry, output, times_s, latency_s)
+
+            async def emit(output: TokenOutput) -> bool:
+                times_s = ingress.fleet.client.token_times_s.pop(entry.request_id, None)
+                latency_s = self._options.network.latency_s
+                self.recorder.tokens(entry, output, times_s, latency_s)
+                return True
+
+            await ingress.router.run(request, emit)
         except ServingError as error:
             self.recorder.end(entry, type(error).__name__)
         except asyncio.CancelledError:
@@ -345,7 +281,7 @@ class Simulation:
         else:
             self.recorder.end(entry, OK)
         finally:
-            ingress.client.token_times_s.pop(entry.request_id, None)
+            ingress.fleet.client.token_times_s.pop(entry.request_id, None)
             if self._invariants is not None:
                 self._invariants.monitor(ingress.name).ended(entry.request_id)
             self._num_done += 1
@@ -355,155 +291,15 @@ class Simulation:
     def _new_transfer_id(self) -> bytes:
         return next(self._transfer_ids).to_bytes(16, "little")
 
-    # --- replicas ------------------------------------------------------------------------------
-
-    def _start(self, replica: _Replica) -> VirtualHost:
-        """Bring up an engine in a replica's place; it is ready at once."""
-        spec, options = replica.spec, self._options
-        faults = options.faults.for_target(replica.name)
-        run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
-        host = VirtualHost(
-            name=replica.name,
-            role=spec.role,
-            incarnation=f"{replica.name.replace('/', '-')}.{next(self._incarnations)}",
-            config=msgspec.structs.replace(spec.engine, kv_keys=_KEYS),
-            device=VirtualDevice(
-                timing=spec.timing,
-                facts=spec.facts,
-                faults=faults,
-                models_kv=options.models_kv,
-                run_ahead=run_ahead,
-                transfer=spec.transfer,
-                seed=options.seed,
-            ),
-            faults=faults,
-            network=self.network,
-        )
-        replica.host = host
-        replica.silent_since_s = None
-        replica.at_thaw.clear()
-        if faults.is_frozen(self.loop.time()):
-            # A freeze that has begun and not ended holds from the start.
-            host.freeze()
-        self.hosts.append(host)
-        self.network.attach(host)
-        self.recorder.event("start", replica.name, host.incarnation)
-        return host
-
-    def _restart(self, replica: _Replica) -> None:
-        self._start(replica)
+    def _lose(self, incarnation: str, reason: str) -> None:
+        """Every connection to an engine is over."""
         for ingress in self.ingresses:
-            self.loop.call_later(DISCOVERY_S * self._rng.random(), self._discover, ingress, replica)
-
-    def _discover(self, ingress: VirtualIngress, replica: _Replica) -> None:
-        """An ingress looks whether a replica is there."""
-        host = replica.host
-        if host is None or ingress.client.is_connected(host):
-            return
-        if host.is_answering:
-            ingress.add(host)
-        elif host.is_alive:
-            self.loop.call_later(DISCOVERY_S, self._discover, ingress, replica)
+            ingress.fleet.client.lose(incarnation, reason)
 
     def _on_lost(self, ingress: VirtualIngress, incarnation: str) -> None:
         self.recorder.event("lost", ingress.name, incarnation)
         if self._invariants is not None:
             self._invariants.monitor(ingress.name).lost(incarnation)
-        for replica in self._replicas:
-            if replica.host is not None and replica.host.incarnation == incarnation:
-                self.loop.call_later(DISCOVERY_S, self._discover, ingress, replica)
-
-    # --- faults --------------------------------------------------------------------------------
-
-    def _schedule_faults(self) -> None:
-        for replica in self._replicas:
-            faults = self._options.faults.for_target(replica.name)
-            at = functools.partial(self._at, replica)
-            for kill_s in faults.kills():
-                at(kill_s, self._kill)
-            for drop_s in faults.link_drops():
-                at(drop_s, self._drop_link)
-            for window in faults.freezes():
-                at(window.start_s, self._freeze)
-                at(window.end_s, self._thaw)
-            for window in faults.partitions():
-                at(window.start_s, self._fall_silent)
-                at(window.end_s, self._heal)
-
-    def _at(self, replica: _Replica, when_s: float, action: Callable[[_Replica], None]) -> None:
-        if when_s != float("inf"):
-            self.loop.call_at(when_s, self._act, replica, action)
-
-    def _act(self, replica: _Replica, action: Callable[[_Replica], None]) -> None:
-        self.recorder.event(action.__name__.strip("_"), replica.name)
-        if replica.host is not None and replica.host.is_frozen and action in self._own_doing:
-            replica.at_thaw.append(action)
-        else:
-            action(replica)
-
-    def _kill(self, replica: _Replica) -> None:
-        host = replica.host
-        if host is None or not host.is_alive:
-            return
-        host.kill()
-        self.network.detach(host)
-        replica.host = None
-        for ingress in self.ingresses:
-            self.loop.call_later(
-                self._options.network.latency_s,
-                ingress.client.lose,
-                host.incarnation,
-                "its connection broke",
-            )
-        self.loop.call_later(
-            self._options.restart_s + replica.spec.timing.warm_up_s(), self._restart, replica
-        )
-
-    def _drop_link(self, replica: _Replica) -> None:
-        if replica.host is not None:
-            self.network.break_kv_connections(replica.host)
-
-    def _freeze(self, replica: _Replica) -> None:
-        if replica.host is not None:
-            replica.host.freeze()
-            self._fall_silent(replica)
-
-    def _thaw(self, replica: _Replica) -> None:
-        if replica.host is not None:
-            replica.host.thaw()
-            waiting, replica.at_thaw = replica.at_thaw, []
-            for action in waiting:
-                action(replica)
-            self._speak_again(replica)
-
-    def _heal(self, replica: _Replica) -> None:
-        """A partition is over: connections that lived through it break, for frames are missing."""
-        if replica.host is not None:
-            self._lose_everywhere(replica.host, "its connection broke")
-            self._speak_again(replica)
-
-    def _fall_silent(self, replica: _Replica) -> None:
-        """From now on nobody hears of it; after a while they give it up."""
-        host = replica.host
-        if host is not None and replica.silent_since_s is None:
-            replica.silent_since_s = self.loop.time()
-            self.loop.call_later(SILENCE_S, self._give_up, replica, host, replica.silent_since_s)
-
-    def _speak_again(self, replica: _Replica) -> None:
-        if replica.host is not None and replica.host.is_answering:
-            replica.silent_since_s = None
-
-    def _give_up(self, replica: _Replica, host: VirtualHost, since_s: float) -> None:
-        if replica.host is not host or replica.silent_since_s != since_s:
-            return
-        self._lose_everywhere(host, f"it sent nothing for {SILENCE_S:g} s")
-        if host.is_frozen:
-            # The heartbeats of its KV connections have stopped as well.
-            self.network.break_kv_connections(host)
-
-    def _lose_everywhere(self, host: VirtualHost, reason: str) -> None:
-        for ingress in self.ingresses:
-            ingress.client.lose(host.incarnation, reason)
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:

@@ -24,8 +24,9 @@ import zmq.asyncio
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.config import RouterConfig
+from cluster.fleet import Fleet
 from cluster.metrics import RouterMetrics
-from cluster.pools import Member, PoolState
+from cluster.pools import Member
 from cluster.router import Router
 from cluster.tickets import TicketOffice
 from kv_transfer.ticket import KeyRing
@@ -42,13 +43,14 @@ from replicas.messages import (
     Hello,
 )
 from replicas.sampling_params import SamplingParams
+from tests.streams import pulled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
     from cluster.config import Role
     from replicas.launch import EngineHandle
-    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
+    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics, TokenOutput
 
 KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 BLOCK_SIZE = 32
@@ -128,6 +130,7 @@ def engine_config(role: Role, **changes: object) -> EngineConfig:
         "tt_data_parallel": 1 if role == "prefill" else 2,
         "kv_connector": None if role == "both" else "p2p",
         "kv_keys": KEYS,
+        "role": role,
     }
     return EngineConfig(**{**fields, **changes})
 
@@ -185,22 +188,42 @@ def running(*configs: tuple[Role, EngineConfig]) -> Iterator[list[Engine]]:
 
 
 class Rig:
-    """A router over real connections, as `ClusterService` wires it, and what a test asks of it."""
+    """A router over real connections, as `ClusterService` has it, and what a test asks of it."""
 
     def __init__(self, **router: object) -> None:
-        self.pools = PoolState()
-        self.metrics = RouterMetrics("tiny")
         self.lost: list[str] = []
-        self.client = AsyncMPClient(self._take_snapshot, self._lose)
+        self.fleet = Fleet(self._make_client)
+        self.pools = self.fleet.pools
+        self.client = self.fleet.client
+        self.metrics = RouterMetrics("tiny")
         config = RouterConfig(**router)
-        self.router = Router(self.client, self.pools, config, self.metrics, TicketOffice(KEYS))
+        self.router = Router(self.fleet, config, self.metrics, TicketOffice(KEYS))
         self._ids = iter(range(10**9))
+
+    def _make_client(
+        self,
+        on_snapshot: Callable[[str, EngineSnapshot], None],
+        on_dead: Callable[[str, str], None],
+    ) -> AsyncMPClient:
+        def on_lost(incarnation: str, reason: str) -> None:
+            self.lost.append(incarnation)
+            on_dead(incarnation, reason)
+
+        return AsyncMPClient(on_snapshot, on_lost)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""
         for member in members:
-            self.pools.add(member)
-            await self.client.connect(member.description)
+            await self.fleet.connect(member)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a decode slot."""
+        return len(self.router.queue)
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """A request's outputs; it does not go on before the next one is asked for."""
+        return pulled(lambda emit: self.router.run(request, emit))
 
     def request(self, prompt: Sequence[int], params: SamplingParams | None = None) -> EngineRequest:
         """A request under a new id."""
@@ -211,7 +234,7 @@ class Rig:
     ) -> list[int]:
         """Run one request to its end; every output must start where the last one ended."""
         token_ids: list[int] = []
-        async for output in self.router.generate(self.request(prompt, params)):
+        async for output in self.generate(self.request(prompt, params)):
             assert output.index == len(token_ids)
             token_ids.extend(output.token_ids)
         return token_ids
@@ -224,15 +247,6 @@ class Rig:
         """A counter of the router, 0 if nothing was counted."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
-        self.pools.take_snapshot(incarnation, snapshot)
-        self.router.capacity_changed()
-
-    def _lose(self, incarnation: str, _reason: str) -> None:
-        self.lost.append(incarnation)
-        self.pools.remove(incarnation)
-        self.router.capacity_changed()
-
 
 @contextlib.asynccontextmanager
 async def rig(*members: Member | Engine, **router: object) -> AsyncIterator[Rig]:
@@ -242,8 +256,9 @@ async def rig(*members: Member | Engine, **router: object) -> AsyncIterator[Rig]
         await made.connect(*(m.member if isinstance(m, Engine) else m for m in members))
         yield made
         made.pools.check_invariants()
-        assert not any(r.holds for r in made.pools._replicas.values()), made.pools
-        assert made.router.num_queued == 0
+        assert not made.pools.holds(), made.pools
+        made.router.queue.check_invariants()
+        assert made.num_queued == 0
     finally:
         await made.client.close()
 
@@ -321,7 +336,7 @@ class ScriptedEngine:
     For what a real engine does only in a race: refusals, duplicates, silence between two messages.
 
     Args:
-        role: Its pool.
+        role: Its pool, and what its snapshots say.
         incarnation: Its name.
         answer: Called with each message but Hello; returns the events to send back.
     """
@@ -331,6 +346,7 @@ class ScriptedEngine:
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._input, self._output = (self._bind() for _ in range(2))
+        self.role: Role = role
         self.member = make_member(
             role,
             incarnation,
@@ -368,7 +384,7 @@ class ScriptedEngine:
         """The next snapshot of one group."""
         self._seq += 1
         group = GroupSnapshot(num_empty_slots, num_free_blocks, 0, 0, 0)
-        return EngineSnapshot(self._seq, draining, 0, 0, 0, [group])
+        return EngineSnapshot(self._seq, draining, 0, 0, 0, [group], self.role)
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
         """Send a frame to every client."""

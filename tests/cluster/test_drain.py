@@ -82,10 +82,10 @@ def test_kv_that_a_draining_replica_keeps_is_fetched_and_nothing_new_is_asked_of
         engines = ("prefill", "p1", prefills), ("prefill", "p2", prefills), ("decode", "d", decodes)
         async with cluster(*engines) as (made, draining, other, decode):
             await fill(made, decode)
-            outputs = made.router.generate(made.request(PROMPT))
+            outputs = made.generate(made.request(PROMPT))
             assert (await anext(outputs)).token_ids == [FIRST]
             rest = asyncio.ensure_future(tokens_of(outputs))
-            await until(lambda: made.router.num_queued == 1, "it waits for a slot")
+            await until(lambda: made.num_queued == 1, "it waits for a slot")
             await draining.send(snapshot=draining.snapshot(4, NUM_BLOCKS - 2, draining=True))
             await until(lambda: len(made.pools.prefill_views()) == 1, "known")
             await decode.send(snapshot=decode.snapshot(4))

@@ -4,11 +4,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from cluster.placement import GroupView, Placement, PrefillView
+from cluster.demand import Demand
+from cluster.placement import ANY_GROUP, Placement
 from cluster.pools import PoolState
 from replicas.messages import EngineSnapshot, GroupSnapshot
 from tests.cluster.engines import make_member
 
+BLOCK_SIZE = 32
 INCARNATIONS = ("p0", "p1", "d0", "d1", "b0")
 ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 NUM_GROUPS = 2
@@ -19,12 +21,25 @@ def role_of(incarnation):
     return ROLES[incarnation[0]]
 
 
-def snapshot(seq, groups, *, draining=False, num_waiting=0, num_waiting_tokens=0):
-    return EngineSnapshot(seq, draining, num_waiting, num_waiting_tokens, 0, groups)
+def snapshot(seq, groups, *, role="decode", draining=False, num_waiting=0, num_waiting_tokens=0):
+    return EngineSnapshot(seq, draining, num_waiting, num_waiting_tokens, 0, groups, role)
 
 
-def idle(seq=0, num_slots=2, num_blocks=8):
-    return snapshot(seq, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)] * NUM_GROUPS)
+def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
+    return snapshot(seq, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)] * NUM_GROUPS, role=role)
+
+
+def asks(request_id, num_blocks):
+    """A request that takes so many blocks to begin."""
+    return Demand(request_id, [7] * (num_blocks * BLOCK_SIZE - 1))
+
+
+def hold_decode(pools, request_id, placement, num_blocks):
+    pools.hold(asks(request_id, num_blocks), placement)
+
+
+def hold_prefill(pools, request_id, incarnation, num_tokens):
+    pools.hold(Demand(request_id, [7] * num_tokens), Placement(incarnation, ANY_GROUP))
 
 
 class PoolStateMachine(RuleBasedStateMachine):
@@ -61,10 +76,16 @@ class PoolStateMachine(RuleBasedStateMachine):
         ),
         draining=st.booleans(),
         waiting=COUNTS,
+        role=st.none() | st.sampled_from(sorted(ROLES.values())),
     )
-    def take_snapshot(self, incarnation, seq, groups, draining, waiting):
+    def take_snapshot(self, incarnation, seq, groups, draining, waiting, role):
         new = snapshot(
-            seq, groups, draining=draining, num_waiting=waiting, num_waiting_tokens=waiting * 7
+            seq,
+            groups,
+            role=role or role_of(incarnation),
+            draining=draining,
+            num_waiting=waiting,
+            num_waiting_tokens=waiting * 7,
         )
         self.pools.take_snapshot(incarnation, new)
         old = self.snapshots.get(incarnation)
@@ -81,11 +102,11 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.num_requests += 1
         request_id = f"r{self.num_requests}"
         if role_of(incarnation) == "prefill":
-            self.pools.hold_prefill(request_id, incarnation, size)
-            kept = (-1, size)
+            hold_prefill(self.pools, request_id, incarnation, size)
+            kept = (ANY_GROUP, 1, size)
         else:
-            self.pools.hold_decode(request_id, Placement(incarnation, group), size)
-            kept = (group, size)
+            hold_decode(self.pools, request_id, Placement(incarnation, group), size)
+            kept = (group, size, size * BLOCK_SIZE - 1)
         if incarnation in self.held:
             self.held[incarnation][request_id] = kept
         return request_id, incarnation
@@ -96,47 +117,57 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.pools.release(*hold)
         self.held.get(hold[1], {}).pop(hold[0], None)
 
-    @rule(hold=consumes(holds))
-    def release_everywhere(self, hold):
-        self.pools.release_everywhere(hold[0])
-        self.held.get(hold[1], {}).pop(hold[0], None)
-
     @invariant()
     def views_are_the_snapshots_less_the_holds(self):
         self.pools.check_invariants()
         decode = [
-            GroupView(
+            (
                 incarnation,
                 g,
+                taken.role,
                 max(group.num_empty_slots - group.num_waiting - len(sizes), 0),
                 max(group.num_free_blocks - sum(sizes), 0),
                 group.num_running + group.num_reserved + group.num_waiting + len(sizes),
+                taken.num_waiting_tokens,
             )
             for incarnation, taken in self.open_replicas()
-            if role_of(incarnation) != "prefill"
+            if taken.role != "prefill"
             for g, group in enumerate(taken.groups)
-            for sizes in [[size for at, size in self.held[incarnation].values() if at == g]]
+            for sizes in [[size for at, size, _ in self.held[incarnation].values() if at == g]]
         ]
-        assert self.pools.decode_views() == decode, "also in the order of adding"
+        views = self.pools.decode_views()
+        assert [
+            (v.incarnation, v.dp_group, v.role, v.num_empty_slots, v.num_free_blocks, v.num_active,
+             v.num_queued_tokens)
+            for v in views
+        ] == decode, "also in the order of adding"  # fmt: skip
         prefill = [
-            PrefillView(
+            (
                 incarnation,
-                taken.num_waiting_tokens + sum(size for _, size in self.held[incarnation].values()),
+                taken.num_waiting_tokens + sum(n for _, _, n in self.held[incarnation].values()),
                 taken.num_waiting
                 + sum(g.num_running for g in taken.groups)
                 + len(self.held[incarnation]),
             )
             for incarnation, taken in self.open_replicas()
-            if role_of(incarnation) == "prefill"
+            if taken.role == "prefill"
         ]
-        assert sorted(self.pools.prefill_views(), key=repr) == sorted(prefill, key=repr)
+        engines = self.pools.prefill_views()
+        assert [(v.incarnation, v.num_queued_tokens, v.num_active) for v in engines] == prefill
+        for listed in (views, engines):
+            assert [v.index for v in listed] == list(range(len(listed)))
+        held = [(i, r) for i, holds in self.held.items() for r in holds]
+        assert sorted(self.pools.holds()) == sorted(held)
 
     @invariant()
     def members_are_those_added_and_not_removed(self):
         assert {m.description.incarnation for m in self.pools.members()} == set(self.snapshots)
-        for role in ROLES.values():
-            is_open = any(role_of(i) == role for i, _ in self.open_replicas())
-            assert self.pools.has_open((role,)) == is_open
+        for pool in ROLES.values():
+            is_open = any(role_of(i) == pool for i, _ in self.open_replicas())
+            assert self.pools.has_open(pool) == is_open
+        roles = {taken.role for _, taken in self.open_replicas()}
+        assert self.pools.can_decode == bool(roles & {"decode", "both"})
+        assert self.pools.can_prefill == ("prefill" in roles)
 
     def open_replicas(self):
         return [(i, s) for i, s in self.snapshots.items() if s is not None and not s.draining]
@@ -155,7 +186,7 @@ def decode_pool():
 def test_replica_without_a_snapshot_takes_no_requests():
     pools = PoolState()
     pools.add(make_member("decode", "d0"))
-    assert not pools.has_open(("decode",))
+    assert not pools.has_open("decode")
     assert pools.decode_views() == []
 
 
@@ -168,7 +199,7 @@ def test_stale_snapshot_does_not_replace_a_newer_one():
 
 def test_hold_counts_through_snapshots_until_it_is_released():
     pools = decode_pool()
-    pools.hold_decode("r", Placement("d0", 1), 3)
+    hold_decode(pools, "r", Placement("d0", 1), 3)
     pools.take_snapshot("d0", idle(seq=1))
     assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
         (2, 8),
@@ -183,14 +214,14 @@ def test_hold_counts_through_snapshots_until_it_is_released():
 
 def test_holding_twice_on_one_replica_is_a_bug():
     pools = decode_pool()
-    pools.hold_decode("r", Placement("d0", 0), 1)
+    hold_decode(pools, "r", Placement("d0", 0), 1)
     with pytest.raises(AssertionError, match="held twice"):
-        pools.hold_decode("r", Placement("d0", 1), 1)
+        hold_decode(pools, "r", Placement("d0", 1), 1)
 
 
 def test_replica_that_comes_back_starts_without_holds():
     pools = decode_pool()
-    pools.hold_decode("r", Placement("d0", 0), 1)
+    hold_decode(pools, "r", Placement("d0", 0), 1)
     pools.remove("d0")
     pools.add(make_member("decode", "d0"))
     pools.take_snapshot("d0", idle())
@@ -208,7 +239,7 @@ def three_replicas():
     pools = PoolState()
     for role, incarnation in (("decode", "d0"), ("prefill", "p0"), ("both", "b0")):
         pools.add(make_member(role, incarnation))
-        pools.take_snapshot(incarnation, idle())
+        pools.take_snapshot(incarnation, idle(role=role))
     return pools
 
 
@@ -231,7 +262,7 @@ def test_views_keep_the_order_in_which_replicas_came():
 def test_a_change_of_one_replica_shows_at_its_place_only():
     pools = three_replicas()
     before = list(pools.decode_views())
-    pools.take_snapshot("b0", idle(seq=1, num_slots=1))
+    pools.take_snapshot("b0", idle(seq=1, num_slots=1, role="both"))
     after = list(pools.decode_views())
     assert after[:2] == before[:2]
     assert [v.num_empty_slots for v in after] == [2, 2, 1, 1]
@@ -241,9 +272,9 @@ def test_a_change_of_one_replica_shows_at_its_place_only():
 def test_several_changes_between_two_looks_all_show():
     pools = three_replicas()
     pools.decode_views()
-    pools.hold_decode("r", Placement("d0", 0), 3)
-    pools.hold_decode("s", Placement("b0", 1), 2)
-    pools.take_snapshot("b0", idle(seq=1, num_blocks=5))
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_decode(pools, "s", Placement("b0", 1), 2)
+    pools.take_snapshot("b0", idle(seq=1, num_blocks=5, role="both"))
     pools.release("r", "d0")
     assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
         (2, 8), (2, 8), (2, 5), (1, 3),
@@ -255,10 +286,10 @@ def test_a_replica_that_drains_or_vanishes_leaves_the_views():
     pools.decode_views()
     pools.take_snapshot("d0", snapshot(1, idle().groups, draining=True))
     assert order(pools) == [("b0", 0), ("b0", 1)]
-    assert not pools.has_open(("decode",))
+    assert not pools.has_open("decode")
     pools.take_snapshot("d0", idle(seq=2))
     assert order(pools)[:2] == [("d0", 0), ("d0", 1)]
-    pools.hold_decode("r", Placement("d0", 0), 3)
+    hold_decode(pools, "r", Placement("d0", 0), 3)
     pools.remove("d0")
     pools.take_snapshot("d0", idle(seq=3))
     assert order(pools) == [("b0", 0), ("b0", 1)]
@@ -266,19 +297,20 @@ def test_a_replica_that_drains_or_vanishes_leaves_the_views():
     pools.check_invariants()
 
 
-def test_a_request_that_has_ended_is_held_nowhere():
+def test_a_request_is_held_on_each_side_by_itself():
     """Its decode slot and its prompt were asked of two replicas at once."""
     pools = three_replicas()
-    pools.hold_decode("r", Placement("d0", 0), 3)
-    pools.hold_prefill("r", "p0", 77)
-    pools.hold_decode("s", Placement("d0", 0), 1)
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_prefill(pools, "r", "p0", 77)
+    hold_decode(pools, "s", Placement("d0", 0), 1)
     pools.check_invariants()
+    assert sorted(pools.holds()) == [("d0", "r"), ("d0", "s"), ("p0", "r")]
     assert [v.num_queued_tokens for v in pools.prefill_views()] == [77]
-    pools.release_everywhere("r")
+    pools.release("r", "p0")
     assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
-    assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
-    pools.release_everywhere("r")
-    pools.release_everywhere("never held")
+    assert [v.num_free_blocks for v in pools.decode_views()] == [4, 8, 8, 8]
+    pools.release("r", "d0")
+    pools.release("r", "d0")
     pools.release("s", "p0")
     assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
     pools.check_invariants()
@@ -286,20 +318,23 @@ def test_a_request_that_has_ended_is_held_nowhere():
 
 def test_a_lost_replica_takes_its_holds_along_and_no_others():
     pools = three_replicas()
-    pools.hold_decode("r", Placement("d0", 0), 3)
-    pools.hold_prefill("r", "p0", 77)
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_prefill(pools, "r", "p0", 77)
     pools.remove("p0")
     pools.check_invariants()
     assert [v.num_free_blocks for v in pools.decode_views()] == [5, 8, 8, 8]
-    pools.release_everywhere("r")
+    pools.release("r", "p0")
+    pools.release("r", "d0")
     assert [v.num_free_blocks for v in pools.decode_views()] == [8, 8, 8, 8]
+    assert pools.holds() == []
     pools.check_invariants()
 
 
 def test_a_hold_on_nobody_is_none():
     pools = three_replicas()
-    pools.hold_decode("r", Placement("gone", 0), 3)
-    pools.release_everywhere("r")
+    hold_decode(pools, "r", Placement("gone", 0), 3)
+    assert pools.holds() == []
+    pools.release("r", "gone")
     pools.check_invariants()
 
 
@@ -312,27 +347,34 @@ def test_snapshots_are_counted_when_they_are_taken_over():
     assert pools.num_snapshots == 4
 
 
-def test_needs_are_counted_in_the_smallest_block_of_what_decodes():
+def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
     pools = PoolState()
-    pools.add(make_member("prefill", "p", block_size=16))
-    assert pools.block_size == 1
-    small = make_member("decode", "s", block_size=32)
-    pools.add(make_member("decode", "l", block_size=64))
-    assert pools.block_size == 64
-    pools.add(small)
-    pools.add(small)
-    assert pools.block_size == 32
-    pools.remove("s")
-    assert pools.block_size == 64
-    pools.remove("s")
-    pools.remove("l")
-    assert pools.block_size == 1
+    for incarnation, block_size in (("small", 32), ("large", 64)):
+        pools.add(make_member("decode", incarnation, block_size=block_size))
+        pools.take_snapshot(incarnation, idle())
+        pools.hold(Demand("r", [7] * 127), Placement(incarnation, 0))
+    assert [(v.block_size, v.num_free_blocks) for v in pools.decode_views()] == [
+        (32, 4), (32, 8), (64, 6), (64, 8),
+    ]  # fmt: skip
+
+
+def test_a_replica_that_changes_its_role_changes_sides():
+    pools = three_replicas()
+    assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
+    pools.take_snapshot("p0", idle(seq=1, role="decode"))
+    assert pools.prefill_views() == []
+    assert not pools.can_prefill
+    assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    pools.take_snapshot("d0", idle(seq=1, role="prefill"))
+    assert [v.incarnation for v in pools.prefill_views()] == ["d0"]
+    assert order(pools) == [("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    assert pools.has_open("prefill"), "its pool is the one that it was started in"
 
 
 def test_members_are_known_by_their_incarnation():
     pools = three_replicas()
     assert [m.description.incarnation for m in pools.members()] == ["d0", "p0", "b0"]
-    assert pools.member("p0").role == "prefill"
+    assert pools.member("p0").pool == "prefill"
     assert pools.member("gone") is None
 
 
@@ -340,13 +382,5 @@ def test_views_that_are_out_of_date_are_noticed():
     pools = three_replicas()
     pools.decode_views()
     pools._replicas["d0"].snapshot = idle(num_slots=1)
-    with pytest.raises(AssertionError):
-        pools.check_invariants()
-
-
-def test_holders_that_are_wrong_are_noticed():
-    pools = three_replicas()
-    pools.hold_decode("r", Placement("d0", 0), 3)
-    pools._holders["r"] = ("b0",)
     with pytest.raises(AssertionError):
         pools.check_invariants()

@@ -107,7 +107,7 @@ def num_rows(prompt):
 
 def start(made, prompt, params=None):
     """Start a request; returns its outputs, to be read with anext and closed."""
-    return made.router.generate(made.request(prompt, params))
+    return made.generate(made.request(prompt, params))
 
 
 async def token_of(outputs):
@@ -259,7 +259,7 @@ async def queued(made, prefill, decode):
     for outputs in running_ones:
         await anext(outputs)
     task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
-    await until(lambda: made.router.num_queued == 1, "one queued")
+    await until(lambda: made.num_queued == 1, "one queued")
     yield task
     for outputs in running_ones:
         await outputs.aclose()
@@ -269,7 +269,7 @@ async def queued(made, prefill, decode):
 async def asked(made, prefill, decode):
     with decode.stopped():
         task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
-        await until(lambda: any(r.holds for r in made.pools._replicas.values()), "a hold")
+        await until(lambda: made.pools.holds(), "a hold")
         yield task
 
 
@@ -315,7 +315,7 @@ def test_client_that_leaves_has_everything_freed(pool, state):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                await until(lambda: made.router.num_queued == 0, "the queue is empty")
+                await until(lambda: made.num_queued == 0, "the queue is empty")
             await until_idle(made, prefill, decode)
             assert await num_finished(made, decode) == num_whole, "nothing ran to its end"
             assert len(await made.tokens([4, 5, 6])) == 12, "the next request works"
@@ -489,7 +489,7 @@ def test_prefill_engine_killed_while_its_kv_waits_costs_the_prompt_and_no_reques
             outputs = start(made, prompt)
             first = await anext(outputs)
             rest = asyncio.ensure_future(rest_of(outputs))
-            await until(lambda: made.router.num_queued == 1, "every slot is taken")
+            await until(lambda: made.num_queued == 1, "every slot is taken")
             lost.kill()
             await until(lambda: made.lost == [lost.incarnation], "known")
             for running_one in slots:
@@ -514,7 +514,7 @@ def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt(
 
     async def cached(made, salt):
         request = msgspec.structs.replace(made.request(prompt), cache_salt=salt)
-        outputs = [output async for output in made.router.generate(request)]
+        outputs = [output async for output in made.generate(request)]
         token_ids = [token for output in outputs for token in output.token_ids]
         return token_ids, outputs[0].num_cached_tokens
 
@@ -621,7 +621,7 @@ def test_waiting_requests_are_placed_in_the_order_they_came():
             tasks = []
             for i in range(6):
                 tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-                await until(lambda i=i: made.router.num_queued == i + 1, "queued")
+                await until(lambda i=i: made.num_queued == i + 1, "queued")
             await engine.send(snapshot=engine.snapshot(1))
             assert await asyncio.gather(*tasks) == [[5]] * 6
             asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
@@ -637,9 +637,9 @@ def test_newcomer_does_not_overtake_those_who_wait():
             await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
             await until(lambda: made.pools.decode_views()[0].num_free_blocks == 1, "little room")
             large = asyncio.ensure_future(made.tokens([1] * 40))
-            await until(lambda: made.router.num_queued == 1, "queued")
+            await until(lambda: made.num_queued == 1, "queued")
             small = asyncio.ensure_future(made.tokens([2]))
-            await until(lambda: made.router.num_queued == 2, "queued behind it")
+            await until(lambda: made.num_queued == 2, "queued behind it")
             await engine.send(snapshot=engine.snapshot(4, num_free_blocks=9))
             await asyncio.gather(large, small)
             assert [len(m.request.prompt_token_ids) for m in engine.received(AddRequest)] == [40, 1]
@@ -655,7 +655,7 @@ def test_full_queue_is_429_and_a_long_wait_is_408():
         ):
             await full_engine(engine, made)
             waiting = [asyncio.ensure_future(made.tokens([1])) for _ in range(2)]
-            await until(lambda: made.router.num_queued == 2, "queued")
+            await until(lambda: made.num_queued == 2, "queued")
             with pytest.raises(SaturatedError) as caught:
                 await made.tokens([1])
             assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
@@ -676,7 +676,7 @@ def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
             async with ScriptedEngine("both", "e", accepts) as engine:
                 await full_engine(engine, made)
                 task = asyncio.ensure_future(made.tokens([1]))
-                await until(lambda: made.router.num_queued == 1, "queued")
+                await until(lambda: made.num_queued == 1, "queued")
             with pytest.raises(NotReadyError):
                 await task
 
@@ -697,7 +697,7 @@ def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
         async with ScriptedEngine("both", "e", answer) as engine, rig(queue_timeout_s=5) as made:
             await made.connect(engine.member)
             task = asyncio.ensure_future(made.tokens([1]))
-            await until(lambda: made.router.num_queued == 1, "it waits")
+            await until(lambda: made.num_queued == 1, "it waits")
             await engine.send(snapshot=engine.snapshot(1))
             assert await task == [5]
 
@@ -722,7 +722,7 @@ def test_lost_races_for_a_slot_never_end_a_request():
             task = asyncio.ensure_future(made.tokens([1]))
             for i in range(num_refusals):
                 await until(lambda i=i: len(engine.received(AddRequest)) == i + 1, "asked")
-                await until(lambda: made.router.num_queued == 1, "it waits again")
+                await until(lambda: made.num_queued == 1, "it waits again")
                 await engine.send(snapshot=engine.snapshot(1))
             assert await task == [5]
 
@@ -744,11 +744,11 @@ def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
             tasks = []
             for i in range(3):
                 tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-                await until(lambda i=i: made.router.num_queued == i + 1, "queued")
+                await until(lambda i=i: made.num_queued == i + 1, "queued")
             await engine.send(snapshot=engine.snapshot(1))
             await until(lambda: len(engine.received(AddRequest)) >= 1, "asked and refused")
             await engine.send(snapshot=engine.snapshot(0))
-            await until(lambda: made.router.num_queued == 3, "all wait")
+            await until(lambda: made.num_queued == 3, "all wait")
             await engine.send(snapshot=engine.snapshot(1))
             await asyncio.gather(*tasks)
             asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
@@ -762,11 +762,11 @@ def test_client_that_leaves_at_the_moment_it_is_placed_leaves_no_hold():
         async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
             await full_engine(engine, made)
             task = asyncio.ensure_future(made.tokens([1]))
-            await until(lambda: made.router.num_queued == 1, "queued")
+            await until(lambda: made.num_queued == 1, "queued")
             made.pools.take_snapshot("e", engine.snapshot(1))
-            made.router.capacity_changed()
+            made.fleet.on_change()
             for _ in range(50):
-                if any(r.holds for r in made.pools._replicas.values()):
+                if made.pools.holds():
                     break
                 await asyncio.sleep(0)
             task.cancel()
@@ -882,7 +882,7 @@ def test_failed_transfer_of_an_earlier_ticket_does_not_abort_the_present_one():
             await decode.send(KVLoaded(new.request_id, old.epoch, "peer_lost"))
             await second.send(TokenOutput(new.request_id, 0, [5]))
             assert (await task).token_ids == [5]
-            assert [m.token_ids for m in decode.received(Activate)] in ([], [[5]])
+            assert [m.token_ids for m in decode.received(Activate)] in ([], [[[5]]])
             await decode.send(TokenOutput(new.request_id, 1, [6]))
             assert (await anext(outputs)).token_ids == [6]
             assert second.received(Abort) == [], "its transfer is under way"

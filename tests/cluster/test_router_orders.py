@@ -49,7 +49,7 @@ def decodes(message):
     if isinstance(message, LoadKV):
         return [KVLoaded(message.request_id, message.epoch, None)]
     if isinstance(message, Activate):
-        index = len(message.token_ids)
+        index = len(message.token_ids[0]) if message.token_ids else 0
         return [TokenOutput(message.request_id, index, [6, 7], "length")]
     return accepts(message)
 
@@ -75,7 +75,7 @@ def run(scenario):
 
 
 def start(made):
-    return made.router.generate(made.request(PROMPT))
+    return made.generate(made.request(PROMPT))
 
 
 async def tokens(outputs):
@@ -99,7 +99,7 @@ async def told(engine, kind, count=1):
 
 
 def holds(made):
-    return [hold for replica in made.pools._replicas.values() for hold in replica.holds]
+    return made.pools.holds()
 
 
 # --- prefill first: the plain way ---------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is
             output = await anext(outputs)
             assert (output.index, output.token_ids) == (0, [FIRST])
             rest = asyncio.ensure_future(tokens(outputs))
-            await until(lambda: made.router.num_queued == 1, "it waits for a slot")
+            await until(lambda: made.num_queued == 1, "it waits for a slot")
             assert d.messages == [], "nobody has asked for what is not there"
             offer = ticket_of(p.received(AddRequest)[0])
             assert offer.consumer == "", "anybody may be it"
@@ -121,7 +121,7 @@ def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is
             assert await rest == [6, 7]
             assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
             add, load, activate = d.messages
-            assert (add.mode, activate.token_ids) == ("decode", [FIRST])
+            assert (add.mode, activate.token_ids) == ("decode", [[FIRST]])
             ticket = ticket_of(load)
             assert ticket.consumer == "d"
             assert (ticket.transfer_id, ticket.epoch) == (offer.transfer_id, offer.epoch)
@@ -246,7 +246,7 @@ def test_slot_that_does_not_come_in_time_is_an_error_after_the_token_and_frees_p
                 await anext(outputs)
             await told(p, Abort)
             assert not holds(made)
-            assert made.router.num_queued == 0
+            assert made.num_queued == 0
 
     run(scenario)
 
@@ -264,7 +264,7 @@ def test_full_queue_turns_away_before_anything_is_computed_and_never_after():
             for first in firsts:
                 assert (await first).token_ids == [FIRST]
             rest = [asyncio.ensure_future(tokens(outputs)) for outputs in streams]
-            await until(lambda: made.router.num_queued == 2, "both wait, whatever the bound is")
+            await until(lambda: made.num_queued == 2, "both wait, whatever the bound is")
             with pytest.raises(SaturatedError):
                 await anext(start(made))
             assert len(p.received(AddRequest)) == 2, "nothing is computed for the third"
@@ -295,7 +295,7 @@ def test_decode_engine_that_dies_before_a_token_gives_way_with_the_same_transfer
             before, after = (ticket_of(e.received(LoadKV)[0]) for e in (lost, d))
             assert (before.consumer, after.consumer) == ("d1", "d2")
             assert before.transfer_id == after.transfer_id
-            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert d.received(Activate)[0].token_ids == [[FIRST]]
             assert len(p.received(AddRequest)) == 1
             assert p.received(Abort) == []
             assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
@@ -318,7 +318,7 @@ def test_decode_engine_that_dies_with_the_kv_is_followed_by_one_that_computes_th
             lost.die()
             assert await result == [FIRST, 6, 7]
             assert d.received(LoadKV) == [], "there is nothing to fetch any more"
-            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert d.received(Activate)[0].token_ids == [[FIRST]]
             assert p.received(Abort) == []
 
     run(scenario)
@@ -348,13 +348,13 @@ def test_prefill_engine_that_dies_with_the_kv_leaves_the_prompt_to_the_decode_en
             outputs = start(made)
             await anext(outputs)
             rest = asyncio.ensure_future(tokens(outputs))
-            await until(lambda: made.router.num_queued == 1, "it waits")
+            await until(lambda: made.num_queued == 1, "it waits")
             p.die()
             await until(lambda: made.lost == ["p"], "known")
             await d.send(snapshot=d.snapshot(1))
             assert await rest == [6, 7]
             assert d.received(LoadKV) == []
-            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert d.received(Activate)[0].token_ids == [[FIRST]]
 
     run(scenario)
 
@@ -440,7 +440,7 @@ def test_client_that_leaves_has_prefill_and_decode_let_go(moment):
             result = asyncio.ensure_future(tokens(start(made)))
             await told(p, AddRequest)
             if moment == "waiting":
-                await until(lambda: made.router.num_queued == 1, "it waits")
+                await until(lambda: made.num_queued == 1, "it waits")
             elif moment != "computing":
                 await told(d, AddRequest if moment == "asking" else Activate)
             result.cancel()
@@ -450,7 +450,7 @@ def test_client_that_leaves_has_prefill_and_decode_let_go(moment):
             if moment in {"asking", "loading"}:
                 await told(d, Abort)
             assert not holds(made)
-            assert made.router.num_queued == 0
+            assert made.num_queued == 0
 
     run(scenario)
 
@@ -480,7 +480,7 @@ def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_compute
             lost.die()
             assert await result == [FIRST, 6, 7], "the client gets its first token once"
             assert d.received(LoadKV) == [], "only the lost engine could have fetched it"
-            assert d.received(Activate)[0].token_ids == [FIRST]
+            assert d.received(Activate)[0].token_ids == [[FIRST]]
             await told(p, Abort)
             assert len(p.received(AddRequest)) == 1
 

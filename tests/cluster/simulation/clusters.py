@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from cluster.config import RouterConfig
 from cluster.simulation.network import NetworkConfig
-from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
+from cluster.simulation.options import PoolSpec, SimulationOptions
+from cluster.simulation.simulator import Simulation
 from cluster.workloads.request import TraceRequest, Workload
 from replicas.config import EngineConfig
 from replicas.faults import FaultPlan

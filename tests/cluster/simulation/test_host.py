@@ -62,12 +62,16 @@ class Bench:
         client = VirtualClient(
             name,
             self.network,
+            {self.host.incarnation: self.host},
             self,
             lambda _, snapshot: self.snapshots.append((self.loop.time(), name, snapshot)),
             lambda incarnation, reason: self.dead.append((self.loop.time(), incarnation, reason)),
         )
-        client.connect(self.host)
+        self.connect(client)
         return client
+
+    def connect(self, client):
+        self.loop.create_task(client.connect(self.host.engine.description))
 
     # --- Observer
 
@@ -198,6 +202,7 @@ def test_clients_hear_of_changes_at_the_same_times_with_and_without_running_ahea
 def test_clients_without_outputs_hear_of_a_change_soon_after():
     bench = Bench()
     other = bench.new_client("other")
+    bench.run(0.5)
     assert other.is_connected(bench.host)
     bench.request(START_S, "r", 40, 100)
     bench.run(START_S + 1.0)
@@ -275,7 +280,7 @@ def test_a_client_that_comes_back_is_a_new_one():
     bench = Bench()
     bench.run(0.5)
     bench.client.lose("both-0.1", "a test")
-    bench.client.connect(bench.host)
+    bench.connect(bench.client)
     bench.request(START_S, "r", 16, 2)
     bench.run()
     assert len(bench.tokens("r")) == 2

@@ -11,11 +11,12 @@ import logging
 import pytest
 
 import kv_transfer.consumer
+from cluster.leg import Leg
 from cluster.pools import PoolState
-from cluster.router import _Run
+from cluster.router import Run
 from cluster.simulation.chaos import investigate
 from cluster.simulation.scenario import Scenario, random_scenario, run_scenario
-from cluster.slot_queue import SlotQueue
+from cluster.slot_waits import SlotWaits
 from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseTable
 from kv_transfer.p2p_worker import P2PConnectorWorker
@@ -23,7 +24,7 @@ from replicas.engine.block_pool import BlockPool
 from replicas.engine.groups import DPGroups
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.slots import SlotTable
-from replicas.messages import Activate
+from replicas.messages import Activate, TokenOutput
 from replicas.streams import StreamTable
 
 MOST_EVENTS = 100_000
@@ -32,9 +33,11 @@ SHRINK_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
+    for name in ("replicas", "cluster"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     yield
-    logging.getLogger("replicas").setLevel(logging.NOTSET)
+    for name in ("replicas", "cluster"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def block_pool_loses_a_block(patch):
@@ -58,9 +61,9 @@ def older_snapshot_is_believed(patch):
         replica = self._replicas.get(incarnation)
         if replica is None or (replica.snapshot and snapshot.seq > replica.snapshot.seq + 1):
             return
-        self._is_listed = False
         replica.snapshot = snapshot
         self.num_snapshots += 1
+        self._relist()
 
     patch.setattr(PoolState, "take_snapshot", take_snapshot)
 
@@ -109,51 +112,48 @@ def block_is_indexed_before_it_is_computed(patch):
 
 
 def request_is_activated_twice(patch):
-    send = _Run._send_decode
+    send = Leg.send
 
     def send_twice(self, message):
         send(self, message)
         if isinstance(message, Activate):
             send(self, message)
 
-    patch.setattr(_Run, "_send_decode", send_twice)
+    patch.setattr(Leg, "send", send_twice)
 
 
 def client_that_leaves_is_not_told_of(patch):
     def close(self):
-        self._pools.release_everywhere(self._id)
-        for stream in (self._decode, self._prefill):
-            if stream is not None:
-                stream.close(abort=False)
-        self._decode = self._prefill = None
+        self._drop_decode(abort=False)
+        self._drop_prefill(abort=False)
 
-    patch.setattr(_Run, "close", close)
+    patch.setattr(Run, "close", close)
 
 
 def prefill_that_waits_for_a_slot_is_forgotten(patch):
-    drop = _Run._drop_prefill
-    patch.setattr(
-        _Run, "_drop_prefill", lambda self, abort: drop(self, abort=abort and not self._offered)
-    )
+    close = Leg.close
+    patch.setattr(Leg, "close", lambda self, abort: close(self, abort=abort and not self.offer))
 
 
 def first_token_is_given_twice(patch):
-    prefill_first = _Run._prefill_first
+    deliver = Run.deliver
 
-    async def again(self):
-        return await prefill_first(self) or self._first
+    async def again(self, outputs):
+        await deliver(self, outputs)
+        if self.has_tokens:
+            await deliver(self, [TokenOutput(self._request.request_id, 0, self.tokens[0][:1])])
 
-    patch.setattr(_Run, "_prefill_first", again)
+    patch.setattr(Run, "deliver", again)
 
 
 def wake_up_is_lost(patch):
-    wake = SlotQueue.capacity_changed
+    wake = SlotWaits.capacity_changed
 
     def sometimes(self):
         if len(self._queue) != 2:
             wake(self)
 
-    patch.setattr(SlotQueue, "capacity_changed", sometimes)
+    patch.setattr(SlotWaits, "capacity_changed", sometimes)
 
 
 def cancelled_load_still_writes(patch):

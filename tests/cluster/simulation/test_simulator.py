@@ -7,9 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
+from cluster.fleet import DESCRIBE_TIMEOUT_S, DISCOVERY_S
 from cluster.simulation.client import NOTICE_S, SILENCE_S
+from cluster.simulation.options import SimulationOptions
 from cluster.simulation.records import ABORTED, OK
-from cluster.simulation.simulator import DISCOVERY_S, SimulationOptions
 from cluster.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas import dealer
@@ -412,7 +413,7 @@ def test_kv_that_waits_for_too_long_is_given_back_and_the_prompt_computed_again(
     result = run.run()
     assert outcomes(result) == [OK] * 3
     assert sorted(kv_loads(result)) == ["expired", "ok", "ok"]
-    assert run.hosts[1].engine.metrics(0.0).kv_recompute_tokens == 40
+    assert run.lives.hosts[1].engine.metrics(0.0).kv_recompute_tokens == 40
 
 
 def test_killed_decode_replica_costs_the_kv_that_it_fetched_and_no_request():
@@ -472,10 +473,13 @@ def test_a_replica_that_was_frozen_for_two_seconds_goes_on_where_it_was():
 
 
 def test_a_replica_that_was_cut_off_for_two_seconds_is_connected_anew():
-    """What it sent meanwhile is lost, and its clients notice that when they hear of it again."""
+    """What it sent meanwhile is lost, and its clients notice that when they hear of it again.
+
+    Whoever asked it meanwhile what it is waits for that answer before it asks again.
+    """
     at_s, back_s = 0.25, 2.25
     faults = [fault(at_s, "both/0", "partition", 2.0)]
-    workload = requests((0.0, 16, 160), (1.0, 16, 4), (back_s + 2 * DISCOVERY_S, 16, 4))
+    workload = requests((0.0, 16, 160), (1.0, 16, 4), (back_s + DESCRIBE_TIMEOUT_S, 16, 4))
     result = simulate(pool(), workload, faults=faults)
     assert outcomes(result) == ["ReplicaLostError", "NotReadyError", OK]
     assert [r.finished_s for r in result.records[:2]] == [back_s, back_s]

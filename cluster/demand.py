@@ -1,0 +1,77 @@
+"""What a request asks of whoever runs it: the value that queue, policies and pools take. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from replicas.block_hash import chain_start, extend_block_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.messages import EngineRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demand:
+    """A request as placement sees it; never changes while the request lives.
+
+    Attributes:
+        request_id: Names it, and what is held for it.
+        prompt_token_ids: Its prompt.
+        num_choices: Sequences that it becomes, each with a slot of its own.
+        expected_output_tokens: Most tokens of each choice, until somebody knows better.
+        cache_salt: Shares cached KV only under the same one.
+        adapter: LoRA adapter that it needs; "" is none.
+        priority: Lower ones are placed first.
+        tenant: On whose account it runs.
+        deadline_s: When nobody waits for it any more, on the event loop's clock; None: never.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    num_choices: int = 1
+    expected_output_tokens: int = 1
+    cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    tenant: str = ""
+    deadline_s: float | None = None
+    _hashes: dict[int, list[bytes]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, request: EngineRequest, now_s: float) -> Demand:
+        """What a request asks that arrived at `now_s`."""
+        return cls(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling.n,
+            request.sampling.max_tokens,
+            request.cache_salt,
+            request.adapter,
+            request.priority,
+            request.tenant,
+            None if request.timeout_s is None else now_s + request.timeout_s,
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that it takes to begin: for the prompt and the first output token."""
+        return -(-(len(self.prompt_token_ids) + 1) // block_size)
+
+    def block_hashes(self, block_size: int) -> Sequence[bytes]:
+        """Chain hashes of the prompt's full blocks, as engines of this block size index them.
+
+        Computed when they are first asked for, once for each block size.
+        """
+        hashes = self._hashes.get(block_size)
+        if hashes is None:
+            hashes = self._hashes[block_size] = []
+            salt = chain_start(self.cache_salt)
+            extend_block_hashes(hashes, self.prompt_token_ids, block_size, salt)
+        return hashes
