@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from cluster.config import PolicyName
+    from cluster.config.schema import PolicyName
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cluster.placement import GroupView, Placement, PrefillView
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from replicas.messages import EngineDescription, EngineSnapshot
 
 

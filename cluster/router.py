@@ -56,7 +56,7 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from cluster.config import RouterConfig
+    from cluster.config.schema import RouterConfig
     from cluster.errors import ServingError
     from cluster.metrics import RouterMetrics
     from cluster.placement import Placement

@@ -24,8 +24,6 @@ from cluster.tickets import TicketOffice
 from cluster.transfers import transfers_view
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, EngineError
-from replicas.generators.model_config import load_engine_model
-from replicas.kv_sizing import longest_sequence
 from replicas.messages import EngineRequest
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -33,7 +31,7 @@ from replicas.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.config import ClusterConfig
+    from cluster.config.resolve import ClusterConfig
     from cluster.openai import GenerateRequest, GenerationEvent
     from cluster.pools import Member
     from cluster.transfers import TransfersView
@@ -58,7 +56,7 @@ class ClusterService:
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
-        self.max_model_len = _max_model_len(config)
+        self.max_model_len = config.max_model_len
         self.metrics = RouterMetrics(config.served_model_name)
         self._pools = PoolState()
         self._client = AsyncMPClient(self._take_snapshot, self._lose)
@@ -234,9 +232,3 @@ def _finished(delta: OutputDelta, processor: OutputProcessor, num_prompt_tokens:
     return Finished(
         delta.finish_reason, delta.stop_reason, usage, delta.text, tuple(delta.token_ids)
     )
-
-
-def _max_model_len(config: ClusterConfig) -> int:
-    """What every pool can hold, known before any replica is up."""
-    engines = [config.engine_config(role) for role in config.pools]
-    return min(longest_sequence(engine, load_engine_model(engine)) for engine in engines)

@@ -16,7 +16,7 @@ from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
 from cluster.placement import place_decode
 
 if TYPE_CHECKING:
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from cluster.placement import Placement, PlacementPolicy
     from cluster.pools import PoolState
 

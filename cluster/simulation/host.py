@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from cluster.simulation.client import VirtualLink
     from cluster.simulation.network import Network
     from kv_transfer.connector import ConnectorSettings, KVDeviceIO

@@ -16,7 +16,7 @@ from cluster.simulation.client import VirtualClient
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.config import RouterConfig
+    from cluster.config.schema import RouterConfig
     from cluster.simulation.client import Observer
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.network import Network

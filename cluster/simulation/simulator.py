@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.errors import BadRequestError, ServingError
 from cluster.simulation.client import SILENCE_S
 from cluster.simulation.host import VirtualHost
@@ -41,7 +41,7 @@ from replicas.virtual_engine import VirtualDevice
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from cluster.workloads.request import Workload
     from replicas.config import EngineConfig
     from replicas.generators.simulated.timing import StepTiming

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 from tokenizers import decoders, models, pre_tokenizers
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.metrics import RouterMetrics
 from cluster.pools import Member, PoolState
 from cluster.router import Router
@@ -46,7 +46,7 @@ from replicas.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from replicas.launch import EngineHandle
     from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.simulator import PoolSpec, Simulation, SimulationOptions
 from cluster.workloads.request import TraceRequest, Workload
@@ -19,7 +19,7 @@ from replicas.virtual_engine import ModelFacts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.config import Role
+    from cluster.config.schema import Role
     from cluster.simulation.records import EventRecord, SimulationResult
     from replicas.generators.simulated.timing import StepTiming
 
