@@ -194,13 +194,39 @@ def test_the_driver_resolves_once(raw, write, made, monkeypatch, tmp_path, capsy
     assert application._bound_deployment.init_args[0] == raw["applications"][0]["args"]
 
 
-def test_a_replica_resolves_once(raw, made, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """What replicas would have started, and where."""
+    engines = []
+
     class Engine:
         def call_at_exit(self, callback):
             pass
 
-    monkeypatch.setattr(deployments, "start_engine", lambda *_, **__: Engine())
+    def start_engine(engine, *, host, **_):
+        engines.append((host, engine))
+        return Engine()
+
+    monkeypatch.setattr(deployments, "start_engine", start_engine)
     monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
+    return engines
+
+
+@pytest.mark.parametrize(
+    ("data_host", "address"), [("node", "10.0.0.7"), ("10.0.0.8", "10.0.0.8"), (None, "127.0.0.1")]
+)
+def test_an_engine_listens_where_its_replica_is(raw, started, monkeypatch, data_host, address):
+    monkeypatch.setattr(deployments.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    args = raw["applications"][0]["args"]
+    if data_host is not None:
+        args["data_host"] = data_host
+    deployments.PoolReplica(args, "decode", [bytes(16)])
+    [(host, engine)] = started
+    assert (host, engine.kv_endpoint) == (address, f"tcp://{address}:*")
+
+
+@pytest.mark.usefixtures("started")
+def test_a_replica_resolves_once(raw, made):
     args = raw["applications"][0]["args"]
     deployments.PoolReplica(args, "decode", [bytes(16)])
     assert made == {"configs": 1, "models": 2}
