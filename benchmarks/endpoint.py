@@ -20,13 +20,20 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openai import AsyncOpenAI
 
 from benchmarks.ready import wait_ready
-from cluster.config import Role, load_cluster_config, load_serve_file
+from cluster.config.environment import process_environment
+from cluster.config.resolve import ClusterConfig, replica_engine, resolve
+from cluster.config.serve_file import read_serve_file
 from cluster.supervisor import free_port
+from kv_transfer.ticket import KeyRing
 from replicas import AsyncLLM, SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.config import Role
 
 PROMPT = "Return a new dictionary that maps every key of the mapping to"
 STREAMS = 32
@@ -84,18 +91,21 @@ async def through_engine(llm: AsyncLLM, tokens: int, repeats: int) -> dict[str, 
 
 def compare(config: Path, tokens: int, repeats: int) -> dict[str, object]:
     """Measure the endpoint, then the engine twice."""
-    file = load_serve_file(config).override(port=free_port())
+    file = read_serve_file(config).override(http_options={"port": free_port()})
+    cluster, port = resolve(file.args), file.http_options.port
     command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(config)]
     server = subprocess.Popen(
-        [*command, "--port", str(file.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         wait_ready(f"{file.url}/health", server)
-        endpoint = asyncio.run(through_endpoint(file.url, file.model_name, tokens, repeats))
+        endpoint = asyncio.run(
+            through_endpoint(file.url, cluster.served_model_name, tokens, repeats)
+        )
     finally:
         server.send_signal(signal.SIGINT)
         server.wait()
-    engine, again = asyncio.run(_engine_twice(file.args, tokens, repeats))
+    engine, again = asyncio.run(_engine_twice(cluster, tokens, repeats))
     return {
         "config": config.name,
         "endpoint": endpoint,
@@ -109,11 +119,13 @@ def compare(config: Path, tokens: int, repeats: int) -> dict[str, object]:
 
 
 async def _engine_twice(
-    args: dict[str, object], tokens: int, repeats: int
+    cluster: ClusterConfig, tokens: int, repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    cluster = load_cluster_config(args)
     role: Role = "decode" if cluster.is_disaggregated else "both"
-    llm = await AsyncLLM.start(cluster.engine_config(role))
+    host, environment = cluster.data_host, process_environment()
+    llm = await AsyncLLM.start(
+        replica_engine(cluster, role, 0, host=host, keys=KeyRing(), environment=environment)
+    )
     try:
         return (
             await through_engine(llm, tokens, repeats),

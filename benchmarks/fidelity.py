@@ -49,7 +49,9 @@ from benchmarks.fitted_timing import (
     fit_timing,
     with_factors_of,
 )
-from cluster.config import RouterConfig, load_cluster_config, load_serve_file
+from cluster.config.resolve import resolve
+from cluster.config.schema import RouterConfig
+from cluster.config.serve_file import read_serve_file
 from cluster.fleet import Fleet
 from cluster.metrics import RouterMetrics
 from cluster.pools import Member
@@ -72,10 +74,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.config import Role
     from cluster.simulation.records import SimulationResult
     from cluster.workloads.request import Workload
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
 
 Spec = dict[str, dict[str, Any]]
 
@@ -560,10 +561,10 @@ def summary(comparisons: Sequence[Comparison]) -> dict[str, object]:
 
 def engine_configs(config: Path) -> list[tuple[Role, EngineConfig]]:
     """One engine for each pool of a file, with one compute thread."""
-    cluster = load_cluster_config(load_serve_file(config).args)
+    cluster = resolve(read_serve_file(config).args)
     roles: list[Role] = [r for r in ("both", "prefill", "decode") if r in cluster.pools]
     return [
-        (role, msgspec.structs.replace(cluster.engine_config(role), num_threads=1, kv_keys=KEYS))
+        (role, msgspec.structs.replace(cluster.engines[role], num_threads=1, kv_keys=KEYS))
         for role in roles
     ]
 

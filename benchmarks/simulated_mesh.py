@@ -21,9 +21,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.ready import wait_ready
-from cluster.config import Role, demo_model_folder, load_cluster_config, load_serve_file
+from cluster.config.resolve import demo_model_folder, resolve
+from cluster.config.serve_file import read_serve_file
 from cluster.supervisor import free_port
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
@@ -42,6 +44,9 @@ from replicas.generators.simulated.meshes import (
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import AddRequest, EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.config import Role
 
 CLIENT = b"benchmark"
 QUICK = (("n150", "Llama-3.2-1B"), ("n150", "Llama-3.1-8B"), ("T3K", "Falcon-7B"))
@@ -223,20 +228,20 @@ def through_http(
 
 def print_http(config: Path, repeats: int) -> dict[str, object]:
     """Start a server, measure, compare with what its engines' model of time says."""
-    file = load_serve_file(config).override(port=free_port())
-    cluster = load_cluster_config(file.args)
+    file = read_serve_file(config).override(http_options={"port": free_port()})
+    cluster, http = resolve(file.args), file.http_options
     tokens = 32
     roles: tuple[Role, Role] = (
         ("prefill", "decode") if cluster.is_disaggregated else ("both", "both")
     )
-    ttft_s, step_s = expected(*map(cluster.engine_config, roles), tokens=tokens)
+    ttft_s, step_s = expected(*(cluster.engines[role] for role in roles), tokens=tokens)
     command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(config)]
     server = subprocess.Popen(
-        [*command, "--port", str(file.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--port", str(http.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         wait_ready(f"{file.url}/health", server)
-        found = through_http(file.host, file.port, file.model_name, repeats, tokens)
+        found = through_http(http.host, http.port, cluster.served_model_name, repeats, tokens)
     finally:
         server.send_signal(signal.SIGINT)
         server.wait()

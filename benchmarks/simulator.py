@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.polynomial_timing import PolynomialTiming
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.simulation.command import seldom_collecting
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.options import PoolSpec, SimulationOptions
@@ -37,7 +37,7 @@ from replicas.config import EngineConfig
 from replicas.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
-    from cluster.config import PolicyName
+    from cluster.config.schema import PolicyName
     from cluster.simulation.records import SimulationResult
     from cluster.workloads.request import Workload
 

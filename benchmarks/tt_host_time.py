@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from cluster.config import demo_model_folder
+from cluster.config.resolve import demo_model_folder
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.engine.core import EngineCore

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from cluster.config import load_cluster_config
+from cluster.config.resolve import resolve
 from cluster.deployments import ingress_deployment, pool_deployment
 from cluster.tickets import new_secret
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
     from ray.serve import Application
 
+    from cluster.config.resolve import ClusterConfig
+
 
 def build(args: Mapping[str, Any]) -> Application:
     """Build the Serve application.
 
     Args:
-        args: The application's `args`, fields of `cluster.config.ClusterConfig`.
+        args: The application's `args`, fields of `cluster.config.schema.ClusterArgs`.
 
     Returns:
         The ingress bound to one deployment per pool, each named after its first role.
@@ -37,10 +39,22 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises:
         ClusterConfigError: The args cannot work; names the keys.
     """
-    config = load_cluster_config(args)
-    # Deployments get the plain mapping and check it again: no class of ours is pickled into them.
+    return bind(args, resolve(args))
+
+
+def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
+    """Build the application of args that have been resolved.
+
+    Args:
+        args: The application's `args`.
+        config: What they come to.
+
+    Returns:
+        As `build`.
+    """
+    # Deployments get the plain mapping and resolve it: no class of ours is pickled into them.
     plain = dict(args)
-    if config.faults:
+    if config.fault_plan.faults:
         # Here and not in a replica: one that is started again must not live its faults again.
         plain["fault_epoch_unix_s"] = time.time()
     # Beside the args, not in them: nothing that shows a configuration can show a secret. Ray stores

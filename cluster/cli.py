@@ -34,29 +34,31 @@ def serve(
         str | None, typer.Option(help="Model folder, instead of the file's; `demo` is bundled.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address, instead of the file's.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port, instead of the file's.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port, instead of the file's.")] = None,
     faults: Annotated[
         Path | None, typer.Option(help="Fault plan for replicas on simulated meshes.")
     ] = None,
 ) -> None:
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
-    from cluster.config import load_cluster_config, load_serve_file
+    from cluster.config.resolve import resolve
     from cluster.errors import ClusterConfigError
     from cluster.supervisor import ServeOptions
     from cluster.supervisor import serve as supervise
     from cluster.tickets import key_ring
 
     path = _demo_config() if config is None else config.absolute()
-    model = None if model is None else _absolute_model(model)
-    plan = None if faults is None else str(faults.absolute())
+    options = ServeOptions(
+        config=str(path),
+        model=None if model is None else _absolute_model(model),
+        host=host,
+        port=port,
+        faults=None if faults is None else str(faults.absolute()),
+    )
     try:
         # Checked here too: a mistake costs no start of Ray.
-        file = load_serve_file(path).override(model=model, host=host, port=port, faults=plan)
-        key_ring(load_cluster_config(file.args).kv_key_file)
-        options = ServeOptions(config=str(path), model=model, host=host, port=port, faults=plan)
-        code = supervise(options, file.host, file.port)
+        file = options.read()
+        key_ring(resolve(file.args).kv_key_file)
+        code = supervise(options, file.http_options.host, file.http_options.port)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
     raise typer.Exit(code)
@@ -67,12 +69,13 @@ def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:
     """Check config files: every key, type, model folder, and whether the numbers work together."""
-    from cluster.config import load_serve_file
+    from cluster.config.resolve import resolve
+    from cluster.config.serve_file import read_serve_file
     from cluster.errors import ClusterConfigError
 
     def is_good(path: Path) -> bool:
         try:
-            load_serve_file(path)
+            resolve(read_serve_file(path).args)
         except ClusterConfigError as error:
             typer.echo(f"{path}: {error}", err=True)
             return False
@@ -100,7 +103,8 @@ def generate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
 ) -> None:
     """Generate text offline, without a server."""
-    from cluster.config import DEMO_MODEL, demo_model_folder
+    from cluster.config.resolve import demo_model_folder
+    from cluster.config.schema import DEMO_MODEL
     from replicas import LLM, SamplingParams
     from replicas.errors import EngineError
 
@@ -232,13 +236,14 @@ def doctor(
     """Say which boards are here, what they lack, what to configure, and what runs without them."""
     import msgspec
 
-    from cluster.config import load_serve_file
+    from cluster.config.resolve import resolve
+    from cluster.config.serve_file import read_serve_file
     from cluster.doctor import diagnose, doctor_text
     from cluster.errors import ClusterConfigError
     from replicas.errors import ConfigError
 
     try:
-        diagnosis = diagnose(None if config is None else load_serve_file(config))
+        diagnosis = diagnose(None if config is None else resolve(read_serve_file(config).args))
     except (ClusterConfigError, ConfigError) as error:
         _fail(f"{config}: {error}", _BAD_CONFIG)
     if json:

@@ -22,7 +22,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.config import NODE_HOST, load_cluster_config, process_environment
+from cluster.config.environment import process_environment
+from cluster.config.resolve import replica_engine, resolve
+from cluster.config.schema import NODE_HOST
 from cluster.drain import drain_engine
 from cluster.fleet import DESCRIBE_TIMEOUT_S
 from cluster.ingress import IngressLimits, create_app
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from starlette.applications import Starlette
 
-    from cluster.config import ClusterConfig, PoolConfig, Role
-    from replicas.config import EngineConfig
+    from cluster.config.resolve import ClusterConfig
+    from cluster.config.schema import PoolConfig
+    from replicas.config import EngineConfig, Role
     from replicas.launch import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -73,23 +76,20 @@ class PoolReplica:
     _is_stopping = False
 
     def __init__(self, args: Mapping[str, Any], role: Role, made_secrets: Sequence[bytes]) -> None:
-        config = load_cluster_config(args)
-        if config.data_host == NODE_HOST:
-            address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            config = msgspec.structs.replace(config, data_host=address)
+        config = resolve(args)
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
-        engine_config = config.engine_config(role)
-        if config.faults:
-            rank = serve.get_replica_context().rank.rank
-            engine_config = config.replica_config(role, rank)
-        keys = key_ring(config.kv_key_file, made_secrets)
-        engine_config = msgspec.structs.replace(engine_config, kv_keys=keys)
         self._stage = ""
+        host, environment = config.data_host, process_environment()
+        if host == NODE_HOST:
+            host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        rank = serve.get_replica_context().rank.rank if config.fault_plan.faults else 0
+        keys = key_ring(config.kv_key_file, made_secrets)
+        engine = replica_engine(config, role, rank, host=host, keys=keys, environment=environment)
         self._engine = start_engine(
-            engine_config,
-            host=config.data_host,
-            env=engine_environment(engine_config, process_environment()),
+            engine,
+            host=host,
+            env=engine_environment(engine, environment),
             progress=self._show_progress,
         )
         self._engine.call_at_exit(self._on_engine_exit)
@@ -156,7 +156,7 @@ class IngressReplica:
         made_secrets: Sequence[bytes],
         **pools: DeploymentHandle[Any],
     ) -> None:
-        self._config = load_cluster_config(args)
+        self._config = resolve(args)
         self._keys = key_ring(self._config.kv_key_file, made_secrets)
         self._directory = PoolDirectory(pools)
         self._following: asyncio.Task[None] | None = None
@@ -271,7 +271,7 @@ def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
     An engine with a mesh has its boards set aside: Ray binds the replica to them through
     `TT_VISIBLE_DEVICES`, and they are all of one host.
     """
-    pool, engine = config.pools[role], config.engine_config(role)
+    pool, engine = config.pools[role], config.engines[role]
     resources = pool_resources(pool, engine)
     options: dict[str, Any] = {"num_cpus": pool.num_cpus, "resources": resources}
     placement: dict[str, Any] = {}
@@ -310,7 +310,7 @@ def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
     """
     wanted: defaultdict[str, float] = defaultdict(float)
     for role, pool in config.pools.items():
-        for name, count in pool_resources(pool, config.engine_config(role)).items():
+        for name, count in pool_resources(pool, config.engines[role]).items():
             wanted[name] += count * pool.replicas
     return ", ".join(
         f"{count:g} {name} and there are {found.get(name, 0):g}"
@@ -321,7 +321,7 @@ def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
 
 def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
     """How long Serve waits for a replica that is told to stop: its drain, and twice the stop."""
-    return config.pools[role].drain_timeout_s + 2 * stop_timeout_s(config.engine_config(role))
+    return config.pools[role].drain_timeout_s + 2 * stop_timeout_s(config.engines[role])
 
 
 def ingress_deployment(config: ClusterConfig) -> Deployment:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster import haproxy
-from cluster.config import load_cluster_config, process_environment
+from cluster.config.environment import process_environment
 from replicas.boards import (
     HUGEPAGES_FILE,
     METAL_HOME,
@@ -33,7 +33,8 @@ from replicas.boards import (
 )
 
 if TYPE_CHECKING:
-    from cluster.config import ClusterConfig, PoolConfig, ServeFile
+    from cluster.config.resolve import ClusterConfig
+    from cluster.config.schema import PoolConfig
     from replicas.meshes import MeshSpec
 
 HUGEPAGES_PER_DEVICE = 4
@@ -362,14 +363,9 @@ class Diagnosis:
         return all(pool.problem is None for pool in self.pools)
 
 
-def diagnose(file: ServeFile | None = None) -> Diagnosis:
-    """Look at this host, and at what a configuration wants of it.
-
-    Raises:
-        ClusterConfigError: The configuration cannot work on any host.
-    """
+def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
+    """Look at this host, and at what a configuration wants of it."""
     report = read_host(process_environment())
-    config = None if file is None else load_cluster_config(file.args)
     return Diagnosis(
         host=report,
         findings=findings(report),
@@ -384,15 +380,11 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
     """Whether the meshes that a configuration asks for are on this host, pool by pool.
 
     Replicas may be on other hosts too, so a pool fails only if not one of its engines fits here.
-
-    Raises:
-        ClusterConfigError: An engine's configuration cannot work.
-        ConfigError: A mesh is not known.
     """
     checks = []
     num_left = len(report.usable)
     for role, pool in config.pools.items():
-        engine = config.engine_config(role)
+        engine = config.engines[role]
         if engine.mesh is None:
             simulated = engine.simulated_mesh
             checks.append(

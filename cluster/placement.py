@@ -15,7 +15,7 @@ from replicas.config import Role
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from cluster.config import PolicyName
+    from cluster.config.schema import PolicyName
     from cluster.demand import Demand
 
 ANY_GROUP = -1

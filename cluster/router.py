@@ -46,7 +46,7 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from cluster.config import RouterConfig
+    from cluster.config.schema import RouterConfig
     from cluster.errors import ServingError
     from cluster.fleet import Connections, Fleet
     from cluster.metrics import RouterMetrics

@@ -25,8 +25,8 @@ import typer
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from cluster.app import build
-from cluster.config import load_cluster_config, load_serve_file
+from cluster.app import bind
+from cluster.config.resolve import resolve
 from cluster.deployments import lacking_resources
 from cluster.errors import ClusterConfigError
 from cluster.supervisor import ServeOptions
@@ -34,7 +34,7 @@ from cluster.supervisor import ServeOptions
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
-    from cluster.config import ServeFile
+    from cluster.config.serve_file import ServeFile
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's shared memory; no token and no KV block goes through it."""
@@ -59,17 +59,16 @@ def main() -> int:
     options = msgspec.json.decode(sys.argv[1], type=ServeOptions)
     stop = _stop_event()
     try:
-        file = load_serve_file(options.config).override(
-            model=options.model, host=options.host, port=options.port, faults=options.faults
-        )
+        file = options.read()
         _require_local(file)
-        application = build(file.args)
+        config = resolve(file.args)
+        application = bind(file.args, config)
     except ClusterConfigError as error:
         _say(f"{options.config}: {error}")
         return 2
     try:
         _start_ray(options)
-        lacking = lacking_resources(load_cluster_config(file.args), _resources())
+        lacking = lacking_resources(config, _resources())
         if lacking:
             # Ray would wait for a node to bring them, and a local cluster gets none.
             _say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
@@ -77,7 +76,7 @@ def main() -> int:
         try:
             _deploy(file, application)
             if _wait_until_running(file, stop):
-                _announce(file, options.has_haproxy)
+                _announce(file.url, config.served_model_name, options.has_haproxy)
                 stop.wait()
             return 0
         except DeploymentFailedError as error:
@@ -154,8 +153,8 @@ def _deploy(file: ServeFile, application: serve.Application) -> None:
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(
-            host=file.host,
-            port=file.port,
+            host=file.http_options.host,
+            port=file.http_options.port,
             request_timeout_s=file.http_options.request_timeout_s,
             keep_alive_timeout_s=file.http_options.keep_alive_timeout_s,
         ),
@@ -223,14 +222,14 @@ def _is_healthy(file: ServeFile) -> bool:
     return False
 
 
-def _announce(file: ServeFile, has_haproxy: bool) -> None:
+def _announce(url: str, model: str, has_haproxy: bool) -> None:
     if not has_haproxy:
         _say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
-    fields = {"model": file.model_name, "prompt": "Return the", "max_tokens": 48, "stream": True}
+    fields = {"model": model, "prompt": "Return the", "max_tokens": 48, "stream": True}
     body = json.dumps(fields)
     typer.echo(
-        f"\nReady: {file.url}/v1 serves the model {file.model_name!r}. Try:\n\n"
-        f"  curl -N {file.url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"\nReady: {url}/v1 serves the model {model!r}. Try:\n\n"
+        f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\nCtrl-C stops everything."
     )
 

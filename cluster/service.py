@@ -21,15 +21,13 @@ from cluster.tickets import TicketOffice
 from cluster.transfers import transfers_view
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineError
-from replicas.generators.model_config import load_engine_model
-from replicas.kv_sizing import longest_sequence
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from cluster.config import ClusterConfig
+    from cluster.config.resolve import ClusterConfig
     from cluster.pools import Member
     from cluster.transfers import TransfersView
     from kv_transfer.ticket import KeyRing
@@ -56,7 +54,7 @@ class ClusterService:
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
-        self.max_model_len = _max_model_len(config)
+        self.max_model_len = config.max_model_len
         self.metrics = RouterMetrics(config.served_model_name)
         self.fleet = Fleet(AsyncMPClient)
         self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
@@ -164,9 +162,3 @@ class _Watch:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
         self._has_output, self._last_s = True, now_s
         self._reason = delta.finish_reason or self._reason
-
-
-def _max_model_len(config: ClusterConfig) -> int:
-    """What every pool can hold, known before any replica is up."""
-    engines = [config.engine_config(role) for role in config.pools]
-    return min(longest_sequence(engine, load_engine_model(engine)) for engine in engines)

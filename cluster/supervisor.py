@@ -30,11 +30,14 @@ import msgspec
 import typer
 
 from cluster import haproxy
-from cluster.config import process_environment
+from cluster.config.environment import process_environment
+from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from cluster.config.serve_file import ServeFile
 
 STOP_DEADLINE_S = 14.0
 """Seconds that the driver has for a clean stop after the first signal."""
@@ -67,6 +70,19 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     faults: str | None = None
     folder: str = ""
     has_haproxy: bool = True
+
+    def read(self) -> ServeFile:
+        """The file, saying what is to be served.
+
+        Raises:
+            ClusterConfigError: A file cannot be read, or something outside of its `args` cannot be.
+        """
+        file = read_serve_file(self.config)
+        faults = None if self.faults is None else read_faults(self.faults)
+        return file.override(
+            args={"model": self.model, "faults": faults},
+            http_options={"host": self.host, "port": self.port},
+        )
 
 
 def serve(options: ServeOptions, host: str, port: int) -> int:

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config import DEMO_MODEL, demo_model_folder
+from cluster.config.resolve import demo_model_folder
+from cluster.config.schema import DEMO_MODEL
 from replicas import LLM, SamplingParams
 from replicas.errors import EngineError
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
 
-from cluster.config import PolicyName, PoolConfig, load_cluster_config, load_serve_file
+from cluster.config.resolve import read_args, resolve
+from cluster.config.schema import PolicyName
+from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import BadRequestError, ClusterConfigError, WorkloadError
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.options import PoolSpec, SimulationOptions
@@ -26,19 +28,17 @@ from cluster.simulation.report import ProgressDisplay, print_summary, write_even
 from cluster.simulation.simulator import Simulation
 from cluster.simulation.summary import Slo, summarise
 from cluster.workloads.load import load_workload
-from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import engine_timing
-from replicas.kv_sizing import longest_sequence
 from replicas.virtual_engine import simulated_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from cluster.config import ClusterConfig, Role
+    from cluster.config.resolve import ClusterConfig
     from cluster.simulation.records import SimulationResult
     from cluster.simulation.summary import Summary
     from cluster.workloads.request import Workload
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
     from replicas.faults import FaultPlan
 
 _EXAMPLES = "configs/sim-n150x4.yaml, configs/sim-t3k-2p2d.yaml and configs/sim-galaxy.yaml"
@@ -115,7 +115,7 @@ def simulate(config: Path, options: SimulateOptions) -> Summary:
         )
     summary = summarise(result, options.slo)
     print_summary(summary, wall_s=result.wall_s)
-    for line in _remarks(result, max_model_len(cluster)):
+    for line in _remarks(result, cluster.max_model_len):
         print(line)  # noqa: T201 - a command's output
     _write(options, result, summary, cluster.fault_plan)
     return summary
@@ -142,16 +142,19 @@ def load_cluster(
     if policy is not None and policy not in _POLICIES:
         raise SimulateError(f"no policy {policy!r}; use one of {', '.join(_POLICIES)}")
     try:
-        args = load_serve_file(path).override(faults=faults).args
+        file = read_serve_file(path)
+        args: dict[str, Any] = {"faults": None if faults is None else read_faults(faults)}
         if policy is not None:
-            args = {**args, "router": {**args.get("router", {}), "policy": policy}}
+            args["router"] = {"policy": policy}
         if replicas is not None:
-            args = {**args, "pools": _scaled(args["pools"], replicas)}
-        cluster = load_cluster_config(args)
+            counts = {role: pool.replicas for role, pool in read_args(file.args).pools.items()}
+            scaled = scale_pools(counts, replicas)
+            args["pools"] = {role: {"replicas": count} for role, count in scaled.items()}
+        cluster = resolve(file.override(args=args).args)
     except ClusterConfigError as error:
         raise SimulateError(f"{path}: {error}") from error
-    for role in cluster.pools:
-        _check_engine(path, role, cluster.engine_config(role))
+    for role, engine in cluster.engines.items():
+        _check_engine(path, role, engine)
     return cluster
 
 
@@ -270,7 +273,7 @@ def pool_specs(cluster: ClusterConfig) -> list[PoolSpec]:
     """The pools as the simulator takes them: what a real start would find out of each engine."""
     specs = []
     for role, pool in cluster.pools.items():
-        engine = cluster.engine_config(role)
+        engine = cluster.engines[role]
         mesh = engine.simulated_mesh
         assert mesh is not None, role
         # A file says how long whoever looks at a real start wants to wait. Not given, it is the
@@ -278,19 +281,6 @@ def pool_specs(cluster: ClusterConfig) -> list[PoolSpec]:
         timing = engine_timing(engine, mesh, mesh.compile_s or None)
         specs.append(PoolSpec(role, pool.replicas, engine, timing, simulated_facts(engine)))
     return specs
-
-
-def max_model_len(cluster: ClusterConfig) -> int:
-    """Longest sequence that every pool can take."""
-    engines = [cluster.engine_config(role) for role in cluster.pools]
-    return min(longest_sequence(engine, load_hf_config(engine.model)) for engine in engines)
-
-
-def _scaled(pools: dict[Role, dict[str, Any]], total: int) -> dict[Role, dict[str, Any]]:
-    """The `pools` of a file that was found good, with other numbers of replicas."""
-    default = PoolConfig().replicas
-    counts = scale_pools({r: p.get("replicas", default) for r, p in pools.items()}, total)
-    return {role: {**pool, "replicas": counts[role]} for role, pool in pools.items()}
 
 
 def _check_engine(path: Path, role: Role, engine: EngineConfig) -> None:
@@ -342,14 +332,14 @@ def _config_facts(cluster: ClusterConfig) -> dict[str, str | int | float | bool]
     facts: dict[str, str | int | float | bool] = {}
     boards: dict[str, None] = {}
     for role, pool in cluster.pools.items():
-        engine = cluster.engine_config(role)
+        engine = cluster.engines[role]
         assert engine.simulated_mesh is not None
         facts["model"] = engine.simulated_mesh.model
         boards[engine.simulated_mesh.board] = None
         facts[f"{role}_replicas"] = pool.replicas
         facts[f"{role}_lanes"] = engine.tt_data_parallel
         facts[f"{role}_slots"] = engine.max_batch_size
-    return {**facts, "board": " + ".join(boards), "max_model_len": max_model_len(cluster)}
+    return {**facts, "board": " + ".join(boards), "max_model_len": cluster.max_model_len}
 
 
 def _remarks(result: SimulationResult, longest: int) -> list[str]:

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.config import Role
     from cluster.simulation.client import VirtualLink
     from cluster.simulation.network import Network
     from kv_transfer.connector import ConnectorSettings, KVDeviceIO
     from kv_transfer.messages import ToConsumer, ToProducer
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
     from replicas.engine.server import Frames
     from replicas.faults import ReplicaFaults
     from replicas.messages import ClientMessage, EngineSnapshot

@@ -15,7 +15,7 @@ from cluster.router import Router
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.config import RouterConfig
+    from cluster.config.schema import RouterConfig
     from cluster.simulation.client import VirtualClient
     from cluster.tickets import TicketOffice
     from replicas.messages import EngineSnapshot

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping, Sequence
 
-    from cluster.config import RouterConfig
+    from cluster.config.schema import RouterConfig
     from cluster.simulation.client import VirtualLink
     from cluster.simulation.host import VirtualHost
     from cluster.simulation.ingress import VirtualIngress

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.simulation.network import NetworkConfig
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan

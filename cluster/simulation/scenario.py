@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.options import PoolSpec, SimulationOptions
 from cluster.simulation.simulator import Simulation

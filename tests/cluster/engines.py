@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 from tokenizers import decoders, models, pre_tokenizers
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.fleet import Fleet
 from cluster.metrics import RouterMetrics
 from cluster.pools import Member
@@ -48,7 +48,7 @@ from tests.streams import pulled
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
-    from cluster.config import Role
+    from replicas.config import Role
     from replicas.launch import EngineHandle
     from replicas.messages import ClientMessage, EngineEvent, EngineMetrics, TokenOutput
 

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from cluster.config import DeploymentOverride, load_cluster_config
+from cluster.config.resolve import resolve
+from cluster.config.serve_file import DeploymentOverride
 from cluster.errors import ClusterConfigError
 from replicas.errors import EngineDeadError
 from replicas.launch import child_environment
@@ -164,13 +165,13 @@ def test_a_pool_without_a_mesh_has_no_placement_of_its_own(args):
 def test_an_engine_gets_the_boards_that_ray_bound_its_replica_to(on_mesh):
     args = on_mesh("N300")
     of_ray = {"TT_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "1"}
-    engine = load_cluster_config(args).engine_config("both")
+    engine = resolve(args).engines["both"]
     environment = deployments_module.engine_environment
     given = environment(engine, of_ray)
     assert given == {"TT_VISIBLE_DEVICES": "3"}
     assert child_environment(engine, given)["TT_VISIBLE_DEVICES"] == "3"
     args["pools"]["both"]["engine"]["mesh"]["visible_devices"] = [0]
-    engine = load_cluster_config(args).engine_config("both")
+    engine = resolve(args).engines["both"]
     assert environment(engine, of_ray) == given, "the mesh's part is start_engine's"
     assert child_environment(engine, given)["TT_VISIBLE_DEVICES"] == "0"
 
@@ -223,7 +224,7 @@ def test_deployment_overrides_are_those_that_serve_knows():
 
 
 def test_a_host_without_enough_boards_is_named_with_both_numbers(on_mesh):
-    config = load_cluster_config(on_mesh("T3K", replicas=2))
+    config = resolve(on_mesh("T3K", replicas=2))
     lacking = deployments_module.lacking_resources
     assert lacking(config, {"TTNPU": 8.0, "CPU": 1.0}) == ""
     assert lacking(config, {"TTNPU": 7.0}) == "8 TTNPU and there are 7"

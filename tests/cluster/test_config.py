@@ -11,14 +11,8 @@ from typer.testing import CliRunner
 
 import configs
 from cluster.cli import app as cli
-from cluster.config import (
-    ClusterConfig,
-    HttpOptions,
-    ServeFile,
-    demo_model_folder,
-    load_cluster_config,
-    load_serve_file,
-)
+from cluster.config.resolve import demo_model_folder, resolve
+from cluster.config.serve_file import HttpOptions, ServeFile, read_serve_file
 from cluster.errors import ClusterConfigError
 
 CONFIGS = sorted(
@@ -111,22 +105,27 @@ def args_of(raw):
     return raw["applications"][0]["args"]
 
 
+def load(path):
+    return resolve(read_serve_file(path).args)
+
+
 def test_good_file_says_what_it_says(good, tmp_path, model):
-    file = load_serve_file(write(tmp_path, good))
-    assert (file.name, file.host, file.port, file.url) == (
+    file = read_serve_file(write(tmp_path, good))
+    http = file.http_options
+    assert (file.name, http.host, http.port, file.url) == (
         "ttserve",
         "127.0.0.1",
         8123,
         "http://127.0.0.1:8123",
     )
-    assert file.model_name == "tiny-llama"
-    config = load_cluster_config(file.args)
+    config = resolve(file.args)
+    assert config.served_model_name == "tiny-llama"
     assert config.is_disaggregated
     assert {role: pool.replicas for role, pool in config.pools.items()} == {
         "prefill": 1,
         "decode": 2,
     }
-    decode, prefill = config.engine_config("decode"), config.engine_config("prefill")
+    decode, prefill = config.engines["decode"], config.engines["prefill"]
     assert (decode.model, decode.tt_data_parallel, decode.kv_connector) == (str(model), 2, "p2p")
     assert (prefill.max_batch_size, prefill.tt_data_parallel) == (4, 1)
     assert decode.max_num_waiting == 0, "the queue is the router's"
@@ -218,7 +217,7 @@ def test_mistake_is_refused_with_its_path_by_validate_and_by_the_loader(
 ):
     file = write(tmp_path, changed(good, path, value))
     with pytest.raises(ClusterConfigError, match=reason):
-        load_serve_file(file)
+        load(file)
     result = CliRunner().invoke(cli, ["validate", str(file)])
     assert result.exit_code == 2
     assert str(file) in result.output
@@ -227,7 +226,7 @@ def test_mistake_is_refused_with_its_path_by_validate_and_by_the_loader(
 def test_two_applications_are_refused(good, tmp_path):
     good["applications"] *= 2
     with pytest.raises(ClusterConfigError, match="not 2"):
-        load_serve_file(write(tmp_path, good))
+        load(write(tmp_path, good))
 
 
 @pytest.mark.parametrize("content", ["a: [", "", "- 1", "\x00", None])
@@ -236,7 +235,7 @@ def test_file_that_holds_no_config_is_refused(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ClusterConfigError):
-        load_serve_file(path)
+        load(path)
     assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 2
 
 
@@ -245,7 +244,7 @@ def test_model_folder_that_is_no_model_is_refused(good, tmp_path):
     empty.mkdir()
     raw = changed(good, "applications[0].args.model", str(empty))
     with pytest.raises(ClusterConfigError, match="empty"):
-        load_serve_file(write(tmp_path, raw))
+        load(write(tmp_path, raw))
 
 
 def test_validate_accepts_a_good_file_and_names_each_bad_one(good, tmp_path):
@@ -260,22 +259,22 @@ def test_validate_accepts_a_good_file_and_names_each_bad_one(good, tmp_path):
 
 def test_combined_pool_needs_no_connector(good):
     args = {**args_of(good), "pools": {"both": {"engine": {"block_size": 16}}}}
-    config = load_cluster_config(args)
+    config = resolve(args)
     assert not config.is_disaggregated
-    assert config.engine_config("both").kv_connector is None, "any block size will do"
-    assert config.engine_config("both").block_size == 16
+    assert config.engines["both"].kv_connector is None, "any block size will do"
+    assert config.engines["both"].block_size == 16
 
 
 def test_pools_may_have_blocks_of_two_sizes(good):
-    config = load_cluster_config(changed(args_of(good), "pools.decode.engine.block_size", 64))
-    assert [config.engine_config(role).block_size for role in ("prefill", "decode")] == [32, 64]
+    config = resolve(changed(args_of(good), "pools.decode.engine.block_size", 64))
+    assert [config.engines[role].block_size for role in ("prefill", "decode")] == [32, 64]
 
 
 def test_decode_pool_may_convert_another_dtype(good):
     args = changed(args_of(good), "pools.decode.engine.dtype", "bfloat16")
     with pytest.raises(ClusterConfigError, match=r"kv_accept_dtypes: \[float32\]"):
-        load_cluster_config(args)
-    load_cluster_config(changed(args, "pools.decode.engine.kv_accept_dtypes", ["float32"]))
+        resolve(args)
+    resolve(changed(args, "pools.decode.engine.kv_accept_dtypes", ["float32"]))
 
 
 @pytest.mark.parametrize(
@@ -284,16 +283,16 @@ def test_decode_pool_may_convert_another_dtype(good):
 def test_converted_kv_must_not_get_into_a_store(good, pools, name, role):
     args = {**args_of(good), "kv_connector": name, "kv_store": STORE}
     args["pools"] = pools or args["pools"]
-    load_cluster_config(args)
+    resolve(args)
     accepting = changed(args, f"pools.{role}.engine.kv_accept_dtypes", ["bfloat16"])
     with pytest.raises(ClusterConfigError, match=r"kv_accept_dtypes and .* store .* converted"):
-        load_cluster_config(accepting)
+        resolve(accepting)
 
 
 def test_no_conversion_is_recommended_where_none_is_allowed(good):
     args = changed(args_of(good), "pools.decode.engine.dtype", "bfloat16")
     with pytest.raises(ClusterConfigError, match=r"make them equal$"):
-        load_cluster_config({**args, "kv_connector": "multi", "kv_store": STORE})
+        resolve({**args, "kv_connector": "multi", "kv_store": STORE})
 
 
 @pytest.mark.parametrize(
@@ -302,9 +301,9 @@ def test_no_conversion_is_recommended_where_none_is_allowed(good):
 def test_store_reaches_every_engine(good, pools, name):
     args = {**args_of(good), "kv_connector": name, "kv_store": STORE}
     args["pools"] = pools or args["pools"]
-    config = load_cluster_config(args)
+    config = resolve(args)
     for role in config.pools:
-        engine = config.engine_config(role)
+        engine = config.engines[role]
         assert engine.kv_connector == name
         assert (engine.kv_store.backend, engine.kv_store.capacity_bytes) == ("shm", 2**20)
 
@@ -333,24 +332,27 @@ def test_mistake_about_the_store_of_a_combined_pool_is_refused(good, change, rea
     pools = {"both": {"engine": {}}}
     args = {**args_of(good), "engine": {"block_size": 64}, "pools": pools, **change}
     with pytest.raises(ClusterConfigError, match=reason):
-        load_cluster_config(args)
+        resolve(args)
 
 
 def test_pool_engine_fields_go_over_those_of_all(good):
     args = changed(args_of(good), "engine.max_batch_size", 16)
-    config = load_cluster_config(args)
-    assert config.engine_config("prefill").max_batch_size == 4
-    assert config.engine_config("decode").max_batch_size == 16
+    config = resolve(args)
+    assert config.engines["prefill"].max_batch_size == 4
+    assert config.engines["decode"].max_batch_size == 16
 
 
 def test_override_changes_model_host_and_port_and_nothing_else(good, tmp_path):
     good["applications"][0]["args"]["model_name"] = "named"
-    file = load_serve_file(write(tmp_path, good))
-    assert file.model_name == "named"
+    file = read_serve_file(write(tmp_path, good))
+    assert resolve(file.args).served_model_name == "named"
     assert file.override() == file
-    other = file.override(model=args_of(good)["model"], host="0.0.0.0", port=1)
-    assert (other.host, other.port, other.url) == ("0.0.0.0", 1, "http://127.0.0.1:1")
-    assert other.model_name == "tiny-llama", "another model has another name"
+    other = file.override(
+        args={"model": args_of(good)["model"]}, http_options={"host": "0.0.0.0", "port": 1}
+    )
+    http = other.http_options
+    assert (http.host, http.port, other.url) == ("0.0.0.0", 1, "http://127.0.0.1:1")
+    assert resolve(other.args).served_model_name == "tiny-llama", "another model has another name"
     assert other.args["pools"] == file.args["pools"]
     assert file.args["model_name"] == "named", "the file itself stays as it is"
 
@@ -360,15 +362,15 @@ def test_shipped_config_works_with_any_model(path, model, tmp_path):
     raw = yaml.safe_load(path.read_text())
     file = ServeFile(
         http_options=HttpOptions(**raw["http_options"]),
-        applications=load_serve_file(
+        applications=read_serve_file(
             write(tmp_path, changed(raw, "applications[0].args.model", str(model)))
         ).applications,
     )
-    config = load_cluster_config(file.args)
-    assert file.host == "127.0.0.1", "loopback unless told otherwise"
+    config = resolve(file.args)
+    assert file.http_options.host == "127.0.0.1", "loopback unless told otherwise"
     assert args_of(raw)["model"] == "demo"
     for role in config.pools:
-        assert config.engine_config(role).model == str(model)
+        assert config.engines[role].model == str(model)
 
 
 @pytest.mark.skipif(
@@ -376,8 +378,7 @@ def test_shipped_config_works_with_any_model(path, model, tmp_path):
 )
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_shipped_config_loads_as_it_is(path):
-    file = load_serve_file(path)
-    assert file.model_name == "demo"
+    assert load(path).served_model_name == "demo"
     assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 0
 
 
@@ -397,6 +398,6 @@ def test_shipped_configs_are_the_four_shapes():
 
 def test_demo_model_is_found_wherever_the_process_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    config = ClusterConfig(pools={})
+    config = resolve({"pools": {"both": {}}})
     assert config.model_folder == Path(configs.__file__).resolve().parent / "demo-model"
     assert config.served_model_name == "demo"

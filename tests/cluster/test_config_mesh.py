@@ -7,8 +7,11 @@ import pytest
 import yaml
 
 import configs
-from cluster.config import load_cluster_config, load_serve_file
+from cluster.config.environment import process_environment
+from cluster.config.resolve import replica_engine, resolve
+from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
+from kv_transfer.ticket import KeyRing
 from replicas.config import NATIVE_TT_GENERATOR
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget
@@ -55,10 +58,10 @@ def args(model="demo", pools=None, **engine):
     ],
 )
 def test_shipped_meshes_are_what_their_names_say(name, pools):
-    config = load_cluster_config(load_serve_file(FOLDER / f"{name}.yaml").args)
+    config = resolve(read_serve_file(FOLDER / f"{name}.yaml").args)
     found = {}
     for role in config.pools:
-        engine = config.engine_config(role)
+        engine = config.engines[role]
         found[role] = (engine.mesh.name, engine.tt_data_parallel, engine.max_batch_size)
     assert found == pools
 
@@ -78,12 +81,12 @@ def test_shipped_meshes_serve_a_real_model_as_their_comments_say(name, lanes, ll
     for role, count in lanes.items():
         raw["pools"][role]["engine"]["tt_data_parallel"] = count
     raw["model"] = llama
-    load_cluster_config(raw)
+    resolve(raw)
 
 
 def test_a_lane_holds_what_fits_beside_the_weights(llama):
-    config = load_cluster_config(args(llama, max_model_len=32768))
-    engine, model = config.engine_config("both"), load_hf_config(llama)
+    config = resolve(args(llama, max_model_len=32768))
+    engine, model = config.engines["both"], load_hf_config(llama)
     sizes = {"block_size": 64, "num_slots": 32, "max_seq_len": 32768}
     budget = native_token_budget(model, engine.mesh.spec, engine.mesh, 1, **sizes)
     # Each of 32 slots may leave most of a block unused; the null block is one of them.
@@ -116,16 +119,16 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, message):
     with pytest.raises(ClusterConfigError, match=message):
-        load_cluster_config(args(llama, **engine))
+        resolve(args(llama, **engine))
 
 
 def test_a_grid_has_the_memory_of_its_architecture(llama):
     accurate = {"name": "(1,1)", "optimizations": "accuracy"}
     with pytest.raises(ClusterConfigError, match="does not fit mesh"):
-        load_cluster_config(args(llama, mesh=accurate, max_model_len=2048))
+        resolve(args(llama, mesh=accurate, max_model_len=2048))
     blackhole = {**accurate, "arch": "blackhole"}
-    config = load_cluster_config(args(llama, mesh=blackhole, max_model_len=2048))
-    assert config.engine_config("both").mesh.spec.arch == "blackhole"
+    config = resolve(args(llama, mesh=blackhole, max_model_len=2048))
+    assert config.engines["both"].mesh.spec.arch == "blackhole"
 
 
 @pytest.mark.parametrize(
@@ -175,23 +178,23 @@ def test_a_grid_has_the_memory_of_its_architecture(llama):
 )  # fmt: skip
 def test_what_cannot_work_is_refused(engine, message):
     with pytest.raises(ClusterConfigError, match=message):
-        load_cluster_config(args(**engine))
+        resolve(args(**engine))
 
 
 def test_a_count_of_blocks_may_be_all_that_fits(llama):
-    config = load_cluster_config(args(llama, max_model_len=1024))
-    fits = num_blocks_per_lane(config.engine_config("both"), load_hf_config(llama))
-    load_cluster_config(args(llama, max_model_len=1024, num_blocks=fits))
+    config = resolve(args(llama, max_model_len=1024))
+    fits = num_blocks_per_lane(config.engines["both"], load_hf_config(llama))
+    resolve(args(llama, max_model_len=1024, num_blocks=fits))
     with pytest.raises(ClusterConfigError, match=f"num_blocks {fits + 1} .* at most {fits} blocks"):
-        load_cluster_config(args(llama, max_model_len=1024, num_blocks=fits + 1))
+        resolve(args(llama, max_model_len=1024, num_blocks=fits + 1))
 
 
 def test_more_blocks_than_rows_can_fill_keep_prefixes():
     """The bundled model is small: its longest sequences in all slots do not fill the memory."""
-    config = load_cluster_config(args())
-    engine = config.engine_config("both")
+    config = resolve(args())
+    engine = config.engines["both"]
     usual = num_blocks_per_lane(engine, load_hf_config(str(config.model_folder)))
-    load_cluster_config(args(num_blocks=usual * 4))
+    resolve(args(num_blocks=usual * 4))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -199,22 +202,22 @@ def test_a_pools_own_kv_memory_is_refused_on_a_mesh_alone(role):
     pools = {"prefill": {"engine": CPU}, "decode": {"engine": {"kv_accept_dtypes": ["bfloat16"]}}}
     pools[role]["engine"] = {**pools[role]["engine"], "kv_cache_memory_bytes": 2**28}
     if role == "prefill":
-        load_cluster_config(args(pools=pools))
+        resolve(args(pools=pools))
         # What both share is used by one of them.
         del pools[role]["engine"]["kv_cache_memory_bytes"]
-        load_cluster_config(args(pools=pools, kv_cache_memory_bytes=2**28))
+        resolve(args(pools=pools, kv_cache_memory_bytes=2**28))
         return
     with pytest.raises(
         ClusterConfigError, match=r"args.pools.decode.engine.kv_cache_memory_bytes is for .* CPU"
     ):
-        load_cluster_config(args(pools=pools))
+        resolve(args(pools=pools))
 
 
 def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
-    config = load_cluster_config(args(llama, generator="tt-metal"))
-    assert longest_sequence(config.engine_config("both"), load_hf_config(llama)) == 131072
+    config = resolve(args(llama, generator="tt-metal"))
+    assert longest_sequence(config.engines["both"], load_hf_config(llama)) == 131072
     with pytest.raises(ClusterConfigError, match="max_model_len 131072 does not fit"):
-        load_cluster_config(args(llama, generator="tt-metal", num_blocks=100))
+        resolve(args(llama, generator="tt-metal", num_blocks=100))
 
 
 @pytest.mark.parametrize("generator", [None, "tt-metal"])
@@ -224,7 +227,9 @@ def test_a_plugins_class_is_looked_for_where_the_environment_says(monkeypatch, g
     asked = {"name": "N150"}
     if generator is not None:
         asked["extra_models_dir"] = "/srv/models"
-    mesh = load_cluster_config(args(generator=generator, mesh=asked)).engine_config("both").mesh
+    config = resolve(args(generator=generator, mesh=asked))
+    own = {"host": "127.0.0.1", "keys": KeyRing(), "environment": process_environment()}
+    mesh = replica_engine(config, "both", 0, **own).mesh
     assert mesh.tt_metal_home == (generator and "/opt/tt-metal")
     assert mesh.extra_models_dir == asked.get("extra_models_dir")
 
@@ -248,7 +253,7 @@ SIMULATED = {"mesh": None, "simulated_mesh": {"model": "Llama-3.1-8B", "board": 
 )  # fmt: skip
 def test_pools_that_understand_each_other(prefill, decode):
     pools = {"prefill": {"engine": prefill}, "decode": {"engine": decode}}
-    load_cluster_config(args(pools=pools))
+    resolve(args(pools=pools))
 
 
 @pytest.mark.parametrize(
@@ -271,14 +276,14 @@ def test_pools_that_understand_each_other(prefill, decode):
 def test_pools_that_do_not_are_refused(prefill, decode, message):
     pools = {"prefill": {"engine": prefill}, "decode": {"engine": decode}}
     with pytest.raises(ClusterConfigError, match=message):
-        load_cluster_config(args(pools=pools))
+        resolve(args(pools=pools))
 
 
 def test_replicas_do_not_share_boards():
     mesh = {"name": "N150", "visible_devices": [0]}
-    load_cluster_config(args(mesh=mesh))
+    resolve(args(mesh=mesh))
     with pytest.raises(ClusterConfigError, match=r"2 replicas cannot all have the boards.*\[0\]"):
-        load_cluster_config(args(mesh=mesh, pools={"both": {"replicas": 2}}))
+        resolve(args(mesh=mesh, pools={"both": {"replicas": 2}}))
 
 
 def test_a_model_that_only_tt_metal_computes(tmp_path):
@@ -286,6 +291,6 @@ def test_a_model_that_only_tt_metal_computes(tmp_path):
 
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
     Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"]).save_pretrained(tmp_path)
-    load_cluster_config(args(str(tmp_path), generator="tt-metal"))
+    resolve(args(str(tmp_path), generator="tt-metal"))
     with pytest.raises(ClusterConfigError, match="Gemma3ForCausalLM"):
-        load_cluster_config(args(str(tmp_path)))
+        resolve(args(str(tmp_path)))

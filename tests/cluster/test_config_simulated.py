@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import configs
-from cluster.config import load_cluster_config, load_serve_file
+from cluster.config.resolve import resolve
+from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import engine_profile
@@ -30,10 +31,10 @@ def args(**engine):
     ],
 )
 def test_shipped_simulated_clusters_are_what_their_names_say(name, pools):
-    config = load_cluster_config(load_serve_file(FOLDER / f"{name}.yaml").args)
+    config = resolve(read_serve_file(FOLDER / f"{name}.yaml").args)
     found = {}
     for role, pool in config.pools.items():
-        engine = config.engine_config(role)
+        engine = config.engines[role]
         lanes, slots = engine.tt_data_parallel, engine.max_batch_size
         found[role] = (pool.replicas, engine.simulated_mesh.board, lanes, slots)
         assert engine.simulated_mesh.compile_s == 0.0, "make serve would keep its user waiting"
@@ -41,8 +42,8 @@ def test_shipped_simulated_clusters_are_what_their_names_say(name, pools):
 
 
 def test_the_text_comes_from_the_served_model_and_the_limits_from_the_simulated_one():
-    config = load_cluster_config(args())
-    engine, model = config.engine_config("both"), load_hf_config(config.model_folder)
+    config = resolve(args())
+    engine, model = config.engines["both"], load_hf_config(config.model_folder)
     assert longest_sequence(engine, model) == 8192 > model.max_position_embeddings
     profile = engine_profile(engine, engine.simulated_mesh)
     assert num_blocks_per_lane(engine, model) == 1 + profile.max_tokens_per_lane // 64
@@ -73,7 +74,7 @@ def test_the_text_comes_from_the_served_model_and_the_limits_from_the_simulated_
 )  # fmt: skip
 def test_what_cannot_work_is_refused(engine, message):
     with pytest.raises(ClusterConfigError, match=message):
-        load_cluster_config(args(**engine))
+        resolve(args(**engine))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_what_cannot_work_is_refused(engine, message):
 def test_pools_of_other_models_are_refused(decode, message):
     pools = {"prefill": {}, "decode": {"engine": decode}}
     with pytest.raises(ClusterConfigError, match=message):
-        load_cluster_config({**args(), "pools": pools})
+        resolve({**args(), "pools": pools})
 
 
 def test_pools_on_other_boards_work_together():
     mesh = {"model": "Llama-3.1-8B", "board": "T3K"}
     decode = {"engine": {"simulated_mesh": mesh, "tt_data_parallel": 4}}
-    load_cluster_config({**args(), "pools": {"prefill": {}, "decode": decode}})
+    resolve({**args(), "pools": {"prefill": {}, "decode": decode}})

@@ -1,13 +1,15 @@
 """What `ttserve doctor` says of a host, and of a configuration on it."""
 
+import dataclasses
 import json
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster import cli, doctor, haproxy
-from cluster.config import ClusterConfig
+from cluster.config.resolve import resolve
 from cluster.doctor import can_run_mesh, check_pools, findings
+from replicas.meshes import mesh_spec
 from tests.hosts import FakeHost
 
 
@@ -175,18 +177,12 @@ def test_a_host_whose_only_board_is_hidden_runs_no_mesh(run, host):
     assert "replica" not in output
 
 
-def pools(mesh, replicas=1, resources=None, **others):
+def pools(mesh, replicas=1, resources=None):
+    lanes = mesh_spec(mesh).num_chips
     engine = {"mesh": {"name": mesh}, "block_size": 64}
+    engine |= {"max_batch_size": lanes, "tt_data_parallel": lanes}
     pool = {"replicas": replicas, "engine": engine, "resources": resources or {}}
-    return ClusterConfig(**cluster_fields({"both": pool}), **others)
-
-
-def cluster_fields(of_pools):
-    import msgspec
-
-    from cluster.config import PoolConfig, Role
-
-    return {"pools": msgspec.convert(of_pools, dict[Role, PoolConfig])}
+    return resolve({"pools": {"both": pool}})
 
 
 def test_a_pool_fits_if_one_of_its_replicas_does(host):
@@ -238,9 +234,11 @@ def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
 
 
 def test_pools_without_a_mesh_run_anywhere(host):
-    simulated = {"simulated_mesh": {"model": "Llama-3.1-8B", "board": "T3K"}}
-    config = ClusterConfig(
-        **cluster_fields({"prefill": {"engine": simulated}, "decode": {}}),
+    simulated = {"simulated_mesh": {"model": "Llama-3.1-8B", "board": "T3K"}, "max_model_len": 512}
+    both = [resolve({"engine": e, "pools": {"both": {}}}).engines["both"] for e in (simulated, {})]
+    config = resolve({"pools": {"prefill": {}, "decode": {}}})
+    config = dataclasses.replace(
+        config, engines=dict(zip(("prefill", "decode"), both, strict=True))
     )
     checks = check_pools(config, host.report())
     assert [(c.pool, c.mesh, c.problem) for c in checks] == [

@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 import configs
 from cluster import cli, supervisor
-from cluster.config import load_cluster_config, load_fault_plan, load_serve_file
+from cluster.config.resolve import replica_engine, resolve
+from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
-from replicas.faults import KINDS
+from kv_transfer.ticket import KeyRing
+from replicas.faults import KINDS, FaultPlan
 
 with warnings.catch_warnings():
     # Serve declares its own fields in a way that its pydantic no longer likes.
@@ -71,7 +73,7 @@ def test_a_plan_for_engines_on_a_real_device_is_refused(args):
     del args["engine"]["simulated_mesh"]
     args["engine"]["block_size"] = 32
     with pytest.raises(ClusterConfigError, match=r"\[0\]: only engines on a simulated mesh"):
-        load_cluster_config(args)
+        resolve(args)
 
 
 @pytest.mark.parametrize("key", ["faults", "fault_epoch_unix_s"])
@@ -83,7 +85,7 @@ def test_faults_of_all_replicas_of_a_pool_are_refused(args, key, where):
     else:
         args["pools"]["decode"]["engine"] = {"simulated_mesh": mesh}
     with pytest.raises(ClusterConfigError, match=rf"{where}\.simulated_mesh\.{key} is set by"):
-        load_cluster_config(args)
+        resolve(args)
 
 
 # --- from the file to the args -----------------------------------------------------------------
@@ -92,9 +94,9 @@ def test_faults_of_all_replicas_of_a_pool_are_refused(args, key, where):
 @pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
 def test_a_plan_is_read_from_a_file_and_goes_into_the_args(args, write, name):
     del args["faults"]
-    file = load_serve_file(write("serve.yaml", serve_file(args)))
-    plan = write(name, [KILL, SLOW])
-    entries = load_cluster_config(file.override(faults=plan).args).fault_plan.faults
+    file = read_serve_file(write("serve.yaml", serve_file(args)))
+    plan = read_faults(write(name, [KILL, SLOW]))
+    entries = resolve(file.override(args={"faults": plan}).args).fault_plan.faults
     assert [(f.at_s, f.target, f.kind, f.factor) for f in entries] == [
         (30.0, "decode/1", "kill", 1.0),
         (5.5, "decode/1", "slow", 2.0),
@@ -103,16 +105,21 @@ def test_a_plan_is_read_from_a_file_and_goes_into_the_args(args, write, name):
 
 
 def test_a_plans_file_goes_over_the_args(args, write):
-    file = load_serve_file(write("serve.yaml", serve_file(args)))
-    assert len(load_cluster_config(file.override().args).faults) == 3
-    assert load_cluster_config(file.override(faults=write("plan.yaml", [])).args).faults == []
+    path = str(write("serve.yaml", serve_file(args)))
+
+    def faults(plan=None):
+        options = supervisor.ServeOptions(config=path, faults=plan)
+        return resolve(options.read().args).fault_plan.faults
+
+    assert len(faults()) == 3
+    assert faults(str(write("plan.yaml", []))) == ()
 
 
 def test_a_plans_file_that_cannot_be_used_is_named(tmp_path, write):
     with pytest.raises(ClusterConfigError, match=r"plan\.yaml: \[0\]\.kind"):
-        load_fault_plan(write("plan.yaml", [{**KILL, "kind": "boom"}]))
+        read_faults(write("plan.yaml", [{**KILL, "kind": "boom"}]))
     with pytest.raises(ClusterConfigError, match=r"cannot read .*none\.yaml"):
-        load_fault_plan(tmp_path / "none.yaml")
+        read_faults(tmp_path / "none.yaml")
 
 
 def test_serve_refuses_a_wrong_plan_and_passes_a_right_one_on(args, write, monkeypatch):
@@ -130,23 +137,28 @@ def test_serve_refuses_a_wrong_plan_and_passes_a_right_one_on(args, write, monke
 
 
 def test_the_example_has_every_kind_and_fits_its_config():
-    plan = load_fault_plan(FOLDER / "fault-plans" / "example.yaml")
+    entries = read_faults(FOLDER / "fault-plans" / "example.yaml")
+    plan = FaultPlan.parse(entries)
     assert {fault.kind for fault in plan.faults} == set(KINDS)
-    file = load_serve_file(FOLDER / "sim-t3k-2p2d.yaml")
-    file = file.override(faults=FOLDER / "fault-plans" / "example.yaml")
-    assert load_cluster_config(file.args).fault_plan == plan
+    file = read_serve_file(FOLDER / "sim-t3k-2p2d.yaml").override(args={"faults": entries})
+    assert resolve(file.args).fault_plan == plan
 
 
 # --- from the args to the replica --------------------------------------------------------------
 
 
 def test_a_replica_gets_its_own_faults_and_no_others(args):
-    config = load_cluster_config({**args, "fault_epoch_unix_s": 1e9})
-    mesh = config.replica_config("decode", 1).simulated_mesh
+    config = resolve({**args, "fault_epoch_unix_s": 1e9})
+
+    def engine(role, rank):
+        own = {"host": "127.0.0.1", "keys": KeyRing(), "environment": {}}
+        return replica_engine(config, role, rank, **own)
+
+    mesh = engine("decode", 1).simulated_mesh
     assert [fault.kind for fault in mesh.faults] == ["kill", "slow"]
     assert mesh.fault_epoch_unix_s == 1e9
-    assert config.replica_config("decode", 0) == config.engine_config("decode")
-    assert [f.kind for f in config.replica_config("prefill", 0).simulated_mesh.faults] == ["kill"]
+    assert engine("decode", 0) == config.engines["decode"]
+    assert [f.kind for f in engine("prefill", 0).simulated_mesh.faults] == ["kill"]
 
 
 def test_faults_count_from_the_build(args):
@@ -158,7 +170,7 @@ def test_faults_count_from_the_build(args):
     for pool in ingress.init_kwargs.values():
         assert pool._bound_deployment.init_args[0]["fault_epoch_unix_s"] == epoch_s
     assert "fault_epoch_unix_s" not in args
-    assert load_cluster_config(of_ingress).fault_plan == load_cluster_config(args).fault_plan
+    assert resolve(of_ingress).fault_plan == resolve(args).fault_plan
 
 
 def test_without_faults_the_args_are_passed_on_as_they_are(args):

@@ -269,7 +269,7 @@ async def queued(made, prefill, decode):
 async def asked(made, prefill, decode):
     with decode.stopped():
         task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
-        await until(lambda: made.pools.holds(), "a hold")
+        await until(made.pools.holds, "a hold")
         yield task
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import service as service_module
-from cluster.config import load_cluster_config
+from cluster.config.resolve import resolve
 from cluster.errors import InternalError, NotReadyError, ReplicaLostError
 from cluster.ingress import create_app
 from cluster.openai import Finished, GenerateRequest, TextDelta
@@ -58,7 +58,7 @@ def pool():
 @contextlib.asynccontextmanager
 async def serving(*members, pools=("prefill", "decode"), **router):
     """A service that has connected to these members."""
-    config = load_cluster_config(
+    config = resolve(
         {
             "model": str(model_folder()),
             "engine": {"dtype": "float32", "num_blocks": 300},

@@ -6,7 +6,7 @@ import itertools
 import msgspec
 import pytest
 
-from cluster.config import ClusterConfig
+from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
 from cluster.tickets import TicketOffice, key_ring, new_secret
 from kv_transfer.config import TransferConfig
@@ -119,7 +119,7 @@ def test_no_text_of_a_cluster_shows_a_secret(tmp_path):
     path.write_text(ONE.hex())
     ring = key_ring(str(path))
     shown = [repr(ring), str(ring), repr(office(ring)), f"{ring!r}"]
-    shown += [repr(ClusterConfig(pools={}, kv_key_file=str(path)))]
+    shown += [repr(resolve({"pools": {"both": {}}, "kv_key_file": str(path)}))]
     shown.append(repr(EngineConfig(model="/x", kv_keys=ring)))
     for text in shown:
         assert ONE.hex() not in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import demo_model_folder
+from cluster.config.resolve import demo_model_folder
 from examples import offline_inference
 from examples.offline_inference import unlike_prompt
 from replicas import LLM, SamplingParams

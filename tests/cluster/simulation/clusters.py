@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.config import RouterConfig
+from cluster.config.schema import RouterConfig
 from cluster.simulation.network import NetworkConfig
 from cluster.simulation.options import PoolSpec, SimulationOptions
 from cluster.simulation.simulator import Simulation
@@ -20,8 +20,8 @@ from replicas.virtual_engine import ModelFacts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.config import Role
     from cluster.simulation.records import EventRecord, SimulationResult
+    from replicas.config import Role
     from replicas.generators.simulated.timing import StepTiming
 
 LATENCY_S = 2.0**-13

@@ -188,7 +188,7 @@ def test_a_dead_replica_is_away_as_long_as_the_mesh_compiles(files):
 
 @pytest.mark.parametrize("num_blocks", [None, 500])
 def test_a_simulated_engine_is_told_what_a_real_one_is(num_blocks):
-    from cluster.config import demo_model_folder
+    from cluster.config.resolve import demo_model_folder
 
     config = EngineConfig(
         model=str(demo_model_folder()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.config import demo_model_folder
+from cluster.config.resolve import demo_model_folder
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.tokens import expected_tokens

@@ -1,0 +1,224 @@
+"""What cannot work together. Pure: every check looks at values and raises, or says nothing.
+
+Each raises `ClusterConfigError` with the key at fault.
+"""
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from cluster.config.schema import DEMO_MODEL, ClusterArgs, PoolConfig
+from cluster.errors import ClusterConfigError
+from kv_transfer.dtypes import is_lossless
+from kv_transfer.errors import InvalidLayoutError
+from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.store import STORE_BACKENDS, StoreConfig
+from replicas.config import STORE_CONNECTORS, EngineConfig, Role
+from replicas.generators.model_config import ModelConfig
+from replicas.kv_sizing import kv_rope, resolve_dtype
+
+_CONNECTORS = ("p2p", *STORE_CONNECTORS)
+_OWN_ENGINE_KEYS = ("model", "role", "kv_connector", "kv_endpoint", "kv_store", "kv_keys")
+_OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
+
+
+def check_args(args: ClusterArgs) -> None:
+    """Refuse what cannot work whatever the engines are."""
+    roles = set(args.pools)
+    if roles not in ({"both"}, {"prefill", "decode"}):
+        raise ClusterConfigError(
+            f"args.pools must hold prefill and decode, or both alone; got {sorted(roles)}"
+        )
+    _check_counts(args)
+    if args.model != DEMO_MODEL and not PurePath(args.model).is_absolute():
+        raise ClusterConfigError(
+            f"args.model {args.model!r} is a relative path, and replicas run in folders of their "
+            f"own: give an absolute path, or {DEMO_MODEL!r}"
+        )
+    _check_kv(args)
+    _check_own_keys(args)
+
+
+def check_store_units(store: StoreConfig | None, engines: Mapping[Role, EngineConfig]) -> None:
+    """Refuse a store whose units are not whole blocks of every engine."""
+    for role, engine in engines.items():
+        # A block size below 1 is for the engine's own check to name.
+        if store is not None and engine.block_size > 0 and store.unit_tokens % engine.block_size:
+            raise ClusterConfigError(
+                f"args.kv_store.unit_tokens {store.unit_tokens} is no multiple of block_size "
+                f"{engine.block_size} of pool {role}; use a common multiple of every pool's"
+            )
+
+
+def check_kv_memory(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> None:
+    """Refuse to tell a mesh how much memory its KV takes: it takes what there is.
+
+    What all pools share may be meant for one of them that is not on a mesh.
+    """
+    for where, roles, options in args.engine_options:
+        on_mesh = all(engines[role].mesh is not None for role in roles)
+        if on_mesh and "kv_cache_memory_bytes" in options:
+            raise ClusterConfigError(
+                f"{where}.kv_cache_memory_bytes is for engines on the CPU: a mesh's KV takes what "
+                "its memory holds beside the weights; remove it, or set num_blocks"
+            )
+
+
+def check_pools(
+    pools: Mapping[Role, PoolConfig],
+    engines: Mapping[Role, EngineConfig],
+    models: Mapping[Role, ModelConfig],
+) -> None:
+    """Refuse replicas that would share boards, and pools that cannot use each other's KV."""
+    for role, engine in engines.items():
+        _check_boards(role, pools[role].replicas, engine)
+        if engine.kv_connector is not None and engine.block_size % ROW_TOKENS:
+            raise ClusterConfigError(
+                f"block_size {engine.block_size} of pool {role} is no multiple of {ROW_TOKENS}, "
+                "the tokens of a row that KV transfer moves"
+            )
+    if "both" not in engines:
+        prefill, decode = engines["prefill"], engines["decode"]
+        _check_kv_agrees(prefill, decode)
+        of_prefill = resolve_dtype(prefill, models["prefill"])
+        _check_dtypes(prefill, decode, of_prefill, resolve_dtype(decode, models["decode"]))
+
+
+def _check_counts(args: ClusterArgs) -> None:
+    counts = {
+        "args.ingress.replicas": args.ingress.replicas,
+        "args.ingress.max_ongoing_requests": args.ingress.max_ongoing_requests,
+        "args.ingress.max_body_bytes": args.ingress.max_body_bytes,
+        "args.router.max_attempts": args.router.max_attempts,
+        **{f"args.pools.{role}.replicas": pool.replicas for role, pool in args.pools.items()},
+    }
+    for key, count in counts.items():
+        if count < 1:
+            raise ClusterConfigError(f"{key} must be at least 1, got {count}")
+    if args.router.max_queued_requests < 0:
+        raise ClusterConfigError("args.router.max_queued_requests must not be negative")
+    if args.router.queue_timeout_s <= 0:
+        raise ClusterConfigError("args.router.queue_timeout_s must be positive")
+
+
+def _check_kv(args: ClusterArgs) -> None:
+    """How KV moves fits the pools, and has what it needs."""
+    name = args.kv_connector
+    if args.kv_key_file is not None and not PurePath(args.kv_key_file).is_absolute():
+        raise ClusterConfigError(
+            f"args.kv_key_file {args.kv_key_file!r} is a relative path, and replicas run in "
+            "folders of their own: give an absolute path"
+        )
+    if name not in _CONNECTORS and ":" not in name:
+        raise ClusterConfigError(
+            f"args.kv_connector must be one of {', '.join(_CONNECTORS)}, or module:Class; "
+            f"got {name!r}"
+        )
+    if name == "pooled" and args.is_disaggregated:
+        raise ClusterConfigError(
+            "args.kv_connector pooled hands no request from one pool to the other: use multi for "
+            "prefill and decode, or the pool both"
+        )
+    if name == "multi" and not args.is_disaggregated:
+        raise ClusterConfigError(
+            "args.kv_connector multi is for prefill and decode pools: use pooled for the pool both"
+        )
+    if args.kv_store is not None:
+        _check_store(name, args.kv_store)
+    elif name in STORE_CONNECTORS:
+        raise ClusterConfigError(
+            f"args.kv_connector {name} needs args.kv_store, for one "
+            "{backend: shm, capacity_bytes: 1073741824}"
+        )
+
+
+def _check_store(connector: str, store: StoreConfig) -> None:
+    if connector == "p2p":
+        raise ClusterConfigError(
+            "args.kv_store is for kv_connector pooled and multi; set one of them, or remove it"
+        )
+    if store.backend not in STORE_BACKENDS and ":" not in store.backend:
+        raise ClusterConfigError(
+            f"args.kv_store.backend must be one of {', '.join(STORE_BACKENDS)}, or module:Class; "
+            f"got {store.backend!r}"
+        )
+
+
+def _check_own_keys(args: ClusterArgs) -> None:
+    """What the cluster tells engines nobody else may."""
+    for where, _, options in args.engine_options:
+        for key in _OWN_ENGINE_KEYS:
+            if key in options:
+                raise ClusterConfigError(f"{where}.{key} is set by the cluster; remove it")
+        mesh = options.get("simulated_mesh")
+        for key in _OWN_MESH_KEYS:
+            if isinstance(mesh, dict) and key in mesh:
+                raise ClusterConfigError(
+                    f"{where}.simulated_mesh.{key} is set by the cluster, for one replica; "
+                    "name faults in args.faults"
+                )
+
+
+def _check_boards(role: Role, num_replicas: int, engine: EngineConfig) -> None:
+    """Replicas do not share boards: those that are named are one replica's."""
+    devices = engine.mesh.visible_devices if engine.mesh is not None else None
+    if devices is not None and num_replicas > 1:
+        raise ClusterConfigError(
+            f"args.pools.{role}: {num_replicas} replicas cannot all have the boards of "
+            f"mesh.visible_devices {list(devices)}; remove visible_devices, and Ray gives each "
+            "replica boards of its own"
+        )
+
+
+def _check_kv_agrees(prefill: EngineConfig, decode: EngineConfig) -> None:
+    """KV moves between engines that mean the same by a row of it."""
+    of_prefill, of_decode = _simulated_model(prefill), _simulated_model(decode)
+    if of_prefill != of_decode:
+        raise ClusterConfigError(
+            f"simulated_mesh.model is {of_prefill} in the prefill pool and {of_decode} in the "
+            "decode pool; make them equal"
+        )
+    of_prefill, of_decode = kv_rope(prefill), kv_rope(decode)
+    if of_prefill != of_decode:
+        raise ClusterConfigError(
+            f"keys are rotated in the order of {of_prefill} by {_generator_name(prefill)} of the "
+            f"prefill pool, and of {of_decode} by {_generator_name(decode)} of the decode pool: "
+            "neither can use the other's KV; give both a generator of one kind"
+        )
+
+
+def _check_dtypes(
+    prefill: EngineConfig, decode: EngineConfig, of_prefill: str, of_decode: str
+) -> None:
+    if of_prefill == of_decode:
+        return
+    if of_prefill in decode.kv_accept_dtypes:
+        try:
+            is_lossless(of_prefill, of_decode)
+        except InvalidLayoutError as error:
+            raise ClusterConfigError(f"args.pools.decode.engine.kv_accept_dtypes: {error}") from (
+                error
+            )
+        return
+    by = [
+        f"{role}: mesh.optimizations {engine.mesh.optimizations}"
+        for role, engine in (("prefill", prefill), ("decode", decode))
+        if engine.mesh is not None
+    ]
+    why = f" ({', '.join(by)})" if by else ""
+    convert = (
+        ""
+        if decode.kv_connector in STORE_CONNECTORS
+        else f", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: [{of_prefill}]"
+    )
+    raise ClusterConfigError(
+        f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool{why}; make "
+        f"them equal{convert}"
+    )
+
+
+def _generator_name(engine: EngineConfig) -> str:
+    return "ttserve's own" if engine.generator is None else f"generator {engine.generator}"
+
+
+def _simulated_model(engine: EngineConfig) -> str | None:
+    return engine.simulated_mesh.model if engine.simulated_mesh is not None else None

@@ -1,0 +1,205 @@
+"""The configuration as every process has it: made once of what was written, never changed.
+
+No file is read here but the model's configuration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+import configs
+from cluster.config.checks import check_args, check_kv_memory, check_pools, check_store_units
+from cluster.config.schema import (
+    DEMO_MODEL,
+    ClusterArgs,
+    IngressConfig,
+    PoolConfig,
+    RouterConfig,
+    convert,
+)
+from cluster.errors import ClusterConfigError
+from kv_transfer.errors import InvalidLayoutError
+from kv_transfer.ticket import KeyRing
+from replicas.config import EngineConfig, Role
+from replicas.errors import ConfigError, FaultPlanError
+from replicas.faults import FaultPlan
+from replicas.generators.model_config import ModelConfig, load_engine_model
+from replicas.kv_sizing import longest_sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A cluster that can work; `resolve` makes it.
+
+    Attributes:
+        model_folder: Where the model is, absolute.
+        served_model_name: Name that requests give.
+        max_model_len: Longest sequence that every pool can hold, in tokens.
+        data_host: Address on which engines listen, or "node", see `ClusterArgs`.
+        kv_key_file: File of the secrets that seal tickets; None if they are made.
+        pools: Each pool's replicas, and what Ray gives them.
+        engines: Each pool's engines, without what `replica_engine` adds.
+        router: How requests are placed.
+        ingress: The HTTP edge.
+        fault_plan: What goes wrong with which replica.
+        fault_epoch_unix_s: When the plan starts.
+    """
+
+    model_folder: Path
+    served_model_name: str
+    max_model_len: int
+    data_host: str
+    kv_key_file: str | None
+    pools: Mapping[Role, PoolConfig]
+    engines: Mapping[Role, EngineConfig]
+    router: RouterConfig
+    ingress: IngressConfig
+    fault_plan: FaultPlan
+    fault_epoch_unix_s: float
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether prefill and decode have pools of their own."""
+        return "both" not in self.pools
+
+
+def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file held
+    """Check an application's `args`, up to and including the model's own configuration.
+
+    Args:
+        raw: Fields of `ClusterArgs`, as plain values.
+
+    Raises:
+        ClusterConfigError: A key is unknown or mistyped, the model folder is not usable, or the
+            numbers cannot work together; the message names the keys.
+    """
+    args = read_args(raw)
+    is_demo = args.model == DEMO_MODEL
+    folder = demo_model_folder() if is_demo else Path(args.model)
+    engines = _engines(args, folder)
+    check_store_units(args.kv_store, engines)
+    models, max_model_len = _models(engines)
+    check_kv_memory(args, engines)
+    check_pools(args.pools, engines, models)
+    return ClusterConfig(
+        model_folder=folder,
+        served_model_name=args.model_name or (DEMO_MODEL if is_demo else folder.name),
+        max_model_len=max_model_len,
+        data_host=args.data_host,
+        kv_key_file=args.kv_key_file,
+        pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
+        engines=MappingProxyType(engines),
+        router=args.router,
+        ingress=args.ingress,
+        fault_plan=_fault_plan(args, engines),
+        fault_epoch_unix_s=args.fault_epoch_unix_s,
+    )
+
+
+def read_args(raw: Any) -> ClusterArgs:  # noqa: ANN401 - as `resolve`
+    """The part of `resolve` that needs neither engines nor model; raises likewise."""
+    args = convert(raw, ClusterArgs, "args")
+    check_args(args)
+    return args
+
+
+def replica_engine(
+    config: ClusterConfig, role: Role, rank: int, *,
+    host: str, keys: KeyRing, environment: Mapping[str, str],
+) -> EngineConfig:  # fmt: skip
+    """The engine of one replica: its pool's, with what is the replica's own.
+
+    Args:
+        config: The cluster's configuration.
+        role: The replica's pool.
+        rank: Its number in the pool; a replica that is started again has the same one.
+        host: Address on which the engine listens.
+        keys: What tickets must be signed with.
+        environment: Of the replica's host. Says where a mesh's generator comes from, as it says to
+            Tenstorrent's own tools.
+    """
+    engine = config.engines[role]
+    mesh, simulated = engine.mesh, engine.simulated_mesh
+    if mesh is not None and not engine.uses_native_generator:
+        mesh = msgspec.structs.replace(
+            mesh,
+            tt_metal_home=mesh.tt_metal_home or environment.get("TT_METAL_HOME") or None,
+            extra_models_dir=mesh.extra_models_dir or environment.get("EXTRA_MODELS_DIR") or None,
+        )
+    faults = config.fault_plan.entries_for(f"{role}/{rank}")
+    if simulated is not None and faults:
+        simulated = msgspec.structs.replace(
+            simulated, faults=faults, fault_epoch_unix_s=config.fault_epoch_unix_s
+        )
+    return msgspec.structs.replace(
+        engine,
+        mesh=mesh,
+        simulated_mesh=simulated,
+        kv_endpoint=f"tcp://{host}:*",
+        kv_keys=keys,
+    )
+
+
+def demo_model_folder() -> Path:
+    """Folder of the bundled model, wherever the package is installed."""
+    return Path(configs.__file__).resolve().parent / "demo-model"
+
+
+def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
+    # Alone first: a mistake in what all pools share is named where it stands.
+    convert({**args.engine, "model": ""}, EngineConfig, "args.engine")
+    # Between pools any; within one pool nothing goes from one engine to another.
+    is_useless = args.kv_connector == "p2p" and not args.is_disaggregated
+    connector = None if is_useless else args.kv_connector
+    own = {"model": str(folder), "kv_connector": connector, "kv_store": args.kv_store}
+    engines = {}
+    for role, pool in args.pools.items():
+        # A router queues in front of decode slots, so that it can still choose.
+        waiting = {"max_num_waiting": 256 if role == "prefill" else 0}
+        fields = {**waiting, **args.engine, **pool.engine, **own, "role": role}
+        engines[role] = convert(fields, EngineConfig, f"args.pools.{role}.engine")
+    return engines
+
+
+def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfig], int]:
+    """The model as each pool reads it, and the longest sequence that every pool can hold."""
+    models, lengths = {}, []
+    try:
+        for role, engine in engines.items():
+            engine.validate()
+            models[role] = load_engine_model(engine)
+            lengths.append(longest_sequence(engine, models[role]))
+    except (ConfigError, InvalidLayoutError) as error:
+        raise ClusterConfigError(f"args: {error}") from error
+    return models, min(lengths)
+
+
+def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> FaultPlan:
+    """The plan, if it is for replicas that exist, on simulated meshes."""
+    try:
+        plan = FaultPlan.parse(args.faults)
+        plan.check_targets({role: pool.replicas for role, pool in args.pools.items()})
+    except FaultPlanError as error:
+        raise ClusterConfigError(f"args.faults: {error}") from error
+    for i, fault in enumerate(plan.faults):
+        for role, engine in engines.items():
+            if fault.target.startswith(f"{role}/") and engine.simulated_mesh is None:
+                raise ClusterConfigError(
+                    f"args.faults: [{i}]: only engines on a simulated mesh can be made to fail; "
+                    f"remove the plan, or set args.pools.{role}.engine.simulated_mesh"
+                )
+    return plan
+
+
+def _frozen(pool: PoolConfig) -> PoolConfig:
+    """A pool whose resources cannot be changed either, without what is written of its engine."""
+    return PoolConfig(
+        replicas=pool.replicas,
+        num_cpus=pool.num_cpus,
+        resources=MappingProxyType(pool.resources),
+        drain_timeout_s=pool.drain_timeout_s,
+    )

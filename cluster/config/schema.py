@@ -1,0 +1,163 @@
+"""What a person writes under an application's `args`, and how a mistake in it is named."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from cluster.errors import ClusterConfigError
+from kv_transfer.store import StoreConfig
+from replicas.config import Role
+
+PolicyName = Literal["most_empty_slots", "round_robin"]
+"""most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
+round_robin: in turn, whatever the load; a baseline to compare others with."""
+
+OrderName = Literal["decode_first", "prefill_first"]
+"""decode_first: a decode slot is reserved before the prompt is computed, and stands idle meanwhile.
+Better where prompts are short, prefill seldom queues, or an error after the first token is worse
+than a late one.
+prefill_first: the KV waits with the prefill replica for a slot, takes its blocks there, and is
+computed again after `TransferConfig.rendezvous_s`. Better where prompts are long, prefill queues,
+or decode slots are what there is too little of."""
+
+DEMO_MODEL = "demo"
+NODE_HOST = "node"
+
+T = TypeVar("T")
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool of equal replicas.
+
+    Attributes:
+        replicas: How many.
+        num_cpus: CPUs that Ray sets aside for each replica's actor.
+        resources: Further Ray resources of each, for one `{TTNPU: 1}`.
+        drain_timeout_s: How long a replica that is told to stop lets its requests finish.
+    """
+
+    replicas: int = 1
+    num_cpus: float = 0.1
+    resources: Mapping[str, float] = {}
+    drain_timeout_s: float = 600.0
+
+
+class PoolArgs(PoolConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pool as it is written.
+
+    Attributes:
+        engine: Fields of the engine's configuration, over those of `ClusterArgs.engine`.
+    """
+
+    engine: dict[str, Any] = {}
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests are placed.
+
+    Attributes:
+        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429. With
+            `prefill_first` only before their prompt is computed: with a first token they wait.
+        queue_timeout_s: How long one may wait; then 408.
+        max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
+        min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
+        policy: Which DP group a request gets, see `cluster.placement`.
+        order: Whether a decode slot or the prompt comes first, see `OrderName`.
+    """
+
+    max_queued_requests: int = 256
+    queue_timeout_s: float = 60.0
+    max_attempts: int = 3
+    min_remote_prefill_tokens: int = 0
+    policy: PolicyName = "most_empty_slots"
+    order: OrderName = "decode_first"
+
+
+class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP edge.
+
+    Attributes:
+        replicas: Ingress processes behind the load balancer; each can serve every request.
+        num_cpus: CPUs that Ray sets aside for each.
+        max_ongoing_requests: Requests that one of them holds open at a time.
+        max_body_bytes: Larger request bodies get 413.
+    """
+
+    replicas: int = 1
+    num_cpus: float = 0.1
+    max_ongoing_requests: int = 1024
+    max_body_bytes: int = 8 * 2**20
+
+
+class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `args` of the application.
+
+    Attributes:
+        pools: Either `prefill` and `decode`, or `both` alone.
+        model: Absolute path of a model folder, or "demo" for the bundled model.
+        model_name: Name that requests give; None takes the folder's.
+        data_host: Address on which engines listen for ingresses and for each other; "node" takes
+            each host's own, as Ray knows it, which a cluster of several hosts needs.
+        kv_connector: How KV moves: "p2p" between the pools, "pooled" through a store, "multi" by
+            either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
+        kv_store: The store of "pooled" and "multi", one for all replicas; fields of
+            `kv_transfer.store.StoreConfig`.
+        kv_key_file: File of the secrets that seal tickets between the pools, on every host, for one
+            of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
+            the first seals, each of them opens. None makes one for each version of the application,
+            so that replicas of two versions hand nothing over, and Ray stores it, see
+            `cluster.app`: give a file on a cluster that others use too.
+        engine: Fields of every engine's configuration.
+        router: How requests are placed.
+        ingress: The HTTP edge.
+        faults: Entries of a fault plan, which `docs/fault-plans.md` explains; only for pools whose
+            engines run on a simulated mesh.
+        fault_epoch_unix_s: When the plan starts; `cluster.app.build` sets it.
+    """
+
+    pools: dict[Role, PoolArgs]
+    model: str = DEMO_MODEL
+    model_name: str | None = None
+    data_host: str = "127.0.0.1"
+    kv_connector: str = "p2p"
+    kv_store: StoreConfig | None = None
+    kv_key_file: str | None = None
+    engine: dict[str, Any] = {}
+    router: RouterConfig = RouterConfig()
+    ingress: IngressConfig = IngressConfig()
+    faults: list[Any] = []
+    fault_epoch_unix_s: float = 0.0
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether prefill and decode have pools of their own."""
+        return "both" not in self.pools
+
+    @property
+    def engine_options(self) -> list[tuple[str, list[Role], dict[str, Any]]]:
+        """Where fields of engines are written, the pools that get them, and the fields."""
+        of_pools = [(f"args.pools.{r}.engine", [r], pool.engine) for r, pool in self.pools.items()]
+        return [("args.engine", list(self.pools), self.engine), *of_pools]
+
+
+def convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whatever YAML held
+    """Make a struct of plain values.
+
+    Args:
+        raw: The values.
+        kind: The struct.
+        where: Their path in the file; "" for the file itself.
+
+    Raises:
+        ClusterConfigError: A key is unknown, missing or mistyped; names its full path.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        message, path = str(error), where
+        for at in (" - at `$", " - at `key` in `$"):
+            if at in message:
+                message, _, tail = message.partition(at)
+                path = f"{where}{tail.rstrip('`')}".lstrip(".")
+        raise ClusterConfigError(f"{path}: {message}" if path else message) from error

@@ -1,0 +1,178 @@
+"""A Ray Serve config file with one ttserve application: read, changed, and not yet resolved.
+
+Keys that Serve itself would ignore are refused. What the application's `args` come to is
+`cluster.config.resolve`'s to say, after every change.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from cluster.config.schema import convert
+from cluster.errors import ClusterConfigError
+from replicas.errors import FaultPlanError
+from replicas.faults import FaultPlan
+
+IMPORT_PATH = "cluster.app:build"
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Serve's `http_options`; `host` is required: Serve's own default is every address."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    root_path: str = ""
+    request_timeout_s: float | None = None
+    keep_alive_timeout_s: int = 90
+
+
+class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An entry of an application's `deployments`; values are checked by Serve."""
+
+    name: str
+    num_replicas: Any = None
+    max_ongoing_requests: Any = None
+    max_queued_requests: Any = None
+    backpressure_config: Any = None
+    user_config: Any = None
+    autoscaling_config: Any = None
+    graceful_shutdown_wait_loop_s: Any = None
+    graceful_shutdown_timeout_s: Any = None
+    health_check_period_s: Any = None
+    health_check_timeout_s: Any = None
+    ray_actor_options: Any = None
+    placement_group_bundles: Any = None
+    placement_group_strategy: Any = None
+    placement_group_bundle_label_selector: Any = None
+    max_replicas_per_node: Any = None
+    rolling_update_percentage: Any = None
+    max_surge_percent: Any = None
+    logging_config: Any = None
+
+
+class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The entry of `applications`."""
+
+    name: str
+    import_path: str
+    args: dict[str, Any]
+    route_prefix: str = "/"
+    runtime_env: dict[str, Any] = {}
+    deployments: list[DeploymentOverride] = []
+    logging_config: dict[str, Any] = {}
+    external_scaler_enabled: bool = False
+
+
+class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole file; its own keys are checked, the application's `args` are as they were written."""
+
+    http_options: HttpOptions
+    applications: list[ApplicationFile]
+    proxy_location: Literal["HeadOnly", "EveryNode", "Disabled"] = "EveryNode"
+    grpc_options: dict[str, Any] = {}
+    controller_options: dict[str, Any] = {}
+    logging_config: dict[str, Any] = {}
+    tracing_config: dict[str, Any] = {}
+    target_capacity: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The application's name."""
+        return self.applications[0].name
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """What `cluster.app:build` gets."""
+        return self.applications[0].args
+
+    @property
+    def url(self) -> str:
+        """Where a client on this host reaches the endpoint."""
+        host = self.http_options.host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.http_options.port}"
+
+    def override(
+        self, *, args: Mapping[str, Any] = _NOTHING, http_options: Mapping[str, Any] = _NOTHING
+    ) -> "ServeFile":
+        """The file as if it said something else, under the keys that it has.
+
+        Args:
+            args: Values of the application's `args`, as deep as they go; None keeps what the file
+                says. Another model goes by its own name, not by the file's `model_name`.
+            http_options: Likewise.
+
+        Raises:
+            ClusterConfigError: The `http_options` cannot be; `args` are for `resolve` to check.
+        """
+        new_args = _changed(self.args, args)
+        if args.get("model") is not None:
+            new_args.pop("model_name", None)
+        http = _changed(msgspec.structs.asdict(self.http_options), http_options)
+        return msgspec.structs.replace(
+            self,
+            http_options=convert(http, HttpOptions, "http_options"),
+            applications=[msgspec.structs.replace(self.applications[0], args=new_args)],
+        )
+
+
+def read_serve_file(path: str | Path) -> ServeFile:
+    """Read a Ray Serve config file.
+
+    Raises:
+        ClusterConfigError: It cannot be read, a key outside of `args` is unknown or mistyped, or it
+            is not one ttserve application.
+    """
+    file = convert(_read_yaml(path), ServeFile, "")
+    if len(file.applications) != 1:
+        raise ClusterConfigError(
+            f"applications: a file has one ttserve application, not {len(file.applications)}"
+        )
+    import_path = file.applications[0].import_path
+    if import_path != IMPORT_PATH:
+        raise ClusterConfigError(
+            f"applications[0].import_path must be {IMPORT_PATH}, got {import_path!r}"
+        )
+    return file
+
+
+def read_faults(path: str | Path) -> list[Any]:
+    """Read a fault plan, YAML or JSON.
+
+    Returns:
+        Its entries, for `args.faults`.
+
+    Raises:
+        ClusterConfigError: It cannot be read, or an entry cannot work; names file and entry.
+    """
+    raw = _read_yaml(path)
+    try:
+        FaultPlan.parse(raw)
+    except FaultPlanError as error:
+        raise ClusterConfigError(f"{path}: {error}") from error
+    return list(raw)
+
+
+def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClusterConfigError(f"cannot read {path}: {error}") from error
+
+
+def _changed(read: Any, changes: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
+    """See `ServeFile.override`; what should be a mapping and is none is left for `resolve`."""
+    if not isinstance(read, dict):
+        return read
+    changed = dict(read)
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            changed[key] = _changed(read.get(key, {}), value)
+        elif value is not None:
+            changed[key] = value
+    return changed
