@@ -44,14 +44,12 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
         events: Events after which no new seed is begun.
         jobs: Processes.
         out: Folder for failing scenarios.
-        shrink_s: Real seconds for shrinking a failing one.
     """
 
     seed: int = 0
     events: int = 1_000_000
     jobs: int = 1
     out: Path = Path("chaos")
-    shrink_s: float = SHRINK_S
 
 
 class SeedResult(NamedTuple):
@@ -132,8 +130,13 @@ def explore(
     return Summary(num_seeds, num_events, dict(sorted(outcomes.items())), failed_seed, wall_s)
 
 
-def investigate(scenario: Scenario, shrink_s: float = SHRINK_S) -> Find | None:
-    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes."""
+def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
+    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
+
+    Args:
+        scenario: What to run.
+        shrink_s: Real seconds for finding the smaller one.
+    """
     first = run_scenario(scenario)
     if first.failure is None:
         return None
@@ -153,12 +156,12 @@ def failure_kind(failure: str) -> str:
     return failure.split("): ", 1)[0]
 
 
-def trace_lines(log: list[EventRecord], num_lines: int = NUM_TRACE_LINES) -> list[str]:
+def trace_lines(log: list[EventRecord]) -> list[str]:
     """The last lines of an event log, for a person."""
     return [
         f"{event.at_s:12.6f}  {event.kind:10}  {event.subject:12}  "
         + " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in event.detail)
-        for event in log[-num_lines:]
+        for event in log[-NUM_TRACE_LINES:]
     ]
 
 
@@ -224,8 +227,8 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
     """Shrink a failing scenario, write it to a file, and say everything that is needed."""
     echo(f"seed {scenario.seed} fails; replay it with\n")
     echo(f"    ttserve chaos --seed {scenario.seed} --events 1\n")
-    echo(f"shrinking it, for at most {options.shrink_s:g} s ...\n")
-    find = investigate(scenario, options.shrink_s)
+    echo(f"shrinking it, for at most {SHRINK_S:g} s ...\n")
+    find = investigate(scenario, SHRINK_S)
     if find is None:
         echo("it passes when run again: the run is not deterministic, which is a bug too\n")
         return

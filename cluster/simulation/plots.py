@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from cluster.simulation.report import describe, describe_slo
-from cluster.simulation.summary import Slo, collect_samples, slo_ratios, summarise
+from cluster.simulation.summary import (
+    Slo,
+    attainment_curve,
+    collect_samples,
+    slo_ratios,
+    summarise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -250,11 +256,9 @@ def _attainment(summary: Summary, records: Sequence[RequestRecord], slo: Slo) ->
     curves += single if len(single) > 1 else []
     scales = np.geomspace(1 / 8, 8, _NUM_CDF_POINTS)
     for i, (label, objectives) in enumerate(curves):
-        ratios = slo_ratios(records, objectives)
-        shares = 100 * np.searchsorted(ratios, scales, side="right") / max(ratios.size, 1)
         axes.plot(
             scales,
-            shares,
+            100 * attainment_curve(slo_ratios(records, objectives), scales),
             label=label,
             color=_COLOURS[i],
             linestyle=_LINES[i % len(_LINES)],

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cluster.simulation.summary import Distribution, from_json, to_json
+from cluster.simulation.summary import Distribution, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
     from typing import TextIO
@@ -57,38 +57,9 @@ def print_summary(
         console.print(table, markup=False)
 
 
-def print_comparison(summaries: Sequence[Summary], *, console: Console | None = None) -> None:
-    """Show several runs, a row for each in the order given, and a table for each workload.
-
-    Args:
-        summaries: The runs: of several policies, or several numbers of replicas.
-        console: Where to; standard output when None.
-    """
-    console = console or _console()
-    for workload in dict.fromkeys(s.workload for s in summaries):
-        table = _table(workload)
-        table.add_column("policy", overflow="fold")
-        for heading in _COMPARED:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for s in summaries:
-            if s.workload == workload:
-                table.add_row(s.policy, *_compared(s))
-        console.print(table, markup=False)
-        console.print()
-
-
 def write_summary(summary: Summary, path: Path) -> None:
     """Write the summary's JSON: the same bytes for the same run."""
     path.write_bytes(to_json(summary))
-
-
-def read_summary(path: Path) -> Summary:
-    """Read a summary that `write_summary` wrote.
-
-    Raises:
-        SummaryFormatError: When it is something else, or of another version.
-    """
-    return from_json(path.read_bytes())
 
 
 def write_events(events: Iterable[EventRecord], path: Path) -> None:
@@ -200,27 +171,6 @@ _RATIO = _Unit(num_decimals=2)
 _SECONDS = _Unit(num_decimals=1)
 _MS = _Unit(factor=1e3, num_decimals=2)
 _PERCENT = _Unit(factor=1e2, num_decimals=1)
-
-_COMPARED: Final = (
-    *("replicas", "offered\n/s", "ok\n%", "TTFT\nmean ms", "TTFT\np99 ms", "ITL\nmean ms"),
-    *("hits\n%", "good\n%", "good\n/s", "busy\n%", "max/\nmean"),
-)
-
-
-def _compared(s: Summary) -> Iterator[str]:
-    yield _COUNT.show(s.num_replicas)
-    yield _RATE.show(s.requests.offered_per_s)
-    yield _PERCENT.show(s.requests.success_rate)
-    ttft, itl = s.latencies.ttft_s, s.latencies.itl_s
-    yield _Unit(1e3, 1).show(ttft.mean)
-    yield _Unit(1e3, 1).show(ttft.p99)
-    yield _MS.show(itl.mean)
-    yield _PERCENT.show(s.prefix.hit_share)
-    yield _PERCENT.show(s.goodput.attainment if s.goodput else None)
-    yield _RATE.show(s.goodput.good_per_s if s.goodput else None)
-    # Of the pool that works hardest, and of the one that is least even: where to look first.
-    yield _PERCENT.show(_largest(pool.utilisation for pool in s.pools))
-    yield _RATIO.show(_largest(pool.imbalance for pool in s.pools))
 
 
 def _overview(summary: Summary, wall_s: float | None) -> Table:
@@ -339,10 +289,6 @@ def _event_lines(events: Iterable[EventRecord]) -> Iterator[bytes]:
             "subject": event.subject,
         }
         yield encoder.encode(line) + b"\n"
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((v for v in values if v is not None), default=None)
 
 
 def _table(title: str, *, with_header: bool = True, caption: str = "") -> Table:

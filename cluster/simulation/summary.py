@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from cluster.simulation.records import ReplicaRecord, RequestRecord, SimulationResult
 
-SCHEMA_VERSION: Final = 1
-
 PERCENTS: Final = (50, 90, 95, 99)
 
 MIN_SAMPLES_ABOVE: Final = 10
@@ -39,10 +37,6 @@ SLO_SCALES: Final = (
     *(1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0),
 )
 """The scales at which a summary gives attainment; 1 is the objectives as they were asked for."""
-
-
-class SummaryFormatError(Exception):
-    """A file is no summary of this version; the message says what is wrong with it."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,8 +238,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a report says about one run, except how long it took for real.
 
     Attributes:
-        schema_version: `SCHEMA_VERSION`. Goes up when a number changes its name or meaning; a new
-            number does not change it.
+        schema_version: Goes up when a number changes its name or meaning; a new number does not
+            change it.
         workload: As in `SimulationResult`, like `policy`, `num_replicas`, `seed`, `speed_up`,
             `config`, `duration_s` and `num_events`.
         requests: Counts and rates.
@@ -272,7 +266,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Transfers
     pools: tuple[PoolSummary, ...]
     replicas: tuple[ReplicaSummary, ...]
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,23 +330,6 @@ def to_json(summary: Summary) -> bytes:
     """The summary as indented UTF-8 JSON with a newline at its end; no NaN, None is null."""
     encoded = msgspec.json.encode(summary, order="deterministic")
     return msgspec.json.format(encoded, indent=2) + b"\n"
-
-
-def from_json(data: bytes) -> Summary:
-    """Read what `to_json` wrote; fields that this version does not know are left out.
-
-    Raises:
-        SummaryFormatError: When it is something else, or of another version.
-    """
-    try:
-        version = msgspec.json.decode(data, type=_Versioned).schema_version
-        if version != SCHEMA_VERSION:
-            raise SummaryFormatError(
-                f"the summary has schema version {version}, this program reads {SCHEMA_VERSION}"
-            )
-        return msgspec.json.decode(data, type=Summary)
-    except msgspec.MsgspecError as error:
-        raise SummaryFormatError(f"not a summary: {error}") from error
 
 
 def collect_samples(records: Iterable[RequestRecord]) -> Samples:
@@ -424,25 +401,16 @@ def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> NDArray[np.float64
 
 
 def attainment_curve(
-    ratios: NDArray[np.float64], scales: Sequence[float] = SLO_SCALES
-) -> tuple[float, ...]:
-    """Attainment at each scale of the objectives.
+    ratios: NDArray[np.float64], scales: Sequence[float] | NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Good / sent at each scale of the objectives; 0 when none was sent.
 
     Args:
         ratios: From `slo_ratios`.
-        scales: Factors on all objectives at once.
-
-    Returns:
-        For each scale, good / sent; nothing when none was sent.
+        scales: Factors on all objectives at once; shape [scales].
     """
-    if not ratios.size:
-        return ()
-    num_good = np.searchsorted(ratios, np.asarray(scales, dtype=np.float64), side="right")
-    return tuple(int(n) / int(ratios.size) for n in num_good)
-
-
-class _Versioned(msgspec.Struct):
-    schema_version: int
+    num_good: NDArray[np.int64] = np.searchsorted(ratios, scales, side="right")
+    return num_good / max(ratios.size, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +473,7 @@ def _goodput(result: SimulationResult, slo: Slo) -> Goodput:
         attainment=_ratio(num_good, len(result.records)),
         good_per_s=_ratio(num_good, result.duration_s),
         scales=SLO_SCALES,
-        attainments=attainment_curve(ratios),
+        attainments=tuple(attainment_curve(ratios, SLO_SCALES).tolist()) if ratios.size else (),
         scale_at_90=at_90 if np.isfinite(at_90) else None,
     )
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -20,13 +21,11 @@ from cluster.simulation.report import (
     MAX_WIDTH,
     ProgressDisplay,
     describe,
-    print_comparison,
     print_summary,
-    read_summary,
     write_events,
     write_summary,
 )
-from cluster.simulation.summary import Slo, summarise
+from cluster.simulation.summary import Slo, Summary, summarise
 
 
 class Terminal(io.StringIO):
@@ -111,8 +110,6 @@ def test_names_with_brackets_are_shown_as_they_are():
     text = shown(print_summary, summary)
     assert text.startswith("[red]x[/red] · [bold]")
     assert "[b]Lost" in text
-    assert "[bold]" in shown(print_comparison, [summary])
-    assert "[red]x[/red]" in shown(print_comparison, [summary])
 
 
 def test_a_summary_without_requests_or_objectives_can_be_shown():
@@ -129,21 +126,6 @@ def test_a_summary_without_requests_or_objectives_can_be_shown():
     assert "none · p · 1 replica · seed 0" in text
     assert "nan" not in text
     assert "None" not in text
-    shown(print_comparison, [summarise(run)])
-
-
-def test_a_comparison_has_a_row_for_each_run():
-    runs = [make_summary(policy="round_robin"), make_summary(policy="least_loaded", slow=2.0)]
-    lines = [line for line in shown(print_comparison, runs).splitlines() if line]
-    assert lines[0].strip() == "a trace"
-    assert max(map(len, lines)) <= MAX_WIDTH
-    assert [line.split()[0] for line in lines[-2:]] == ["round_robin", "least_loaded"]
-    # replicas, offered, ok, TTFT mean and P99, ITL mean.
-    assert lines[-1].split()[1:6] == ["4", "1.00", "90.0", "1,000.0", "1,000.0"]
-    two_traces = [runs[0], make_summary(workload="another")]
-    text = shown(print_comparison, two_traces)
-    assert text.index("a trace") < text.index("round_robin") < text.index("another")
-    assert text.count("round_robin") == 2
 
 
 def test_standard_output_that_is_no_terminal_gets_plain_text(capsys):
@@ -193,7 +175,7 @@ def test_a_summary_file_reads_back_and_is_the_same_twice(tmp_path):
     for name in ("a", "b"):
         write_summary(make_summary(), tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert read_summary(tmp_path / "a") == make_summary()
+    assert msgspec.json.decode((tmp_path / "a").read_bytes(), type=Summary) == make_summary()
 
 
 def test_the_event_log_has_one_sorted_object_per_line(tmp_path):
