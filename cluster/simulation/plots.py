@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from cluster.simulation.records import ReplicaRecord, RequestRecord, SimulationResult
+    from cluster.simulation.records import RequestRecord, SimulationResult
     from cluster.simulation.summary import PoolSummary, Samples, Summary
 
 FORMATS: Final = ("png", "svg")
@@ -288,12 +288,9 @@ def _attainment(summary: Summary, records: Sequence[RequestRecord], slo: Slo) ->
 
 
 def _timeline(summary: Summary, result: SimulationResult) -> Figure:
-    panels = [_draw_rates, _draw_in_flight]
-    if any(r.kv_samples.size and r.num_blocks for r in result.replicas):
-        panels.append(_draw_kv_use)
-    figure = _new_figure(_title("Timeline", summary), "", (11, 1.2 + 2.0 * len(panels)))
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, draw in zip(all_axes, panels, strict=True):
+    figure = _new_figure(_title("Timeline", summary), "", (11, 5.2))
+    all_axes = figure.subplots(2, 1, sharex=True)
+    for axes, draw in zip(all_axes, (_draw_rates, _draw_in_flight), strict=True):
         draw(axes, result)
         _mark_faults(axes, result, is_named=axes is all_axes[0])
         axes.set_ylim(bottom=0)
@@ -345,36 +342,6 @@ def _draw_in_flight(axes: Axes, result: SimulationResult) -> None:
     axes.plot(times, running, label="running", color=_COLOURS[2], linewidth=1.4)
     axes.plot(times, queued, label="queued", color=_COLOURS[1], linestyle="--", linewidth=1.4)
     axes.set_ylabel("requests")
-
-
-def _draw_kv_use(axes: Axes, result: SimulationResult) -> None:
-    times = np.linspace(0, max(result.duration_s, 1e-9), _NUM_TIMELINE_POINTS)
-    shares = np.stack(
-        [
-            _kv_share(r, times, result.duration_s)
-            for r in result.replicas
-            if r.kv_samples.size and r.num_blocks
-        ]
-    )
-    # Where nobody lives there is nothing to show; a gap, not a zero.
-    alive = ~np.isnan(shares).all(axis=0)
-    mean, high, low = (np.full(times.size, np.nan) for _ in range(3))
-    mean[alive] = 100 * np.nanmean(shares[:, alive], axis=0)
-    high[alive] = 100 * np.nanmax(shares[:, alive], axis=0)
-    low[alive] = 100 * np.nanmin(shares[:, alive], axis=0)
-    axes.fill_between(times, low, high, color=_COLOURS[5], alpha=0.35, linewidth=0, label="range")
-    axes.plot(times, mean, color=_COLOURS[0], linewidth=1.4, label="mean")
-    axes.set_ylabel("KV blocks in use (%)")
-
-
-def _kv_share(
-    replica: ReplicaRecord, times: NDArray[np.float64], duration_s: float
-) -> NDArray[np.float64]:
-    """Share of the blocks in use at each time; NaN before the first sample and after the end."""
-    at = np.searchsorted(replica.kv_samples[:, 0], times, side="right") - 1
-    share = replica.kv_samples[np.maximum(at, 0), 1] / replica.num_blocks
-    stopped_s = duration_s if replica.stopped_s is None else replica.stopped_s
-    return np.where((at < 0) | (times > stopped_s), np.nan, share)
 
 
 def _mark_faults(axes: Axes, result: SimulationResult, *, is_named: bool) -> None:

@@ -14,7 +14,6 @@ from cluster.simulation.plots import (
     require_matplotlib,
 )
 from cluster.simulation.records import (
-    NO_SAMPLES,
     NO_TIMES,
     OK,
     EventRecord,
@@ -53,8 +52,6 @@ def make_result(num_requests=20, num_replicas=2, policy="round_robin", speed_up=
             num_slots=4,
             busy_s=1.0 + i / num_replicas,
             num_output_tokens=10 + i,
-            num_blocks=100,
-            kv_samples=np.array([[1.0, 10.0], [5.0, 60.0]]) if i % 2 else NO_SAMPLES,
             stopped_s=6.0 if i % 3 == 0 else None,
         )
         for i in range(num_replicas)
@@ -105,7 +102,7 @@ def test_plots_name_the_run_and_their_units(tmp_path):
     assert "a trace · round_robin · 2 replicas · n150 · seed 0" in latencies
     for label in ("TTFT (ms)", "ITL (ms)", "E2E (ms)", "SLO  300 ms"):
         assert label in latencies
-    for label in ("virtual time (s)", "requests/s", "KV blocks in use (%)", "kill both/0"):
+    for label in ("virtual time (s)", "requests/s", "kill both/0"):
         assert label in timeline
     # A step is an event of every run, and no fault.
     assert "step both/1" not in timeline
