@@ -7,6 +7,8 @@ failure: it is shrunk, written to a file, and told with the command that replays
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import itertools
 import logging
 import multiprocessing
 import time
@@ -52,27 +54,16 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path = Path("chaos")
 
 
-class SeedResult(NamedTuple):
-    """What came of one seed, without its log: it travels between processes."""
-
-    seed: int
-    num_events: int
-    outcomes: dict[str, int]
-    failure: str | None
-
-
 class Find(NamedTuple):
-    """A failure.
+    """A failure of a scenario.
 
     Attributes:
-        scenario: The one that failed.
-        failure: How.
+        failure: What was broken.
         shrunk: A smaller one that fails in the same way.
         outcome: What came of that.
         num_runs: Runs that shrinking took.
     """
 
-    scenario: Scenario
     failure: str
     shrunk: Scenario
     outcome: Outcome
@@ -97,10 +88,9 @@ class Summary(NamedTuple):
     wall_s: float
 
 
-def run_seed(seed: int) -> SeedResult:
-    """Run the scenario of one seed."""
-    outcome = run_scenario(random_scenario(seed))
-    return SeedResult(seed, outcome.num_events, outcome.outcomes, outcome.failure)
+def run_seed(seed: int) -> Outcome:
+    """Run the scenario of one seed; its outcome, without the log, travels between processes."""
+    return dataclasses.replace(run_scenario(random_scenario(seed)), log=[])
 
 
 def explore(
@@ -116,13 +106,13 @@ def explore(
     num_seeds = num_events = 0
     failed_seed: int | None = None
     outcomes: Counter[str] = Counter()
-    for result in _results(options):
+    for seed, outcome in enumerate(_outcomes(options), options.seed):
         num_seeds += 1
-        num_events += result.num_events
-        outcomes.update(result.outcomes)
+        num_events += outcome.num_events
+        outcomes.update(outcome.outcomes)
         progress(num_seeds, num_events)
-        if result.failure is not None:
-            failed_seed = result.seed
+        if outcome.failure is not None:
+            failed_seed = seed
             break
         if num_events >= options.events:
             break
@@ -148,7 +138,7 @@ def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
 
     shrinker = Shrinker(fails, shrink_s)
     shrunk = shrinker.shrink(scenario)
-    return Find(scenario, first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
+    return Find(first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
 
 
 def failure_kind(failure: str) -> str:
@@ -173,7 +163,7 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
         echo: Prints a line.
         shows_progress: Whether there is somebody to look at a moving line.
     """
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
+    _be_quiet()
     last_s = started = time.perf_counter()
 
     def progress(num_seeds: int, num_events: int) -> None:
@@ -201,13 +191,13 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
     return True
 
 
-def replay(path: Path, options: ChaosOptions, echo: Callable[[str], None]) -> bool:
+def replay(path: Path, echo: Callable[[str], None]) -> bool:
     """The command `ttserve chaos --replay`; returns whether the scenario passes.
 
     Raises:
         ChaosError: The file is not a scenario.
     """
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
+    _be_quiet()
     try:
         scenario = Scenario.from_json(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
@@ -246,24 +236,20 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
     echo(f"{find.outcome.failure}\n\nreplay it with\n    ttserve chaos --replay {path}\n")
 
 
-def _results(options: ChaosOptions) -> Iterator[SeedResult]:
-    """Results of one seed after another, in their order, whoever runs them."""
+def _outcomes(options: ChaosOptions) -> Iterator[Outcome]:
+    """What comes of one seed after another, in their order, whoever runs them; without end."""
+    seeds = itertools.count(options.seed)
     if options.jobs == 1:
-        seed = options.seed
-        while True:
-            yield run_seed(seed)
-            seed += 1
+        yield from map(run_seed, seeds)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, initializer=_be_quiet
     ) as pool:
-        seed = options.seed
-        waiting: deque[concurrent.futures.Future[SeedResult]] = deque()
+        waiting: deque[concurrent.futures.Future[Outcome]] = deque()
         try:
             while True:
                 while len(waiting) < _AHEAD * options.jobs:
-                    waiting.append(pool.submit(run_seed, seed))
-                    seed += 1
+                    waiting.append(pool.submit(run_seed, next(seeds)))
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

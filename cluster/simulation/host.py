@@ -55,6 +55,7 @@ class VirtualHost:
         num_turns: Steps that it ran.
         started_s: When it was ready.
         stopped_s: When it died, or None.
+        is_frozen: Whether the process stands still.
         is_touched: Whether anything has happened in it; whoever checks it sets it back.
         idle_since_s: Since when it has had nothing to do; None while it has.
     """
@@ -79,6 +80,7 @@ class VirtualHost:
         self.slot_busy_s = 0.0
         self.num_turns = 0
         self.stopped_s: float | None = None
+        self.is_frozen = False
         self.is_touched = False
         self.idle_since_s: float | None = None
         self._network = network
@@ -94,7 +96,6 @@ class VirtualHost:
         self._is_due = False
         self._is_stepping = False
         self._is_woken = False
-        self._is_frozen = False
         self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._num_busy_slots = 0
         self._slots_since_s = self.started_s
@@ -103,7 +104,7 @@ class VirtualHost:
         self.kv_endpoint = endpoints[0] if endpoints else f"none://{incarnation}"
 
     def __repr__(self) -> str:
-        state = "dead" if self.stopped_s is not None else "frozen" if self._is_frozen else "up"
+        state = "dead" if self.stopped_s is not None else "frozen" if self.is_frozen else "up"
         waiting = len(self._inbox)
         return f"VirtualHost({self.incarnation}, {state}, {waiting} waiting, {self.engine!r})"
 
@@ -117,7 +118,7 @@ class VirtualHost:
     @property
     def is_answering(self) -> bool:
         """Whether its process exists, runs, and can be reached now."""
-        return self.is_alive and not self._is_frozen and not self.is_cut
+        return self.is_alive and not self.is_frozen and not self.is_cut
 
     @property
     def is_cut(self) -> bool:
@@ -131,11 +132,11 @@ class VirtualHost:
 
     def freeze(self) -> None:
         """Stop the process: whatever becomes due waits."""
-        self._is_frozen = True
+        self.is_frozen = True
 
     def thaw(self) -> None:
         """Let the process go on; what waited happens now, in order."""
-        self._is_frozen = False
+        self.is_frozen = False
         if self.idle_since_s is not None:
             self.idle_since_s = self._loop.time()
         held, self._held = self._held, []
@@ -159,7 +160,7 @@ class VirtualHost:
     def _fire(self, callback: Callable[..., object], args: tuple[object, ...]) -> None:
         if self.stopped_s is not None:
             return
-        if self._is_frozen:
+        if self.is_frozen:
             self._held.append((callback, args))
         else:
             self.is_touched = True
@@ -306,11 +307,6 @@ class VirtualHost:
     def num_open_transfers(self) -> int:
         """KV transfers that have not ended, in either role."""
         return self.transport.num_open if self.transport is not None else 0
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the process stands still."""
-        return self._is_frozen
 
     def finish(self) -> None:
         """Count to the end of the run."""

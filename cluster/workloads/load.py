@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from cluster.errors import WorkloadError
-from cluster.workloads.aibrix import read_aibrix
 from cluster.workloads.azure import COLUMNS, read_azure
 from cluster.workloads.distributions import read_distributions
-from cluster.workloads.llmservingsim import read_llmservingsim
+from cluster.workloads.json_lines import read_aibrix, read_llmservingsim
 from cluster.workloads.mooncake import read_mooncake
 from cluster.workloads.rows import read_lines
 from cluster.workloads.servegen import read_servegen

@@ -120,7 +120,7 @@ def test_a_failure_is_shrunk_and_told_with_the_command_that_replays_it(leak, tmp
     shrunk = Scenario.from_json(path.read_bytes())
     assert len(shrunk.requests) < len(random_scenario(seed).requests)
     again = []
-    assert not chaos.replay(path, options, again.append)
+    assert not chaos.replay(path, again.append)
     assert "DPGroups.check_invariants" in "".join(again)
     assert "place" in "".join(again)
     assert len(again) <= chaos.NUM_TRACE_LINES + 1
