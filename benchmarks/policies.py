@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.simulation.command import SimulateOptions, load_cluster, load_trace, run_cluster
-from cluster.simulation.plots import plot_comparison
+from cluster.simulation.plots import plot_goodput
 from cluster.simulation.summary import Slo, summarise
 
 if TYPE_CHECKING:
@@ -175,13 +173,10 @@ def _prefill_first(summary: Summary) -> list[PoolSummary]:
 
 
 def _plot(name: str, summaries: list[Summary], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     most = max(s.requests.offered_per_s or 0.0 for s in summaries)
     # Where there is a knee; far below it all curves are one line.
     shown = [s for s in summaries if 4 * (s.requests.offered_per_s or 0.0) >= most]
-    with tempfile.TemporaryDirectory() as drawn:
-        for path in plot_comparison(shown, Path(drawn), formats=("png",)):
-            shutil.copy(path, folder / f"policies-{name}{path.suffix}")
+    plot_goodput(shown, folder / f"policies-{name}.png")
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ def chaos(
     options = ChaosOptions(seed=seed, events=events, jobs=jobs, out=out)
     try:
         if replay is not None:
-            is_good = run_file(replay, options, echo)
+            is_good = run_file(replay, echo)
         else:
             is_good = run(options, echo, shows_progress=sys.stdout.isatty())
     except ChaosError as error:

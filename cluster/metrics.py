@@ -7,7 +7,9 @@ any ingress shows every engine, labelled by pool, replica and DP group.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from cluster.pools import Member
-    from kv_transfer.connector import StageHistogram
     from replicas.messages import EngineMetrics, GroupCounters
+
+    _Kind = type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
+    _Samples = Iterable[tuple[Any, ...]]
 
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -42,7 +46,6 @@ _REQUEST_BUCKETS = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
-_GROUP_LABELS = ("model_name", "pool", "replica", "dp_group")
 _ENGINE_LABELS = ("model_name", "pool", "replica")
 
 
@@ -123,212 +126,222 @@ class _EngineCollector(Collector):
     """Turns engines' counters into metric families."""
 
     def __init__(self, engines: Sequence[tuple[Member, EngineMetrics]], model_name: str) -> None:
-        self._engines = engines
+        self._engines = [_Engine(member, metrics) for member, metrics in engines]
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._group_families()
-        yield from self._engine_families()
-        yield from self._transfer_families()
-
-    def _group_families(self) -> Iterable[Metric]:
-        yield self._groups(
-            GaugeMetricFamily, "vllm:num_requests_running", "Sequences that run", "num_running"
-        )
-        yield self._usage()
-        for name, text, field in (
-            (
-                "vllm:prompt_tokens",
-                "Prompt tokens of requests that got their first token here",
-                "prompt_tokens",
-            ),
-            ("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),
-            (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache",
-                "prefix_cache_queries",
-            ),
-            (
-                "vllm:prefix_cache_hits",
-                "Prompt tokens found in the prefix cache",
-                "prefix_cache_hits",
-            ),
-            ("vllm:num_preemptions", "Sequences that lost their blocks", "num_preemptions"),
-        ):
-            yield self._groups(CounterMetricFamily, name, text, field)
-        for name, text, field in (
-            ("ttserve_slots", "Decode slots", "num_slots"),
-            ("ttserve_empty_slots", "Decode slots that are free", "num_empty_slots"),
-            ("ttserve_reserved_slots", "Decode slots that wait for their KV", "num_reserved"),
-            ("ttserve_kv_blocks", "Usable KV blocks", "num_blocks"),
-            ("ttserve_kv_free_blocks", "KV blocks that are free or evictable", "num_free_blocks"),
-        ):
-            yield self._groups(GaugeMetricFamily, name, text, field)
-        finished = CounterMetricFamily(
-            "vllm:request_success",
-            "Sequences that ended",
-            labels=(*_GROUP_LABELS, "finished_reason"),
-        )
-        for labels, group in self._each_group():
-            for reason, count in group.requests_finished.items():
-                finished.add_metric((*labels, reason), count)
-        yield finished
-
-    def _engine_families(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily(
-            "vllm:num_requests_waiting", "Sequences in the engine's queue", labels=_ENGINE_LABELS
-        )
-        counters = {
-            field: CounterMetricFamily(name, text, labels=_ENGINE_LABELS)
-            for name, text, field in (
-                ("ttserve_steps", "Engine steps", "num_steps"),
-                ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
-                ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
-                ("ttserve_step_host_seconds", "Time of steps outside the model", "host_seconds"),
-            )
-        }
-        for labels, metrics in self._each_engine():
-            waiting.add_metric(labels, metrics.num_waiting)
-            for field, family in counters.items():
-                family.add_metric(labels, getattr(metrics, field))
-        yield waiting
-        yield from counters.values()
-
-    def _transfer_families(self) -> Iterable[Metric]:
-        transfers = _counter(
-            "ttserve_kv_transfers", "KV transfers that ended", "role", "path", "outcome"
-        )
-        failures = _counter(
-            "ttserve_kv_transfer_failures", "KV transfers that failed", "role", "reason"
-        )
-        num_bytes = _counter("ttserve_kv_transfer_bytes", "KV bytes delivered", "role", "path")
-        leases = _counter("ttserve_kv_leases", "Leases on KV blocks, by what happened", "event")
-        stages = HistogramMetricFamily(
-            "ttserve_kv_transfer_stage_seconds",
-            "Time of the stages of a KV transfer",
-            labels=(*_ENGINE_LABELS, "stage"),
-        )
-        inflight = GaugeMetricFamily(
-            "ttserve_kv_inflight_transfers",
-            "KV transfers that have not ended",
-            labels=(*_ENGINE_LABELS, "role"),
-        )
-        for labels, metrics in self._each_engine():
-            stats = metrics.transfer
-            for path, counts in stats.paths.items():
-                transfers.add_metric((*labels, "producer", path, "ok"), counts.num_sent)
-                transfers.add_metric((*labels, "consumer", path, "ok"), counts.num_received)
-                num_bytes.add_metric((*labels, "producer", path), counts.bytes_sent)
-                num_bytes.add_metric((*labels, "consumer", path), counts.bytes_received)
-            for role, reasons in (
-                ("producer", stats.send_failures), ("consumer", stats.receive_failures),
-            ):  # fmt: skip
-                # One that failed may never have had a path.
-                transfers.add_metric((*labels, role, "", "failed"), sum(reasons.values()))
-                for reason, count in reasons.items():
-                    failures.add_metric((*labels, role, reason), count)
-            for event, count in stats.leases.items():
-                leases.add_metric((*labels, event), count)
-            for stage, histogram in stats.stages.items():
-                stages.add_metric((*labels, stage), _buckets(histogram), histogram.total_s)
-            inflight.add_metric((*labels, "producer"), stats.num_inflight_sends)
-            inflight.add_metric((*labels, "consumer"), stats.num_inflight_loads)
-        yield from (transfers, failures, num_bytes, leases, stages, inflight)
-        yield from self._transfer_numbers()
-
-    def _transfer_numbers(self) -> Iterable[Metric]:
-        """What is one number for each engine."""
-        for name, text, field in (
-            ("retransmits", "KV chunks that were asked for again", "num_retransmits"),
-            ("checksum_failures", "KV chunks that arrived damaged", "num_checksum_failures"),
-            ("dropped_chunks", "KV chunks that came late, twice or for another attempt",
-             "num_dropped_chunks"),
-            ("unknown_ids", "Messages about KV transfers that nobody here knows",
-             "num_unknown_ids"),
-            ("malformed_messages", "Frames that are no message", "num_malformed"),
-            ("bad_tickets", "Fetches with a forged, foreign or old ticket", "num_bad_tickets"),
-            ("credit_stalled_seconds", "Time in which computed KV waited for credit, summed over "
-             "transfers", "credit_stalled_s"),
-        ):  # fmt: skip
-            yield self._numbers(_counter(f"ttserve_kv_{name}", text), lambda m: m.transfer, field)
-        for name, text, field in (
-            ("leased_blocks", "KV blocks kept for transfers that send", "num_leased_blocks"),
-            ("reserved_blocks", "KV blocks that wait for KV to come", "num_reserved_blocks"),
-            ("quarantined_blocks", "KV blocks that nobody may have yet, for a write may still land "
-             "there", "num_quarantined_blocks"),
-            ("oldest_lease_seconds", "Age of the oldest transfer that sends", "oldest_lease_s"),
-        ):  # fmt: skip
-            yield self._numbers(_gauge(f"ttserve_kv_{name}", text), lambda m: m.transfer, field)
-        for name, text in (
-            ("hits", "Units of KV that a load got from the store"),
-            ("misses", "Units of KV that the store was asked for in vain"),
-            ("puts", "Units of KV that were saved in the store"),
-            ("drops", "Units of KV that were not saved: the store was slow, full or away"),
-            ("errors", "Calls that the store did not answer as it should"),
-        ):
-            family = _counter(f"ttserve_kv_store_{name}", text)
-            yield self._numbers(family, lambda m: m.transfer.store, name)
-        yield self._numbers(
-            _counter(
-                "ttserve_kv_recompute_tokens",
-                "Prompt tokens computed because their KV did not come",
-            ),
-            lambda m: m,
-            "kv_recompute_tokens",
-        )
-        block_bytes = _gauge("ttserve_kv_block_bytes", "Bytes of one KV block")
-        for member, _ in self._engines:
-            block_bytes.add_metric(self._labels(member), member.description.bytes_per_block)
-        yield block_bytes
-
-    def _numbers(
-        self,
-        family: CounterMetricFamily | GaugeMetricFamily,
-        owner: Callable[[EngineMetrics], object],
-        field: str,
-    ) -> Metric:
-        for labels, metrics in self._each_engine():
-            family.add_metric(labels, getattr(owner(metrics), field))
-        return family
-
-    def _groups(
-        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, field: str
-    ) -> Metric:
-        family = kind(name, text, labels=_GROUP_LABELS)
-        for labels, group in self._each_group():
-            family.add_metric(labels, getattr(group, field))
-        return family
-
-    def _usage(self) -> Metric:
-        family = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=_GROUP_LABELS
-        )
-        for labels, group in self._each_group():
-            family.add_metric(labels, 1.0 - group.num_free_blocks / group.num_blocks)
-        return family
-
-    def _each_engine(self) -> Iterable[tuple[tuple[str, ...], EngineMetrics]]:
-        for member, metrics in self._engines:
-            yield self._labels(member), metrics
-
-    def _each_group(self) -> Iterable[tuple[tuple[str, ...], GroupCounters]]:
-        for labels, metrics in self._each_engine():
-            for index, group in enumerate(metrics.groups):
-                yield (*labels, str(index)), group
-
-    def _labels(self, member: Member) -> tuple[str, ...]:
-        return self._model_name, member.pool, member.replica_id
+        for family in _FAMILIES:
+            metric = family.kind(family.name, family.text, labels=_ENGINE_LABELS + family.labels)
+            for engine in self._engines:
+                own = (self._model_name, engine.member.pool, engine.member.replica_id)
+                for labels, *values in family.samples(engine):
+                    metric.add_metric((*own, *labels), *values)
+            yield metric
 
 
-def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=(*_ENGINE_LABELS, *labels))
+class _Engine(NamedTuple):
+    """Whom samples are taken of."""
+
+    member: Member
+    metrics: EngineMetrics
 
 
-def _gauge(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
+class _Family(NamedTuple):
+    """One family of metrics of engines.
+
+    Attributes:
+        kind: Its class.
+        name: Without the suffixes of its kind.
+        text: Its help.
+        samples: Of one engine: values of `labels`, and what else `kind.add_metric` takes.
+        labels: Besides those that every family of engines has.
+    """
+
+    kind: _Kind
+    name: str
+    text: str
+    samples: Callable[[_Engine], _Samples]
+    labels: tuple[str, ...] = ()
 
 
-def _buckets(histogram: StageHistogram) -> list[tuple[str, float]]:
-    """Bounds and cumulative counts, as the format has them."""
+def _of_groups(kind: _Kind, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+    """A family for each row of (name, text, field of each DP group)."""
+    for name, text, field in rows:
+        yield _Family(kind, name, text, partial(_each_group, attrgetter(field)), ("dp_group",))
+
+
+def _of_engines(kind: _Kind, owner: str, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+    """A family for each row of (name, text, field); `owner` says whose, from an `_Engine` on."""
+    for name, text, field in rows:
+        yield _Family(kind, name, text, partial(_alone, attrgetter(f"{owner}.{field}")))
+
+
+def _each_group(value: Callable[[GroupCounters], float], engine: _Engine) -> _Samples:
+    for index, group in enumerate(engine.metrics.groups):
+        yield (str(index),), value(group)
+
+
+def _alone(value: Callable[[_Engine], float], engine: _Engine) -> _Samples:
+    yield (), value(engine)
+
+
+def _kv_usage(group: GroupCounters) -> float:
+    return 1.0 - group.num_free_blocks / group.num_blocks
+
+
+def _finished(engine: _Engine) -> _Samples:
+    for index, group in enumerate(engine.metrics.groups):
+        for reason, count in group.requests_finished.items():
+            yield (str(index), reason), count
+
+
+def _transfers(engine: _Engine) -> _Samples:
+    stats = engine.metrics.transfer
+    for path, counts in stats.paths.items():
+        yield ("producer", path, "ok"), counts.num_sent
+        yield ("consumer", path, "ok"), counts.num_received
+    # One that failed may never have had a path.
+    yield ("producer", "", "failed"), sum(stats.send_failures.values())
+    yield ("consumer", "", "failed"), sum(stats.receive_failures.values())
+
+
+def _failures(engine: _Engine) -> _Samples:
+    stats = engine.metrics.transfer
+    for role, reasons in (("producer", stats.send_failures), ("consumer", stats.receive_failures)):
+        for reason, count in reasons.items():
+            yield (role, reason), count
+
+
+def _transferred_bytes(engine: _Engine) -> _Samples:
+    for path, counts in engine.metrics.transfer.paths.items():
+        yield ("producer", path), counts.bytes_sent
+        yield ("consumer", path), counts.bytes_received
+
+
+def _leases(engine: _Engine) -> _Samples:
+    for event, count in engine.metrics.transfer.leases.items():
+        yield (event,), count
+
+
+def _stages(engine: _Engine) -> _Samples:
+    """Of each stage: bounds with cumulative counts, as the format has them, and the sum."""
     bounds = [*map(floatToGoString, STAGE_BOUNDS_S), "+Inf"]
-    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+    for stage, histogram in engine.metrics.transfer.stages.items():
+        counts = itertools.accumulate(histogram.counts)
+        yield (stage,), list(zip(bounds, counts, strict=True)), histogram.total_s
+
+
+def _inflight(engine: _Engine) -> _Samples:
+    yield ("producer",), engine.metrics.transfer.num_inflight_sends
+    yield ("consumer",), engine.metrics.transfer.num_inflight_loads
+
+
+_FAMILIES = (
+    *_of_groups(
+        GaugeMetricFamily, ("vllm:num_requests_running", "Sequences that run", "num_running")
+    ),
+    _Family(
+        GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1",
+        partial(_each_group, _kv_usage), ("dp_group",),
+    ),
+    *_of_groups(
+        CounterMetricFamily,
+        ("vllm:prompt_tokens", "Prompt tokens of requests that got their first token here",
+         "prompt_tokens"),
+        ("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache",
+         "prefix_cache_queries"),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
+        ("vllm:num_preemptions", "Sequences that lost their blocks", "num_preemptions"),
+    ),
+    *_of_groups(
+        GaugeMetricFamily,
+        ("ttserve_slots", "Decode slots", "num_slots"),
+        ("ttserve_empty_slots", "Decode slots that are free", "num_empty_slots"),
+        ("ttserve_reserved_slots", "Decode slots that wait for their KV", "num_reserved"),
+        ("ttserve_kv_blocks", "Usable KV blocks", "num_blocks"),
+        ("ttserve_kv_free_blocks", "KV blocks that are free or evictable", "num_free_blocks"),
+    ),
+    _Family(
+        CounterMetricFamily, "vllm:request_success", "Sequences that ended",
+        _finished, ("dp_group", "finished_reason"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "metrics",
+        ("vllm:num_requests_waiting", "Sequences in the engine's queue", "num_waiting"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics",
+        ("ttserve_steps", "Engine steps", "num_steps"),
+        ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
+        ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
+        ("ttserve_step_host_seconds", "Time of steps outside the model", "host_seconds"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended",
+        _transfers, ("role", "path", "outcome"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfer_failures", "KV transfers that failed",
+        _failures, ("role", "reason"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfer_bytes", "KV bytes delivered",
+        _transferred_bytes, ("role", "path"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_leases", "Leases on KV blocks, by what happened",
+        _leases, ("event",),
+    ),
+    _Family(
+        HistogramMetricFamily, "ttserve_kv_transfer_stage_seconds",
+        "Time of the stages of a KV transfer", _stages, ("stage",),
+    ),
+    _Family(
+        GaugeMetricFamily, "ttserve_kv_inflight_transfers", "KV transfers that have not ended",
+        _inflight, ("role",),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.transfer",
+        ("ttserve_kv_retransmits", "KV chunks that were asked for again", "num_retransmits"),
+        ("ttserve_kv_checksum_failures", "KV chunks that arrived damaged",
+         "num_checksum_failures"),
+        ("ttserve_kv_dropped_chunks", "KV chunks that came late, twice or for another attempt",
+         "num_dropped_chunks"),
+        ("ttserve_kv_unknown_ids", "Messages about KV transfers that nobody here knows",
+         "num_unknown_ids"),
+        ("ttserve_kv_malformed_messages", "Frames that are no message", "num_malformed"),
+        ("ttserve_kv_bad_tickets", "Fetches with a forged, foreign or old ticket",
+         "num_bad_tickets"),
+        ("ttserve_kv_credit_stalled_seconds",
+         "Time in which computed KV waited for credit, summed over transfers", "credit_stalled_s"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "metrics.transfer",
+        ("ttserve_kv_leased_blocks", "KV blocks kept for transfers that send", "num_leased_blocks"),
+        ("ttserve_kv_reserved_blocks", "KV blocks that wait for KV to come", "num_reserved_blocks"),
+        ("ttserve_kv_quarantined_blocks",
+         "KV blocks that nobody may have yet, for a write may still land there",
+         "num_quarantined_blocks"),
+        ("ttserve_kv_oldest_lease_seconds", "Age of the oldest transfer that sends",
+         "oldest_lease_s"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.transfer.store",
+        ("ttserve_kv_store_hits", "Units of KV that a load got from the store", "hits"),
+        ("ttserve_kv_store_misses", "Units of KV that the store was asked for in vain", "misses"),
+        ("ttserve_kv_store_puts", "Units of KV that were saved in the store", "puts"),
+        ("ttserve_kv_store_drops",
+         "Units of KV that were not saved: the store was slow, full or away", "drops"),
+        ("ttserve_kv_store_errors", "Calls that the store did not answer as it should", "errors"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics",
+        ("ttserve_kv_recompute_tokens",
+         "Prompt tokens computed because their KV did not come", "kv_recompute_tokens"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "member.description",
+        ("ttserve_kv_block_bytes", "Bytes of one KV block", "bytes_per_block"),
+    ),
+)  # fmt: skip

@@ -7,6 +7,8 @@ failure: it is shrunk, written to a file, and told with the command that replays
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import itertools
 import logging
 import multiprocessing
 import time
@@ -44,37 +46,24 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
         events: Events after which no new seed is begun.
         jobs: Processes.
         out: Folder for failing scenarios.
-        shrink_s: Real seconds for shrinking a failing one.
     """
 
     seed: int = 0
     events: int = 1_000_000
     jobs: int = 1
     out: Path = Path("chaos")
-    shrink_s: float = SHRINK_S
-
-
-class SeedResult(NamedTuple):
-    """What came of one seed, without its log: it travels between processes."""
-
-    seed: int
-    num_events: int
-    outcomes: dict[str, int]
-    failure: str | None
 
 
 class Find(NamedTuple):
-    """A failure.
+    """A failure of a scenario.
 
     Attributes:
-        scenario: The one that failed.
-        failure: How.
+        failure: What was broken.
         shrunk: A smaller one that fails in the same way.
         outcome: What came of that.
         num_runs: Runs that shrinking took.
     """
 
-    scenario: Scenario
     failure: str
     shrunk: Scenario
     outcome: Outcome
@@ -99,10 +88,9 @@ class Summary(NamedTuple):
     wall_s: float
 
 
-def run_seed(seed: int) -> SeedResult:
-    """Run the scenario of one seed."""
-    outcome = run_scenario(random_scenario(seed))
-    return SeedResult(seed, outcome.num_events, outcome.outcomes, outcome.failure)
+def run_seed(seed: int) -> Outcome:
+    """Run the scenario of one seed; its outcome, without the log, travels between processes."""
+    return dataclasses.replace(run_scenario(random_scenario(seed)), log=[])
 
 
 def explore(
@@ -118,13 +106,13 @@ def explore(
     num_seeds = num_events = 0
     failed_seed: int | None = None
     outcomes: Counter[str] = Counter()
-    for result in _results(options):
+    for seed, outcome in enumerate(_outcomes(options), options.seed):
         num_seeds += 1
-        num_events += result.num_events
-        outcomes.update(result.outcomes)
+        num_events += outcome.num_events
+        outcomes.update(outcome.outcomes)
         progress(num_seeds, num_events)
-        if result.failure is not None:
-            failed_seed = result.seed
+        if outcome.failure is not None:
+            failed_seed = seed
             break
         if num_events >= options.events:
             break
@@ -132,8 +120,13 @@ def explore(
     return Summary(num_seeds, num_events, dict(sorted(outcomes.items())), failed_seed, wall_s)
 
 
-def investigate(scenario: Scenario, shrink_s: float = SHRINK_S) -> Find | None:
-    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes."""
+def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
+    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
+
+    Args:
+        scenario: What to run.
+        shrink_s: Real seconds for finding the smaller one.
+    """
     first = run_scenario(scenario)
     if first.failure is None:
         return None
@@ -145,7 +138,7 @@ def investigate(scenario: Scenario, shrink_s: float = SHRINK_S) -> Find | None:
 
     shrinker = Shrinker(fails, shrink_s)
     shrunk = shrinker.shrink(scenario)
-    return Find(scenario, first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
+    return Find(first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
 
 
 def failure_kind(failure: str) -> str:
@@ -153,12 +146,12 @@ def failure_kind(failure: str) -> str:
     return failure.split("): ", 1)[0]
 
 
-def trace_lines(log: list[EventRecord], num_lines: int = NUM_TRACE_LINES) -> list[str]:
+def trace_lines(log: list[EventRecord]) -> list[str]:
     """The last lines of an event log, for a person."""
     return [
         f"{event.at_s:12.6f}  {event.kind:10}  {event.subject:12}  "
         + " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in event.detail)
-        for event in log[-num_lines:]
+        for event in log[-NUM_TRACE_LINES:]
     ]
 
 
@@ -170,7 +163,7 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
         echo: Prints a line.
         shows_progress: Whether there is somebody to look at a moving line.
     """
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
+    _be_quiet()
     last_s = started = time.perf_counter()
 
     def progress(num_seeds: int, num_events: int) -> None:
@@ -198,13 +191,13 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
     return True
 
 
-def replay(path: Path, options: ChaosOptions, echo: Callable[[str], None]) -> bool:
+def replay(path: Path, echo: Callable[[str], None]) -> bool:
     """The command `ttserve chaos --replay`; returns whether the scenario passes.
 
     Raises:
         ChaosError: The file is not a scenario.
     """
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
+    _be_quiet()
     try:
         scenario = Scenario.from_json(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
@@ -224,8 +217,8 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
     """Shrink a failing scenario, write it to a file, and say everything that is needed."""
     echo(f"seed {scenario.seed} fails; replay it with\n")
     echo(f"    ttserve chaos --seed {scenario.seed} --events 1\n")
-    echo(f"shrinking it, for at most {options.shrink_s:g} s ...\n")
-    find = investigate(scenario, options.shrink_s)
+    echo(f"shrinking it, for at most {SHRINK_S:g} s ...\n")
+    find = investigate(scenario, SHRINK_S)
     if find is None:
         echo("it passes when run again: the run is not deterministic, which is a bug too\n")
         return
@@ -243,24 +236,20 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
     echo(f"{find.outcome.failure}\n\nreplay it with\n    ttserve chaos --replay {path}\n")
 
 
-def _results(options: ChaosOptions) -> Iterator[SeedResult]:
-    """Results of one seed after another, in their order, whoever runs them."""
+def _outcomes(options: ChaosOptions) -> Iterator[Outcome]:
+    """What comes of one seed after another, in their order, whoever runs them; without end."""
+    seeds = itertools.count(options.seed)
     if options.jobs == 1:
-        seed = options.seed
-        while True:
-            yield run_seed(seed)
-            seed += 1
+        yield from map(run_seed, seeds)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, initializer=_be_quiet
     ) as pool:
-        seed = options.seed
-        waiting: deque[concurrent.futures.Future[SeedResult]] = deque()
+        waiting: deque[concurrent.futures.Future[Outcome]] = deque()
         try:
             while True:
                 while len(waiting) < _AHEAD * options.jobs:
-                    waiting.append(pool.submit(run_seed, seed))
-                    seed += 1
+                    waiting.append(pool.submit(run_seed, next(seeds)))
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -73,7 +73,7 @@ class VirtualLink:
         self._client_id = client_id
         self._loop = network.loop
         self._up, self._down = Channel(network, host), Channel(network, host)
-        host.links[client_id] = self
+        host.links[client_id] = self.send_frame
         self.send(Hello(PROTOCOL_VERSION))
 
     def send(self, message: ClientMessage) -> None:

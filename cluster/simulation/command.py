@@ -24,9 +24,9 @@ from cluster.simulation.network import NetworkConfig
 from cluster.simulation.options import PoolSpec, SimulationOptions
 from cluster.simulation.plots import MissingPlotLibraryError, plot_run, require_matplotlib
 from cluster.simulation.records import EventRecord
-from cluster.simulation.report import ProgressDisplay, print_summary, write_events, write_summary
+from cluster.simulation.report import print_summary, progress_display, write_events
 from cluster.simulation.simulator import Simulation
-from cluster.simulation.summary import Slo, summarise
+from cluster.simulation.summary import Slo, summarise, to_json
 from cluster.workloads.load import load_workload
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.virtual_engine import simulated_facts
@@ -101,17 +101,15 @@ def simulate(config: Path, options: SimulateOptions) -> Summary:
     workload = load_trace(options)
     # What a simulated engine warns of is in the tables and in the log that one may ask for.
     logging.getLogger().addHandler(logging.NullHandler())
-    duration_s = workload.requests[-1].arrival_s
-    with ProgressDisplay() as display:
+    requests = workload.requests
+    with progress_display(requests[-1].arrival_s, len(requests)) as progress:
         result = run_cluster(
             cluster,
             workload,
             seed=options.seed,
             speed_up=options.speed_up,
             keeps_events=options.log is not None,
-            progress=lambda now_s, done, events: display.update(
-                now_s, duration_s, done, len(workload.requests), events
-            ),
+            progress=progress,
         )
     summary = summarise(result, options.slo)
     print_summary(summary, wall_s=result.wall_s)
@@ -316,7 +314,7 @@ def _write(
 ) -> None:
     try:
         if options.json is not None:
-            write_summary(summary, options.json)
+            options.json.write_bytes(to_json(summary))
         if options.log is not None:
             write_events(result.events, options.log)
         if options.plot is not None:

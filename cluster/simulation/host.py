@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.simulation.client import VirtualLink
     from cluster.simulation.network import Network
     from kv_transfer.connector import ConnectorSettings, KVDeviceIO
     from kv_transfer.messages import ToConsumer, ToProducer
     from replicas.config import EngineConfig, Role
     from replicas.engine.server import Frames
     from replicas.faults import ReplicaFaults
-    from replicas.messages import ClientMessage, EngineSnapshot
+    from replicas.messages import ClientMessage, EngineFrame, EngineSnapshot
     from replicas.virtual_engine import VirtualDevice
 
 _NO_TURN = Turn([], None)
@@ -47,12 +46,15 @@ class VirtualHost:
         network: Where its messages go.
 
     Attributes:
-        links: Connections of clients, by the client's id.
+        links: What sends a client a frame and the times of its steps, by the client's id.
+        transport: Of its KV connector, if it has one.
+        kv_endpoint: Where its KV is fetched from.
         busy_s: Seconds that its device and its core have worked.
         slot_busy_s: Seconds of taken slots, summed over the slots.
         num_turns: Steps that it ran.
         started_s: When it was ready.
         stopped_s: When it died, or None.
+        is_frozen: Whether the process stands still.
         is_touched: Whether anything has happened in it; whoever checks it sets it back.
         idle_since_s: Since when it has had nothing to do; None while it has.
     """
@@ -71,11 +73,13 @@ class VirtualHost:
         self.name = name
         self.role: Role = role
         self.incarnation = incarnation
-        self.links: dict[bytes, VirtualLink] = {}
+        self.links: dict[bytes, Callable[[EngineFrame, list[float]], None]] = {}
+        self.transport: VirtualTransport | None = None
         self.busy_s = 0.0
         self.slot_busy_s = 0.0
         self.num_turns = 0
         self.stopped_s: float | None = None
+        self.is_frozen = False
         self.is_touched = False
         self.idle_since_s: float | None = None
         self._network = network
@@ -83,7 +87,6 @@ class VirtualHost:
         self.started_s = self._loop.time()
         self._faults = faults
         self._row_bytes = device.timing.bytes_per_token * ROW_TOKENS
-        self._transport: VirtualTransport | None = None
         self._inbox: list[tuple[bytes, ClientMessage | None]] = []
         self._turn = _NO_TURN
         self._num_steps = 0
@@ -92,7 +95,6 @@ class VirtualHost:
         self._is_due = False
         self._is_stepping = False
         self._is_woken = False
-        self._is_frozen = False
         self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._num_busy_slots = 0
         self._slots_since_s = self.started_s
@@ -101,7 +103,7 @@ class VirtualHost:
         self.kv_endpoint = endpoints[0] if endpoints else f"none://{incarnation}"
 
     def __repr__(self) -> str:
-        state = "dead" if self.stopped_s is not None else "frozen" if self._is_frozen else "up"
+        state = "dead" if self.stopped_s is not None else "frozen" if self.is_frozen else "up"
         waiting = len(self._inbox)
         return f"VirtualHost({self.incarnation}, {state}, {waiting} waiting, {self.engine!r})"
 
@@ -115,7 +117,7 @@ class VirtualHost:
     @property
     def is_answering(self) -> bool:
         """Whether its process exists, runs, and can be reached now."""
-        return self.is_alive and not self._is_frozen and not self.is_cut
+        return self.is_alive and not self.is_frozen and not self.is_cut
 
     @property
     def is_cut(self) -> bool:
@@ -129,11 +131,11 @@ class VirtualHost:
 
     def freeze(self) -> None:
         """Stop the process: whatever becomes due waits."""
-        self._is_frozen = True
+        self.is_frozen = True
 
     def thaw(self) -> None:
         """Let the process go on; what waited happens now, in order."""
-        self._is_frozen = False
+        self.is_frozen = False
         if self.idle_since_s is not None:
             self.idle_since_s = self._loop.time()
         held, self._held = self._held, []
@@ -157,7 +159,7 @@ class VirtualHost:
     def _fire(self, callback: Callable[..., object], args: tuple[object, ...]) -> None:
         if self.stopped_s is not None:
             return
-        if self._is_frozen:
+        if self.is_frozen:
             self._held.append((callback, args))
         else:
             self.is_touched = True
@@ -265,17 +267,17 @@ class VirtualHost:
         for client, frame in frames:
             if frame.snapshot is not None:
                 self._count_snapshot(frame.snapshot)
-            link = self.links.get(client)
-            if link is not None:
-                link.send_frame(frame, step_times_s)
+            send_frame = self.links.get(client)
+            if send_frame is not None:
+                send_frame(frame, step_times_s)
 
     # --- KV ------------------------------------------------------------------------------------
 
     def _make_transport(
         self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
     ) -> VirtualTransport:
-        self._transport = VirtualTransport(settings, io, notify, self)
-        return self._transport
+        self.transport = VirtualTransport(settings, io, notify, self)
+        return self.transport
 
     def now_s(self) -> float:
         """The present, as its transport sees it."""
@@ -292,52 +294,18 @@ class VirtualHost:
         num_bytes = message.num_rows * self._row_bytes if isinstance(message, Data) else 0
         self._network.to_consumer(self, peer, message, payload, num_bytes)
 
-    def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
-        """A message of a consumer has arrived."""
-        if self._network.kv_observer is not None:
-            self._network.kv_observer.kv_arrived(self, peer, message)
-        if self._transport is not None:
-            self._transport.receive_from_consumer(peer, message)
-
-    def receive_from_producer(
-        self, endpoint: str, message: ToConsumer, payload: NDArray[np.uint8] | None
-    ) -> None:
-        """A message of a producer has arrived."""
-        if self._transport is not None:
-            self._transport.receive_from_producer(endpoint, message, payload)
-
-    def lose_kv_endpoint(self, endpoint: str) -> None:
-        """Its connection to a producer broke, or was refused."""
-        if self._transport is not None:
-            self._transport.lose_producer(endpoint)
-
-    def lose_kv_consumer(self, peer: bytes) -> None:
-        """A consumer cannot be reached."""
-        if self._transport is not None:
-            self._transport.lose_consumer(peer)
-
-    def lose_kv_peer(self, other: VirtualHost) -> None:
-        """Its connections to another host broke, in both roles."""
-        self.lose_kv_endpoint(other.kv_endpoint)
-        self.lose_kv_consumer(other.incarnation.encode())
-
     # --- views ---------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Engine and transfers are whole."""
         self.engine.check_invariants()
-        if self._transport is not None:
-            self._transport.check_invariants()
+        if self.transport is not None:
+            self.transport.check_invariants()
 
     @property
     def num_open_transfers(self) -> int:
         """KV transfers that have not ended, in either role."""
-        return self._transport.num_open if self._transport is not None else 0
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the process stands still."""
-        return self._is_frozen
+        return self.transport.num_open if self.transport is not None else 0
 
     def finish(self) -> None:
         """Count to the end of the run."""

@@ -53,7 +53,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         self._order = itertools.count()
         self._error: BaseException | None = None
-        self._is_running = False
         # The order in which tasks were started: that of their addresses is chance.
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
@@ -67,7 +66,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """
         previous = asyncio._get_running_loop()  # noqa: SLF001 - what a loop has to do
         asyncio._set_running_loop(self)  # noqa: SLF001
-        self._is_running = True
         try:
             task = self.create_task(main)
             while not task.done():
@@ -77,7 +75,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     )
             return task.result()
         finally:
-            self._is_running = False
             asyncio._set_running_loop(previous)  # noqa: SLF001
 
     def abandon(self) -> None:
@@ -132,12 +129,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: object, context: Context | None = None
-    ) -> asyncio.Handle:
-        """The same: there is one thread."""
-        return self.call_soon(callback, *args, context=context)
-
     def call_later(
         self,
         delay: float,
@@ -176,14 +167,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Keep the first exception; the run ends with it."""
         if self._error is None:
             self._error = context.get("exception") or RuntimeError(str(context.get("message")))
-
-    def is_running(self) -> bool:
-        """Whether `run` is at work."""
-        return self._is_running
-
-    def is_closed(self) -> bool:
-        """Never: it holds nothing that needs closing."""
-        return False
 
     def get_debug(self) -> bool:
         """Never."""

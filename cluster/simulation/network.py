@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.simulation.host import VirtualHost
     from cluster.simulation.loop import VirtualLoop
     from kv_transfer.messages import ToConsumer, ToProducer
+    from kv_transfer.transports.virtual import VirtualTransport
 
 _MESSAGE_BYTES = 200
 """What a message without payload takes of the wire."""
@@ -45,6 +45,37 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_jitter_s: float = 0.0
 
 
+class KVHost(Protocol):
+    """What the network knows of a host.
+
+    Attributes:
+        incarnation: Names it as a consumer.
+        kv_endpoint: Names it as a producer.
+        transport: Takes what arrives; None where KV is not moved.
+    """
+
+    incarnation: str
+    kv_endpoint: str
+    transport: VirtualTransport | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing gets from or to it now."""
+        ...
+
+    def corrupts(self) -> bool:
+        """Whether KV that leaves it now is damaged on its way."""
+        ...
+
+    def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> object:
+        """Let something happen in its process at a virtual time."""
+        ...
+
+    def do(self, callback: Callable[..., object], *args: object) -> None:
+        """Let something happen in its process now."""
+        ...
+
+
 class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
@@ -56,7 +87,7 @@ class Channel:
         num_on_way: Messages that were sent and have not arrived.
     """
 
-    def __init__(self, network: Network, host: VirtualHost) -> None:
+    def __init__(self, network: Network, host: KVHost) -> None:
         self._network = network
         self._host = host
         self._last_s = float("-inf")
@@ -80,11 +111,11 @@ class Channel:
 class KVObserver(Protocol):
     """Who watches what passes between the KV connectors."""
 
-    def kv_sent(self, host: VirtualHost, peer: bytes, message: ToConsumer) -> None:
+    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
         """A producer sends a consumer a message."""
         ...
 
-    def kv_arrived(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
+    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
         """A message of a consumer reaches a producer."""
         ...
 
@@ -106,8 +137,8 @@ class Network:
         self.kv_observer: KVObserver | None = None
         self._config = config
         self._rng = rng
-        self._by_endpoint: dict[str, VirtualHost] = {}
-        self._by_peer: dict[bytes, VirtualHost] = {}
+        self._by_endpoint: dict[str, KVHost] = {}
+        self._by_peer: dict[bytes, KVHost] = {}
         self._free_s: dict[str, float] = {}
         # How often the connection of two hosts has broken: what was on its way then is lost.
         self._num_breaks: dict[tuple[str, str], int] = {}
@@ -117,44 +148,39 @@ class Network:
         jitter_s = self._config.jitter_s
         return self._config.latency_s + (jitter_s * self._rng.random() if jitter_s else 0.0)
 
-    def attach(self, host: VirtualHost) -> None:
+    def attach(self, host: KVHost) -> None:
         """Let a host's KV connector be found."""
         self._by_endpoint[host.kv_endpoint] = host
         self._by_peer[host.incarnation.encode()] = host
 
-    def detach(self, host: VirtualHost) -> None:
+    def detach(self, host: KVHost) -> None:
         """Take out a host that died: its peers find their connections broken."""
         self._by_endpoint.pop(host.kv_endpoint, None)
         self._by_peer.pop(host.incarnation.encode(), None)
         self._free_s.pop(host.incarnation, None)
         self.break_kv_connections(host)
 
-    def break_kv_connections(self, host: VirtualHost) -> None:
+    def break_kv_connections(self, host: KVHost) -> None:
         """Lose what is on its way to and from a host, and tell both ends of each connection."""
         for other in list(self._by_endpoint.values()):
             if other is not host:
                 pair = _pair(host, other)
                 self._num_breaks[pair] = self._num_breaks.get(pair, 0) + 1
-                other.call_at(self._soon_s(), other.lose_kv_peer, host)
-                host.call_at(self._soon_s(), host.lose_kv_peer, other)
+                other.call_at(self._soon_s(), _lose, other, host)
+                host.call_at(self._soon_s(), _lose, host, other)
 
-    def to_producer(self, sender: VirtualHost, endpoint: str, message: ToProducer) -> None:
+    def to_producer(self, sender: KVHost, endpoint: str, message: ToProducer) -> None:
         """Carry a consumer's message."""
         host = self._by_endpoint.get(endpoint)
         if host is None:
-            sender.call_at(self._soon_s(), sender.lose_kv_endpoint, endpoint)
+            sender.call_at(self._soon_s(), _transport(sender).lose_producer, endpoint)
             return
         peer = sender.incarnation.encode()
-        pair = _pair(sender, host)
-        for arrival_s in self._arrivals(sender, host, _MESSAGE_BYTES):
-            self.loop.call_at(
-                arrival_s, self._arrive, pair, self._num_breaks.get(pair, 0),
-                host, host.receive_from_consumer, (peer, message),
-            )  # fmt: skip
+        self._carry(sender, host, _MESSAGE_BYTES, self._reach_producer, host, peer, message)
 
     def to_consumer(
         self,
-        sender: VirtualHost,
+        sender: KVHost,
         peer: bytes,
         message: ToConsumer,
         payload: NDArray[np.uint8] | None,
@@ -163,24 +189,40 @@ class Network:
         """Carry a producer's message; `num_bytes` is what its payload stands for."""
         host = self._by_peer.get(peer)
         if host is None:
-            sender.call_at(self._soon_s(), sender.lose_kv_consumer, peer)
+            sender.call_at(self._soon_s(), _transport(sender).lose_consumer, peer)
             return
         if payload is not None and sender.corrupts():
             payload = self._damage(payload)
         if self.kv_observer is not None:
             self.kv_observer.kv_sent(sender, peer, message)
+        receive = _transport(host).receive_from_producer
+        num_bytes += _MESSAGE_BYTES
+        self._carry(sender, host, num_bytes, receive, sender.kv_endpoint, message, payload)
+
+    def _reach_producer(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
+        if self.kv_observer is not None:
+            self.kv_observer.kv_arrived(host, peer, message)
+        _transport(host).receive_from_consumer(peer, message)
+
+    def _carry(
+        self,
+        sender: KVHost,
+        host: KVHost,
+        num_bytes: int,
+        receive: Callable[..., None],
+        *args: object,
+    ) -> None:
+        """Let a host receive a message: never, once or twice."""
         pair = _pair(sender, host)
-        for arrival_s in self._arrivals(sender, host, num_bytes + _MESSAGE_BYTES):
-            self.loop.call_at(
-                arrival_s, self._arrive, pair, self._num_breaks.get(pair, 0),
-                host, host.receive_from_producer, (sender.kv_endpoint, message, payload),
-            )  # fmt: skip
+        num_breaks = self._num_breaks.get(pair, 0)
+        for arrival_s in self._arrivals(sender, host, num_bytes):
+            self.loop.call_at(arrival_s, self._arrive, pair, num_breaks, host, receive, args)
 
     def _arrive(
         self,
         pair: tuple[str, str],
         num_breaks: int,
-        host: VirtualHost,
+        host: KVHost,
         receive: Callable[..., None],
         args: tuple[object, ...],
     ) -> None:
@@ -190,7 +232,7 @@ class Network:
     def _soon_s(self) -> float:
         return self.loop.time() + self._config.latency_s
 
-    def _arrivals(self, sender: VirtualHost, receiver: VirtualHost, num_bytes: int) -> list[float]:
+    def _arrivals(self, sender: KVHost, receiver: KVHost, num_bytes: int) -> list[float]:
         """When a KV message arrives: once as a rule, perhaps twice or never."""
         config, now_s = self._config, self.loop.time()
         if sender.is_cut or receiver.is_cut:
@@ -216,7 +258,19 @@ class Network:
         return damaged
 
 
-def _pair(one: VirtualHost, other: VirtualHost) -> tuple[str, str]:
+def _transport(host: KVHost) -> VirtualTransport:
+    assert host.transport is not None, f"{host.incarnation} moves no KV"
+    return host.transport
+
+
+def _lose(host: KVHost, other: KVHost) -> None:
+    """A host's connections to another one broke, in both roles."""
+    if host.transport is not None:
+        host.transport.lose_producer(other.kv_endpoint)
+        host.transport.lose_consumer(other.incarnation.encode())
+
+
+def _pair(one: KVHost, other: KVHost) -> tuple[str, str]:
     """The connection of two hosts, whichever of them is named first."""
     first, second = sorted((one.incarnation, other.incarnation))
     return first, second

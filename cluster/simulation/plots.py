@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or of several side by side, as PNG and SVG.
+"""Draw the curves of one run, and goodput against load of several.
 
 Owner: nobody; a figure lives from its first line to its file. Matplotlib is an extra and imported
 when something is drawn. No window, no global figure: everything goes through `Figure`. The same
@@ -8,13 +8,20 @@ run gives the same bytes of SVG, on one version of matplotlib.
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from cluster.simulation.report import describe, describe_slo
-from cluster.simulation.summary import Slo, collect_samples, slo_ratios, summarise
+from cluster.simulation.summary import (
+    Slo,
+    attainment_curve,
+    collect_samples,
+    nearest_rank,
+    slo_ratios,
+    summarise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,17 +31,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from cluster.simulation.records import ReplicaRecord, RequestRecord, SimulationResult
-    from cluster.simulation.summary import PoolSummary, Samples, Summary
+    from cluster.simulation.records import EventRecord, RequestRecord, SimulationResult
+    from cluster.simulation.summary import Floats, PoolSummary, Samples, Summary
 
 FORMATS: Final = ("png", "svg")
+"""Every figure of a run is drawn in each of them."""
 
 # Okabe and Ito's palette, which readers with any colour vision can tell apart; its yellow is too
 # pale for a line. Line styles and markers say the same again, for a print without colour.
-_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _LINES: Final = ("-", "--", "-.", ":")
-_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_MARKERS: Final = ("o", "s", "^", "D")
 _GREY: Final = "#6B6B6B"
+_DOTTED: Final = (0, (1, 2))
 
 _STYLE: Final[dict[str, Any]] = {
     "axes.axisbelow": True,
@@ -93,84 +102,62 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def plot_run(
-    result: SimulationResult,
-    folder: Path,
-    *,
-    slo: Slo | None = None,
-    formats: Sequence[str] = FORMATS,
-) -> list[Path]:
+def plot_run(result: SimulationResult, folder: Path, *, slo: Slo | None = None) -> list[Path]:
     """Draw one run: latencies, attainment (with objectives), timeline, replicas.
 
     Args:
         result: The run.
         folder: Where the files go; made when it is not there.
         slo: Objectives, drawn with the latencies; without any there is no attainment to draw.
-        formats: "png", "svg".
 
     Returns:
-        The files, in the order of drawing.
+        The files, in the order of drawing; each figure in every one of `FORMATS`.
 
     Raises:
         MissingPlotLibraryError: When matplotlib is not installed.
     """
     slo = slo or Slo()
     summary = summarise(result, slo)
-    draws: dict[str, Callable[[], Figure]] = {
+    figures: dict[str, Callable[[], Figure]] = {
         "latencies": lambda: _latencies(summary, collect_samples(result.records), slo),
         "timeline": lambda: _timeline(summary, result),
         "replicas": lambda: _replicas(summary),
     }
     if summary.goodput is not None:
-        draws["attainment"] = lambda: _attainment(summary, result.records, slo)
-    return _draw_all(draws, folder, formats)
+        figures["attainment"] = lambda: _attainment(summary, result.records, slo)
+    return [
+        path
+        for name, figure in figures.items()
+        for path in _draw(figure, [folder / f"{name}.{suffix}" for suffix in FORMATS])
+    ]
 
 
-def plot_comparison(
-    summaries: Sequence[Summary], folder: Path, *, formats: Sequence[str] = FORMATS
-) -> list[Path]:
-    """Draw several runs against what differs between them: load, replicas, or only the policy.
+def plot_goodput(summaries: Sequence[Summary], path: Path) -> None:
+    """Draw good requests against load, a line for each policy.
 
     Args:
-        summaries: The runs, of one workload for the picture to make sense; at least one.
-        folder: Where the files go; made when it is not there.
-        formats: "png", "svg".
-
-    Returns:
-        The files, in the order of drawing.
+        summaries: Runs of one workload at several speeds, on one cluster, with objectives.
+        path: The file; its suffix says the format, its folder is made when it is not there.
 
     Raises:
         MissingPlotLibraryError: When matplotlib is not installed.
     """
-    assert summaries, "nothing to compare"
-    draws: dict[str, Callable[[], Figure]] = {}
-    if len({s.requests.offered_per_s for s in summaries}) > 1:
-        draws["goodput"] = lambda: _goodput_by_load(summaries)
-    if len({s.num_replicas for s in summaries}) > 1:
-        draws["scale"] = lambda: _by_replicas(summaries)
-    if not draws:
-        draws["policies"] = lambda: _by_policy(summaries)
-    return _draw_all(draws, folder, formats)
+    _draw(lambda: _goodput(summaries), [path])
 
 
-def _draw_all(
-    draws: dict[str, Callable[[], Figure]], folder: Path, formats: Sequence[str]
-) -> list[Path]:
+def _draw(figure: Callable[[], Figure], paths: list[Path]) -> list[Path]:
+    """Make a figure and write it to files."""
     require_matplotlib()
     from matplotlib import style
 
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
     # From matplotlib's defaults, not from a user's own settings: those would change the bytes.
     with style.context(["default", _STYLE]):
-        for name, draw in draws.items():
-            figure = draw()
-            for suffix in formats:
-                path = folder / f"{name}.{suffix}"
-                # No date and no version: the file says what was drawn, not when or with what.
-                nothing = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
-                figure.savefig(path, metadata=nothing)
-                paths.append(path)
+        drawn = figure()
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # No date and no version: the file says what was drawn, not when or with what.
+            nothing = ("Date", "Creator") if path.suffix == ".svg" else ("Software",)
+            drawn.savefig(path, metadata=dict.fromkeys(nothing))
     return paths
 
 
@@ -191,11 +178,11 @@ def _new_figure(title: str, subtitle: str, size_in: tuple[float, float]) -> Figu
     return figure
 
 
-# --- one run ---
+# --- latencies ---
 
 
 def _latencies(summary: Summary, samples: Samples, slo: Slo) -> Figure:
-    figure = _new_figure(_title("Latency", summary), "", (11, 3.9))
+    figure = _new_figure(f"Latency · {describe(summary)}", "", (11, 3.9))
     panels = (
         ("Time to first token", "TTFT (ms)", samples.ttft_s, slo.ttft_s, "requests"),
         ("Inter-token latency", "ITL (ms)", samples.itl_s, None, "gaps"),
@@ -214,13 +201,15 @@ def _latencies(summary: Summary, samples: Samples, slo: Slo) -> Figure:
     return figure
 
 
-def _cdf(axes: Axes, values: NDArray[np.float64]) -> None:
+def _cdf(axes: Axes, values: Floats) -> None:
     axes.set_ylim(0, 102)
     if not values.size:
         _say_none(axes)
         return
     ascending = np.sort(values)
-    _log_if_positive(axes, ascending)
+    # For values that span some of it; zeros have no place on one.
+    if ascending[0] > 0 and ascending[-1] > 4 * ascending[0]:
+        _log_axis(axes)
     # Ranks, denser towards both ends; the tail is what one looks for. All of them when few.
     ends = (1 - np.cos(np.linspace(0, np.pi, _NUM_CDF_POINTS))) / 2
     ranks = np.unique(np.rint(ends * (ascending.size - 1)).astype(np.int64))
@@ -228,18 +217,37 @@ def _cdf(axes: Axes, values: NDArray[np.float64]) -> None:
     x = np.concatenate([ascending[ranks[:1]], ascending[ranks]])
     y = np.concatenate([[0.0], shares])
     axes.plot(x, y, color=_COLOURS[0], drawstyle="steps-post")
-    for percent, where in ((50, "o"), (90, "s"), (99, "^")):
-        at = ascending[-(-percent * ascending.size // 100) - 1]
-        axes.plot(
-            [at], [percent], where, color=_COLOURS[1], label=f"P{percent}  {_short(float(at))} ms"
-        )
+    for percent, marker in ((50, "o"), (90, "s"), (99, "^")):
+        at = nearest_rank(ascending, percent)
+        label = f"P{percent}  {_short(at)} ms"
+        axes.plot([at], [percent], marker, color=_COLOURS[1], label=label)
     axes.legend(loc="lower right", handletextpad=0.3)
 
 
+def _log_axis(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0,), numticks=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _short(value: float) -> str:
+    """Three digits that count: 1,234; 56.7; 0.89."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+# --- attainment ---
+
+
 def _attainment(summary: Summary, records: Sequence[RequestRecord], slo: Slo) -> Figure:
-    figure = _new_figure(
-        _title("SLO attainment", summary), f"Objectives at scale 1: {describe_slo(slo)}", (7.5, 4.4)
-    )
+    from matplotlib.ticker import NullLocator
+
+    subtitle = f"Objectives at scale 1: {describe_slo(slo)}"
+    figure = _new_figure(f"SLO attainment · {describe(summary)}", subtitle, (7.5, 4.4))
     axes = figure.subplots()
     curves = [("all objectives", slo)]
     single = [
@@ -250,143 +258,113 @@ def _attainment(summary: Summary, records: Sequence[RequestRecord], slo: Slo) ->
     curves += single if len(single) > 1 else []
     scales = np.geomspace(1 / 8, 8, _NUM_CDF_POINTS)
     for i, (label, objectives) in enumerate(curves):
-        ratios = slo_ratios(records, objectives)
-        shares = 100 * np.searchsorted(ratios, scales, side="right") / max(ratios.size, 1)
         axes.plot(
             scales,
-            shares,
+            100 * attainment_curve(slo_ratios(records, objectives), scales),
             label=label,
             color=_COLOURS[i],
-            linestyle=_LINES[i % len(_LINES)],
+            linestyle=_LINES[i],
             linewidth=2.4 if i == 0 else 1.5,
             zorder=3 if i == 0 else 2,
         )
-    success = summary.requests.success_rate
-    if success is not None and success < 1:
-        axes.axhline(100 * success, color=_GREY, linewidth=0.9, linestyle=(0, (1, 2)))
-        axes.annotate(
-            f"{100 * success:.1f} % ended well",
-            (1 / 8, 100 * success),
-            (3, -3),
-            textcoords="offset points",
-            va="top",
-            color=_GREY,
-            fontsize=8,
-        )
+    _mark_success(axes, summary.requests.success_rate)
     axes.axvline(1, color=_GREY, linewidth=0.9)
     axes.set_ylim(0, 102)
     axes.set_xlim(1 / 8, 8)
-    _log2_axis(axes, [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("scale of the objectives (looser to the right)")
     axes.set_ylabel("good requests (% of those sent)")
     axes.legend(loc="lower right")
     return figure
 
 
+def _mark_success(axes: Axes, share: float | None) -> None:
+    """Where attainment must end: what failed keeps no objective, however loose."""
+    if share is None or share == 1:
+        return
+    at = 100 * share
+    axes.axhline(at, color=_GREY, linewidth=0.9, linestyle=_DOTTED)
+    axes.annotate(
+        f"{at:.1f} % ended well",
+        (1 / 8, at),
+        (3, -3),
+        textcoords="offset points",
+        va="top",
+        color=_GREY,
+        fontsize=8,
+    )
+
+
+# --- timeline ---
+
+
 def _timeline(summary: Summary, result: SimulationResult) -> Figure:
-    panels = [_draw_rates, _draw_in_flight]
-    if any(r.kv_samples.size and r.num_blocks for r in result.replicas):
-        panels.append(_draw_kv_use)
-    figure = _new_figure(_title("Timeline", summary), "", (11, 1.2 + 2.0 * len(panels)))
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, draw in zip(all_axes, panels, strict=True):
-        draw(axes, result)
-        _mark_faults(axes, result, is_named=axes is all_axes[0])
+    figure = _new_figure(f"Timeline · {describe(summary)}", "", (11, 5.2))
+    all_axes = figure.subplots(2, 1, sharex=True)
+    rates, in_flight = all_axes
+    _draw_rates(rates, result)
+    _draw_in_flight(in_flight, result)
+    # One planned for after the end is no part of the picture.
+    faults = [e for e in result.events if e.kind in _FAULT_KINDS and e.at_s <= result.duration_s]
+    for axes in all_axes:
+        for fault in faults:
+            axes.axvline(fault.at_s, color=_GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
         axes.set_ylim(bottom=0)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.6)
-    all_axes[-1].set_xlabel("virtual time (s)")
-    all_axes[-1].set_xlim(0, max(result.duration_s, 1e-9))
+    _name_faults(rates, faults, _FAULT_NAME_SHARE * result.duration_s)
+    in_flight.set_xlabel("virtual time (s)")
+    in_flight.set_xlim(0, _end_s(result))
     return figure
 
 
 def _draw_rates(axes: Axes, result: SimulationResult) -> None:
     # A few arrivals in each bin, or the rates are all noise.
     num_bins = min(_NUM_TIMELINE_BINS, max(8, len(result.records) // 5))
-    edges = np.linspace(0, max(result.duration_s, 1e-9), num_bins + 1)
-    width_s = edges[1] - edges[0]
-    arrivals = np.array([r.arrival_s for r in result.records])
-    ends = np.array([r.finished_s for r in result.records])
-    for times, label, colour, line in (
-        (arrivals, "arrivals", _COLOURS[0], "-"),
-        (ends, "ends", _COLOURS[1], "--"),
-    ):
-        counts, _ = np.histogram(times, edges)
-        rates = counts / width_s
-        axes.step(
-            edges,
-            [*rates, rates[-1]],
-            where="post",
-            label=label,
-            color=colour,
-            linestyle=line,
-            linewidth=1.2,
-        )
+    edges = np.linspace(0, _end_s(result), num_bins + 1)
+    arrivals = [r.arrival_s for r in result.records]
+    ends = [r.finished_s for r in result.records]
+    for i, (label, times) in enumerate((("arrivals", arrivals), ("ends", ends))):
+        rates = np.histogram(times, edges)[0] / (edges[1] - edges[0])
+        y = [*rates, rates[-1]]
+        axes.step(edges, y, _LINES[i], where="post", label=label, color=_COLOURS[i], linewidth=1.2)
     axes.set_ylabel("requests/s")
 
 
 def _draw_in_flight(axes: Axes, result: SimulationResult) -> None:
-    times = np.linspace(0, max(result.duration_s, 1e-9), _NUM_TIMELINE_POINTS)
-    arrivals = _ascending(r.arrival_s for r in result.records)
-    ends = _ascending(r.finished_s for r in result.records)
+    times = np.linspace(0, _end_s(result), _NUM_TIMELINE_POINTS)
     # Who never reached a replica waited until the end.
-    starts = _ascending(
+    starts = (
         r.finished_s
         if r.replica is None and r.prefill_replica is None
         else min(r.arrival_s + r.queued_s, r.finished_s)
         for r in result.records
     )
-    num_started = np.searchsorted(starts, times, side="right")
-    running = num_started - np.searchsorted(ends, times, side="right")
-    queued = np.searchsorted(arrivals, times, side="right") - num_started
+    num_arrived = _num_until(times, (r.arrival_s for r in result.records))
+    num_started = _num_until(times, starts)
+    num_ended = _num_until(times, (r.finished_s for r in result.records))
+    running, queued = num_started - num_ended, num_arrived - num_started
     axes.plot(times, running, label="running", color=_COLOURS[2], linewidth=1.4)
     axes.plot(times, queued, label="queued", color=_COLOURS[1], linestyle="--", linewidth=1.4)
     axes.set_ylabel("requests")
 
 
-def _draw_kv_use(axes: Axes, result: SimulationResult) -> None:
-    times = np.linspace(0, max(result.duration_s, 1e-9), _NUM_TIMELINE_POINTS)
-    shares = np.stack(
-        [
-            _kv_share(r, times, result.duration_s)
-            for r in result.replicas
-            if r.kv_samples.size and r.num_blocks
-        ]
-    )
-    # Where nobody lives there is nothing to show; a gap, not a zero.
-    alive = ~np.isnan(shares).all(axis=0)
-    mean, high, low = (np.full(times.size, np.nan) for _ in range(3))
-    mean[alive] = 100 * np.nanmean(shares[:, alive], axis=0)
-    high[alive] = 100 * np.nanmax(shares[:, alive], axis=0)
-    low[alive] = 100 * np.nanmin(shares[:, alive], axis=0)
-    axes.fill_between(times, low, high, color=_COLOURS[5], alpha=0.35, linewidth=0, label="range")
-    axes.plot(times, mean, color=_COLOURS[0], linewidth=1.4, label="mean")
-    axes.set_ylabel("KV blocks in use (%)")
+def _num_until(times: Floats, events: Iterable[float]) -> NDArray[np.int64]:
+    """How many of the events had happened at each time."""
+    return np.searchsorted(np.sort(np.fromiter(events, dtype=np.float64)), times, side="right")
 
 
-def _kv_share(
-    replica: ReplicaRecord, times: NDArray[np.float64], duration_s: float
-) -> NDArray[np.float64]:
-    """Share of the blocks in use at each time; NaN before the first sample and after the end."""
-    at = np.searchsorted(replica.kv_samples[:, 0], times, side="right") - 1
-    share = replica.kv_samples[np.maximum(at, 0), 1] / replica.num_blocks
-    stopped_s = duration_s if replica.stopped_s is None else replica.stopped_s
-    return np.where((at < 0) | (times > stopped_s), np.nan, share)
-
-
-def _mark_faults(axes: Axes, result: SimulationResult, *, is_named: bool) -> None:
-    # One planned for after the end is no part of the picture.
-    faults = [e for e in result.events if e.kind in _FAULT_KINDS and e.at_s <= result.duration_s]
-    for event in faults:
-        axes.axvline(event.at_s, color=_GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-    # A name needs room to its right; of a dense bunch the first one is named.
+def _name_faults(axes: Axes, faults: Iterable[EventRecord], room_s: float) -> None:
+    """Write names above; one needs room to its right, so of a dense bunch the first is named."""
     free_from_s = 0.0
-    for event in faults if is_named else ():
-        if event.at_s < free_from_s:
+    for fault in faults:
+        if fault.at_s < free_from_s:
             continue
-        free_from_s = event.at_s + _FAULT_NAME_SHARE * result.duration_s
+        free_from_s = fault.at_s + room_s
         axes.annotate(
-            f"{event.kind} {event.subject}",
-            (event.at_s, 1.0),
+            f"{fault.kind} {fault.subject}",
+            (fault.at_s, 1.0),
             (2, 1),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
@@ -396,69 +374,37 @@ def _mark_faults(axes: Axes, result: SimulationResult, *, is_named: bool) -> Non
         )
 
 
+def _end_s(result: SimulationResult) -> float:
+    return max(result.duration_s, 1e-9)
+
+
+# --- replicas ---
+
+
 def _replicas(summary: Summary) -> Figure:
-    tokens: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    busy: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for r in summary.replicas:
-        tokens[r.role][r.name] += r.num_prompt_tokens + r.num_output_tokens
-        busy[r.role].append((r.name, 100 * (r.utilisation or 0.0)))
     num_bars = len(summary.replicas)
-    height_in = 1.5 + (0.26 * num_bars if num_bars <= _MAX_NAMED_BARS else 2.8)
-    figure = _new_figure(
-        _title("Replicas", summary),
-        "   ".join(_pool_line(pool) for pool in summary.pools),
-        (11, max(2.2, height_in)),
-    )
+    is_named = num_bars <= _MAX_NAMED_BARS
+    height_in = 1.5 + (0.26 * num_bars if is_named else 2.8)
+    pools = "   ".join(_pool_line(pool) for pool in summary.pools)
+    figure = _new_figure(f"Replicas · {describe(summary)}", pools, (11, max(2.2, height_in)))
+    busy: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    tokens: dict[str, Counter[str]] = defaultdict(Counter)
+    for r in summary.replicas:
+        busy[r.role].append((r.name, 100 * (r.utilisation or 0.0)))
+        tokens[r.role][r.name] += r.num_prompt_tokens + r.num_output_tokens
+    loads = {
+        role: [(name, n / (by_name.total() / len(by_name))) for name, n in by_name.items()]
+        for role, by_name in tokens.items()
+        if by_name.total()
+    }
     left, right = figure.subplots(1, 2)
-    _ranked(left, busy)
     left.set_title("Utilisation")
-    _value_label(left, num_bars, "time in steps (% of life)")
-    _ranked(
-        right,
-        {
-            role: [(name, n / mean) for name, n in by_name.items()]
-            for role, by_name in tokens.items()
-            if (mean := sum(by_name.values()) / len(by_name)) > 0
-        },
-    )
     right.set_title("Load: prompt and output tokens computed")
-    _value_label(right, num_bars, "tokens / mean of the pool")
-    (right.axvline if num_bars <= _MAX_NAMED_BARS else right.axhline)(1, color=_GREY, linewidth=0.9)
+    draw, mean_line = (_bars, right.axvline) if is_named else (_curves, right.axhline)
+    draw(left, busy, "time in steps (% of life)")
+    draw(right, loads, "tokens / mean of the pool")
+    mean_line(1, color=_GREY, linewidth=0.9)
     return figure
-
-
-def _ranked(axes: Axes, by_role: dict[str, list[tuple[str, float]]]) -> None:
-    """Bars with names when they fit; else a curve for each pool over its replicas' ranks."""
-    if not by_role:
-        _say_none(axes)
-        return
-    num_bars = sum(len(values) for values in by_role.values())
-    if num_bars > _MAX_NAMED_BARS:
-        for i, (role, named) in enumerate(sorted(by_role.items())):
-            values = sorted((v for _, v in named), reverse=True)
-            ranks = 100 * (np.arange(len(values)) + 0.5) / len(values)
-            label = f"{role} ({len(values):,})"
-            axes.plot(ranks, values, color=_COLOURS[i], linestyle=_LINES[i], label=label)
-        axes.set_xlim(0, 100)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("replicas, busiest first (% of the pool)")
-        axes.legend(loc="upper right")
-        return
-    names = [name for role in sorted(by_role) for name, _ in by_role[role]]
-    values = [value for role in sorted(by_role) for _, value in by_role[role]]
-    colours = [_COLOURS[i] for i, role in enumerate(sorted(by_role)) for _ in by_role[role]]
-    axes.barh(range(num_bars), values, color=colours, height=0.7)
-    axes.set_yticks(range(num_bars), names)
-    axes.set_ylim(num_bars - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-
-
-def _value_label(axes: Axes, num_bars: int, label: str) -> None:
-    if num_bars <= _MAX_NAMED_BARS:
-        axes.set_xlabel(label)
-    else:
-        axes.set_ylabel(label)
 
 
 def _pool_line(pool: PoolSummary) -> str:
@@ -467,230 +413,75 @@ def _pool_line(pool: PoolSummary) -> str:
     return f"{pool.role}: {busy} busy, largest load / mean {uneven}"
 
 
-# --- several runs ---
-
-
-def _goodput_by_load(summaries: Sequence[Summary]) -> Figure:
-    has_slo = all(s.goodput is not None for s in summaries)
-    first = summaries[0]
-    slo = describe_slo(first.goodput.slo) if first.goodput is not None and has_slo else ""
-    title = "Goodput against load" if has_slo else "Throughput against load"
-    figure = _new_figure(
-        f"{title} · {_common(summaries)}", f"Good: {slo}" if slo else "", (7.5, 4.6)
-    )
-    axes = figure.subplots()
-    series = _series(summaries, lambda s: s.requests.offered_per_s, _goodput_key(summaries))
-    offered = [s.requests.offered_per_s for s in summaries if s.requests.offered_per_s]
-    if offered:
-        ends = [min(offered), max(offered)]
-        axes.plot(ends, ends, color=_GREY, linewidth=0.9, linestyle=(0, (1, 2)), label="as offered")
-    _draw_series(axes, series, _good_per_s)
-    if offered and max(offered) > 4 * min(offered):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        _plain_log_ticks(axes.xaxis)
-        _plain_log_ticks(axes.yaxis)
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel("offered load (requests/s)")
-    axes.set_ylabel(f"{'good' if has_slo else 'completed'} requests/s")
-    axes.legend(loc="upper left")
-    return figure
-
-
-def _by_replicas(summaries: Sequence[Summary]) -> Figure:
-    figure = _new_figure(f"Scale · {_common(summaries)}", "", (11, 4.0))
-    series = _series(summaries, lambda s: s.num_replicas, _scale_key(summaries))
-    panels = _comparison_panels(summaries)
-    counts = sorted({s.num_replicas for s in summaries})
-    all_axes = figure.subplots(1, len(panels))
-    for axes, (title, label, value) in zip(all_axes, panels, strict=True):
-        _draw_series(axes, series, value)
-        _log2_axis(axes, counts, [f"{n:,}" for n in counts])
-        axes.set_title(title)
-        axes.set_xlabel("replicas")
-        axes.set_ylabel(label)
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.set_ylim(0, 102 if value is _good_percent else None)
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
-    return figure
-
-
-def _by_policy(summaries: Sequence[Summary]) -> Figure:
-    figure = _new_figure(f"Policies · {_common(summaries)}", "", (11, 1.8 + 0.35 * len(summaries)))
-    panels = _comparison_panels(summaries)
-    for axes, (title, label, value) in zip(
-        figure.subplots(1, len(panels), sharey=True), panels, strict=True
-    ):
-        values = [value(s) for s in summaries]
-        shown = [0.0 if v is None else v for v in values]
-        bars = axes.barh(
-            range(len(summaries)),
-            shown,
-            height=0.6,
-            color=[_COLOURS[i % len(_COLOURS)] for i in range(len(summaries))],
-        )
-        axes.bar_label(bars, [_short(v) if v is not None else "-" for v in values], padding=3)
-        axes.set_yticks(range(len(summaries)), [s.policy for s in summaries])
-        axes.set_ylim(len(summaries) - 0.4, -0.6)
-        axes.set_xlim(0, 1.18 * max(*shown, 1e-9))
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(axis="y", length=0)
-        axes.set_title(title)
-        axes.set_xlabel(label)
-    return figure
-
-
-def _comparison_panels(
-    summaries: Sequence[Summary],
-) -> list[tuple[str, str, Callable[[Summary], float | None]]]:
-    """(title, axis label, value) of what is worth comparing between runs."""
-    panels: list[tuple[str, str, Callable[[Summary], float | None]]] = [
-        ("Mean time to first token", "TTFT (ms)", _mean_ttft_ms),
-        ("Prefix reuse", "cached prompt tokens (%)", _hit_percent),
+def _bars(axes: Axes, by_role: dict[str, list[tuple[str, float]]], label: str) -> None:
+    """A bar with its name for each replica, in the colour of its role."""
+    axes.set_xlabel(label)
+    bars = [
+        (name, value, _COLOURS[i])
+        for i, role in enumerate(sorted(by_role))
+        for name, value in by_role[role]
     ]
-    if all(s.goodput is not None for s in summaries):
-        panels.append(("SLO attainment", "good requests (% of those sent)", _good_percent))
-    else:
-        panels.append(("Mean inter-token latency", "ITL (ms)", _mean_itl_ms))
-    return panels
+    if not bars:
+        _say_none(axes)
+        return
+    names, values, colours = zip(*bars, strict=True)
+    axes.barh(range(len(bars)), values, color=colours, height=0.7)
+    axes.set_yticks(range(len(bars)), names)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
 
 
-def _mean_ttft_ms(summary: Summary) -> float | None:
-    return _scaled(summary.latencies.ttft_s.mean, 1e3)
-
-
-def _mean_itl_ms(summary: Summary) -> float | None:
-    return _scaled(summary.latencies.itl_s.mean, 1e3)
-
-
-def _hit_percent(summary: Summary) -> float | None:
-    return _scaled(summary.prefix.hit_share, 1e2)
-
-
-def _good_percent(summary: Summary) -> float | None:
-    return _scaled(summary.goodput.attainment if summary.goodput else None, 1e2)
-
-
-def _good_per_s(summary: Summary) -> float | None:
-    if summary.goodput is None:
-        return summary.requests.completed_per_s
-    return summary.goodput.good_per_s
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
-
-
-def _series(
-    summaries: Sequence[Summary],
-    x: Callable[[Summary], float | None],
-    key: Callable[[Summary], str],
-) -> dict[str, list[tuple[float, Summary]]]:
-    """Points by the name of their line, each line in the order of x."""
-    series: dict[str, list[tuple[float, Summary]]] = defaultdict(list)
-    for summary in summaries:
-        at = x(summary)
-        if at is not None:
-            series[key(summary)].append((at, summary))
-    return {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
-
-
-def _goodput_key(summaries: Sequence[Summary]) -> Callable[[Summary], str]:
-    """A line for each policy; for each number of replicas too, when that is not just the load."""
-    runs: dict[tuple[str, int], int] = defaultdict(int)
-    for s in summaries:
-        runs[s.policy, s.num_replicas] += 1
-    if max(runs.values()) > 1 and len({s.num_replicas for s in summaries}) > 1:
-        return lambda s: f"{s.policy}, {s.num_replicas:,} replicas"
-    return lambda s: s.policy
-
-
-def _scale_key(summaries: Sequence[Summary]) -> Callable[[Summary], str]:
-    """A line for each policy; for each speed of arrivals too, when that is not one per size."""
-    runs: dict[tuple[str, int], int] = defaultdict(int)
-    for s in summaries:
-        runs[s.policy, s.num_replicas] += 1
-    if max(runs.values()) > 1:
-        return lambda s: f"{s.policy}, arrivals {s.speed_up:g}x"
-    return lambda s: s.policy
-
-
-def _draw_series(
-    axes: Axes,
-    series: dict[str, list[tuple[float, Summary]]],
-    value: Callable[[Summary], float | None],
-) -> None:
-    for i, (name, points) in enumerate(series.items()):
-        shown = [(x, y) for x, s in points if (y := value(s)) is not None]
-        axes.plot(
-            [x for x, _ in shown],
-            [y for _, y in shown],
-            label=name,
-            color=_COLOURS[i % len(_COLOURS)],
-            linestyle=_LINES[i % len(_LINES)],
-            marker=_MARKERS[i % len(_MARKERS)],
-            # Later lines are thinner: one that lies on another does not hide it.
-            linewidth=max(1.2, 2.8 - 0.5 * i),
-            markersize=max(4.0, 8.0 - 1.2 * i),
-        )
-
-
-# --- shared ---
-
-
-def _title(what: str, summary: Summary) -> str:
-    return f"{what} · {describe(summary)}"
-
-
-def _common(summaries: Sequence[Summary]) -> str:
-    """What all the runs share, for a heading."""
-    first = summaries[0]
-    parts = sorted({s.workload for s in summaries})
-    for key in ("model", "board"):
-        if key in first.config and len({s.config.get(key) for s in summaries}) == 1:
-            parts.append(str(first.config[key]))
-    if len({s.num_replicas for s in summaries}) == 1:
-        parts.append(f"{first.num_replicas:,} replicas")
-    if len({s.speed_up for s in summaries}) == 1:
-        parts.append(f"arrivals {first.speed_up:g}x")
-    return " · ".join(parts)
-
-
-def _log_if_positive(axes: Axes, ascending: NDArray[np.float64]) -> None:
-    """A log axis for values that span some of it; zeros have no place on one."""
-    if ascending[0] > 0 and ascending[-1] > 4 * ascending[0]:
-        axes.set_xscale("log")
-        _plain_log_ticks(axes.xaxis)
-
-
-def _plain_log_ticks(axis: Any) -> None:  # noqa: ANN401 - XAxis and YAxis share no typed base
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0,), numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _log2_axis(axes: Axes, ticks: Sequence[float], labels: Sequence[str]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ticks), list(labels))
-    axes.xaxis.set_minor_locator(NullLocator())
+def _curves(axes: Axes, by_role: dict[str, list[tuple[str, float]]], label: str) -> None:
+    """A curve for each role over its replicas' ranks."""
+    axes.set_ylabel(label)
+    for i, (role, named) in enumerate(sorted(by_role.items())):
+        values = sorted((value for _, value in named), reverse=True)
+        ranks = 100 * (np.arange(len(values)) + 0.5) / len(values)
+        name = f"{role} ({len(values):,})"
+        axes.plot(ranks, values, _LINES[i], color=_COLOURS[i], label=name)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("replicas, busiest first (% of the pool)")
+    axes.legend(loc="upper right")
 
 
 def _say_none(axes: Axes) -> None:
     axes.text(0.5, 0.5, "no samples", transform=axes.transAxes, ha="center", color=_GREY)
 
 
-def _short(value: float) -> str:
-    """Three digits that count: 1,234; 56.7; 0.89."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+# --- several runs ---
 
 
-def _ascending(values: Iterable[float]) -> NDArray[np.float64]:
-    return np.sort(np.fromiter(values, dtype=np.float64))
+def _goodput(summaries: Sequence[Summary]) -> Figure:
+    first = summaries[0]
+    assert first.goodput is not None, "no objectives"
+    facts = [str(first.config[key]) for key in ("model", "board") if key in first.config]
+    facts = ["Goodput against load", first.workload, *facts, f"{first.num_replicas:,} replicas"]
+    subtitle = f"Good: {describe_slo(first.goodput.slo)}"
+    figure = _new_figure(" · ".join(facts), subtitle, (7.5, 4.6))
+    axes = figure.subplots()
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for s in summaries:
+        good_per_s = s.goodput.good_per_s if s.goodput else None
+        if s.requests.offered_per_s and good_per_s is not None:
+            lines[s.policy].append((s.requests.offered_per_s, good_per_s))
+    offered = [x for points in lines.values() for x, _ in points]
+    ends = [min(offered, default=0.0), max(offered, default=0.0)]
+    axes.plot(ends, ends, color=_GREY, linewidth=0.9, linestyle=_DOTTED, label="as offered")
+    for i, (policy, points) in enumerate(lines.items()):
+        axes.plot(
+            *zip(*sorted(points), strict=True),
+            label=policy,
+            color=_COLOURS[i],
+            linestyle=_LINES[i],
+            marker=_MARKERS[i],
+            # Later lines are thinner: one that lies on another does not hide it.
+            linewidth=max(1.2, 2.8 - 0.5 * i),
+            markersize=max(4.0, 8.0 - 1.2 * i),
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("offered load (requests/s)")
+    axes.set_ylabel("good requests/s")
+    axes.legend(loc="upper left")
+    return figure

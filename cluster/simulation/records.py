@@ -22,9 +22,6 @@ ABORTED: Final = "aborted"
 NO_TIMES: Final = np.empty(0, dtype=np.float64)
 """Token times of a request that got no token. Shared: never write to it."""
 NO_TIMES.flags.writeable = False
-NO_SAMPLES: Final = np.empty((0, 2), dtype=np.float64)
-"""Samples of a replica that kept none. Shared: never write to it."""
-NO_SAMPLES.flags.writeable = False
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
@@ -78,8 +75,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         num_output_tokens: Output tokens that its steps produced.
         num_preemptions: Requests that lost their blocks and had to be computed again.
         num_blocks: KV blocks that it has; 0 when nobody counted.
-        kv_samples: (at_s, KV blocks in use) whenever that changed or was sampled; shape
-            [samples, 2], float64, ascending in time. Empty when not recorded.
         started_s: When it was ready.
         stopped_s: When it stopped or died; None when it lived until the end of the run.
     """
@@ -94,7 +89,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_blocks: int = 0
-    kv_samples: NDArray[np.float64] = NO_SAMPLES
     started_s: float = 0.0
     stopped_s: float | None = None
 

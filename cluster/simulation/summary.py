@@ -11,9 +11,8 @@ inference-perf and of vLLM's `bench serve`; TBT is Mooncake's.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from cluster.simulation.records import ReplicaRecord, RequestRecord, SimulationResult
 
-SCHEMA_VERSION: Final = 1
+    Floats = NDArray[np.float64]
 
 PERCENTS: Final = (50, 90, 95, 99)
 
@@ -39,10 +38,6 @@ SLO_SCALES: Final = (
     *(1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0),
 )
 """The scales at which a summary gives attainment; 1 is the objectives as they were asked for."""
-
-
-class SummaryFormatError(Exception):
-    """A file is no summary of this version; the message says what is wrong with it."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,8 +239,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a report says about one run, except how long it took for real.
 
     Attributes:
-        schema_version: `SCHEMA_VERSION`. Goes up when a number changes its name or meaning; a new
-            number does not change it.
+        schema_version: Goes up when a number changes its name or meaning; a new number does not
+            change it.
         workload: As in `SimulationResult`, like `policy`, `num_replicas`, `seed`, `speed_up`,
             `config`, `duration_s` and `num_events`.
         requests: Counts and rates.
@@ -272,28 +267,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Transfers
     pools: tuple[PoolSummary, ...]
     replicas: tuple[ReplicaSummary, ...]
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
-    """Latencies of the ok requests with a token, in the order of the records; float64, seconds.
+class Samples(NamedTuple):
+    """What `Latencies` describes: float64, in the order of the records.
 
     Attributes:
-        ttft_s: Shape [requests].
-        tpot_s: Shape [requests].
-        e2e_s: Shape [requests].
-        queued_s: Shape [requests].
+        ttft_s: Shape [ok requests with a token], like `tpot_s`, `e2e_s` and `queued_s`.
         itl_s: Shape [gaps], all requests one after another.
         tbt_s: Shape [requests with two tokens or more].
     """
 
-    ttft_s: NDArray[np.float64]
-    tpot_s: NDArray[np.float64]
-    e2e_s: NDArray[np.float64]
-    queued_s: NDArray[np.float64]
-    itl_s: NDArray[np.float64]
-    tbt_s: NDArray[np.float64]
+    ttft_s: Floats
+    tpot_s: Floats
+    itl_s: Floats
+    tbt_s: Floats
+    e2e_s: Floats
+    queued_s: Floats
 
 
 def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
@@ -304,8 +295,8 @@ def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
         slo: What counts as good; without it, or when it asks for nothing, there is no goodput.
     """
     records = result.records
-    samples = collect_samples(records)
-    lives = [_Life(r, result.duration_s) for r in result.replicas]
+    samples = collect_samples(records)._asdict()
+    lives = [_life(replica, result.duration_s) for replica in result.replicas]
     return Summary(
         workload=result.workload,
         policy=result.policy,
@@ -316,19 +307,12 @@ def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
         duration_s=float(result.duration_s),
         num_events=result.num_events,
         requests=_requests(records, result.duration_s),
-        latencies=Latencies(
-            ttft_s=distribution(samples.ttft_s),
-            tpot_s=distribution(samples.tpot_s),
-            itl_s=distribution(samples.itl_s),
-            tbt_s=distribution(samples.tbt_s),
-            e2e_s=distribution(samples.e2e_s),
-            queued_s=distribution(samples.queued_s),
-        ),
+        latencies=Latencies(**{name: distribution(values) for name, values in samples.items()}),
         goodput=None if slo is None or slo == Slo() else _goodput(result, slo),
         prefix=_prefix(records),
         transfers=_transfers(records),
         pools=_pools(lives),
-        replicas=tuple(life.summary() for life in lives),
+        replicas=tuple(_replica(life) for life in lives),
     )
 
 
@@ -336,23 +320,6 @@ def to_json(summary: Summary) -> bytes:
     """The summary as indented UTF-8 JSON with a newline at its end; no NaN, None is null."""
     encoded = msgspec.json.encode(summary, order="deterministic")
     return msgspec.json.format(encoded, indent=2) + b"\n"
-
-
-def from_json(data: bytes) -> Summary:
-    """Read what `to_json` wrote; fields that this version does not know are left out.
-
-    Raises:
-        SummaryFormatError: When it is something else, or of another version.
-    """
-    try:
-        version = msgspec.json.decode(data, type=_Versioned).schema_version
-        if version != SCHEMA_VERSION:
-            raise SummaryFormatError(
-                f"the summary has schema version {version}, this program reads {SCHEMA_VERSION}"
-            )
-        return msgspec.json.decode(data, type=Summary)
-    except msgspec.MsgspecError as error:
-        raise SummaryFormatError(f"not a summary: {error}") from error
 
 
 def collect_samples(records: Iterable[RequestRecord]) -> Samples:
@@ -370,20 +337,16 @@ def collect_samples(records: Iterable[RequestRecord]) -> Samples:
     )
 
 
-def distribution(samples: NDArray[np.float64]) -> Distribution:
+def distribution(samples: Floats) -> Distribution:
     """Describe samples; shape [samples], any order."""
     count = int(samples.size)
     if count == 0:
         return Distribution(count=0)
     ascending = np.sort(samples)
-    p50, p90, p95, p99 = (nearest_rank(ascending, percent) for percent in PERCENTS)
     return Distribution(
         count=count,
         mean=float(ascending.sum()) / count,
-        p50=p50,
-        p90=p90,
-        p95=p95,
-        p99=p99,
+        **{f"p{percent}": nearest_rank(ascending, percent) for percent in PERCENTS},
         max=float(ascending[-1]),
         uncertain=tuple(
             f"p{percent}"
@@ -393,7 +356,7 @@ def distribution(samples: NDArray[np.float64]) -> Distribution:
     )
 
 
-def nearest_rank(ascending: NDArray[np.float64], percent: int) -> float:
+def nearest_rank(ascending: Floats, percent: int) -> float:
     """The smallest sample that at least `percent` of 100 samples do not exceed.
 
     Args:
@@ -407,7 +370,7 @@ def nearest_rank(ascending: NDArray[np.float64], percent: int) -> float:
     return float(ascending[rank - 1])
 
 
-def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> NDArray[np.float64]:
+def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> Floats:
     """How far each sent request is from its objectives, ascending; shape [requests].
 
     The ratio is the largest of latency / objective, so the request is good when all objectives are
@@ -423,58 +386,15 @@ def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> NDArray[np.float64
     return np.sort(ratios)
 
 
-def attainment_curve(
-    ratios: NDArray[np.float64], scales: Sequence[float] = SLO_SCALES
-) -> tuple[float, ...]:
-    """Attainment at each scale of the objectives.
+def attainment_curve(ratios: Floats, scales: Sequence[float] | Floats) -> Floats:
+    """Good / sent at each scale of the objectives; 0 when none was sent.
 
     Args:
         ratios: From `slo_ratios`.
-        scales: Factors on all objectives at once.
-
-    Returns:
-        For each scale, good / sent; nothing when none was sent.
+        scales: Factors on all objectives at once; shape [scales].
     """
-    if not ratios.size:
-        return ()
-    num_good = np.searchsorted(ratios, np.asarray(scales, dtype=np.float64), side="right")
-    return tuple(int(n) / int(ratios.size) for n in num_good)
-
-
-class _Versioned(msgspec.Struct):
-    schema_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """A replica's record, and until when it can have lived."""
-
-    record: ReplicaRecord
-    end_s: float
-
-    @property
-    def lived_s(self) -> float:
-        stopped_s = self.end_s if self.record.stopped_s is None else self.record.stopped_s
-        return max(0.0, float(stopped_s) - float(self.record.started_s))
-
-    @property
-    def slot_s(self) -> float:
-        return self.record.num_slots * self.lived_s
-
-    def summary(self) -> ReplicaSummary:
-        record = self.record
-        return ReplicaSummary(
-            name=record.name,
-            role=record.role,
-            started_s=float(record.started_s),
-            lived_s=self.lived_s,
-            utilisation=_ratio(record.busy_s, self.lived_s),
-            slot_occupancy=_ratio(record.slot_busy_s, self.slot_s),
-            num_steps=record.num_steps,
-            num_prompt_tokens=record.num_prompt_tokens,
-            num_output_tokens=record.num_output_tokens,
-            num_preemptions=record.num_preemptions,
-        )
+    num_good: NDArray[np.int64] = np.searchsorted(ratios, scales, side="right")
+    return num_good / max(ratios.size, 1)
 
 
 def _requests(records: Sequence[RequestRecord], duration_s: float) -> Requests:
@@ -505,7 +425,7 @@ def _goodput(result: SimulationResult, slo: Slo) -> Goodput:
         attainment=_ratio(num_good, len(result.records)),
         good_per_s=_ratio(num_good, result.duration_s),
         scales=SLO_SCALES,
-        attainments=attainment_curve(ratios),
+        attainments=tuple(attainment_curve(ratios, SLO_SCALES).tolist()) if ratios.size else (),
         scale_at_90=at_90 if np.isfinite(at_90) else None,
     )
 
@@ -525,36 +445,70 @@ def _transfers(records: Iterable[RequestRecord]) -> Transfers:
     moved = [r for r in _served(records) if r.transfer_s is not None]
     _, _, e2e_s = _per_request(moved)
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
-    total_s = _total(seconds)
+    # In ascending order, so that the order of the records does not show in the last bits.
+    total_s, total_e2e_s = (float(np.sort(samples).sum()) for samples in (seconds, e2e_s))
     return Transfers(
         seconds=distribution(seconds),
         total_s=total_s,
-        share_of_e2e=_ratio(total_s, _total(e2e_s)),
+        share_of_e2e=_ratio(total_s, total_e2e_s),
     )
 
 
-def _pools(lives: Iterable[_Life]) -> tuple[PoolSummary, ...]:
-    by_role: dict[str, list[_Life]] = defaultdict(list)
-    for life in lives:
-        by_role[life.record.role].append(life)
-    return tuple(_pool(role, by_role[role]) for role in sorted(by_role))
+class _Life(NamedTuple):
+    """A replica's record, and how long it lived."""
+
+    record: ReplicaRecord
+    lived_s: float
+
+
+def _life(record: ReplicaRecord, end_s: float) -> _Life:
+    stopped_s = end_s if record.stopped_s is None else record.stopped_s
+    return _Life(record, max(0.0, float(stopped_s) - float(record.started_s)))
+
+
+def _replica(life: _Life) -> ReplicaSummary:
+    record, lived_s = life
+    utilisation, slot_occupancy = _usage([life])
+    return ReplicaSummary(
+        name=record.name,
+        role=record.role,
+        started_s=float(record.started_s),
+        lived_s=lived_s,
+        utilisation=utilisation,
+        slot_occupancy=slot_occupancy,
+        num_steps=record.num_steps,
+        num_prompt_tokens=record.num_prompt_tokens,
+        num_output_tokens=record.num_output_tokens,
+        num_preemptions=record.num_preemptions,
+    )
+
+
+def _pools(lives: Sequence[_Life]) -> tuple[PoolSummary, ...]:
+    roles = sorted({record.role for record, _ in lives})
+    return tuple(_pool(role, [x for x in lives if x.record.role == role]) for role in roles)
 
 
 def _pool(role: str, lives: Sequence[_Life]) -> PoolSummary:
     num_tokens: Counter[str] = Counter()
-    for life in lives:
-        num_tokens[life.record.name] += (
-            life.record.num_prompt_tokens + life.record.num_output_tokens
-        )
+    for record, _ in lives:
+        num_tokens[record.name] += record.num_prompt_tokens + record.num_output_tokens
+    utilisation, slot_occupancy = _usage(lives)
     return PoolSummary(
         role=role,
         num_replicas=len(num_tokens),
-        utilisation=_ratio(sum(x.record.busy_s for x in lives), sum(x.lived_s for x in lives)),
-        slot_occupancy=_ratio(
-            sum(x.record.slot_busy_s for x in lives), sum(x.slot_s for x in lives)
-        ),
+        utilisation=utilisation,
+        slot_occupancy=slot_occupancy,
         imbalance=_ratio(max(num_tokens.values()) * len(num_tokens), num_tokens.total()),
-        num_preemptions=sum(x.record.num_preemptions for x in lives),
+        num_preemptions=sum(record.num_preemptions for record, _ in lives),
+    )
+
+
+def _usage(lives: Sequence[_Life]) -> tuple[float | None, float | None]:
+    """Seconds in steps / lived, and slot-seconds in use / lived, of all lives together."""
+    slot_s = sum(record.num_slots * lived_s for record, lived_s in lives)
+    return (
+        _ratio(sum(record.busy_s for record, _ in lives), sum(lived_s for _, lived_s in lives)),
+        _ratio(sum(record.slot_busy_s for record, _ in lives), slot_s),
     )
 
 
@@ -562,9 +516,7 @@ def _served(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return [r for r in records if r.outcome == OK and r.token_times_s.size]
 
 
-def _per_request(
-    served: Sequence[RequestRecord],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def _per_request(served: Sequence[RequestRecord]) -> tuple[Floats, Floats, Floats]:
     """TTFT, TPOT and E2E of requests that have a token, each of shape [requests]."""
     arrival_s = _floats(r.arrival_s for r in served)
     ttft_s = _floats(r.token_times_s[0] for r in served) - arrival_s
@@ -574,17 +526,12 @@ def _per_request(
     return ttft_s, (e2e_s - ttft_s) / np.maximum(num_gaps, 1), e2e_s
 
 
-def _total(samples: NDArray[np.float64]) -> float:
-    # In ascending order, so that the order of the samples does not show in the last bits.
-    return float(np.sort(samples).sum())
-
-
-def _mean_of_longest_tenth(gaps_s: NDArray[np.float64]) -> float:
+def _mean_of_longest_tenth(gaps_s: Floats) -> float:
     count = -(-int(gaps_s.size) // 10)
     return float(np.sort(gaps_s)[-count:].sum() / count)
 
 
-def _floats(values: Iterable[float]) -> NDArray[np.float64]:
+def _floats(values: Iterable[float]) -> Floats:
     return np.fromiter(values, dtype=np.float64)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import numpy as np
@@ -62,6 +62,7 @@ class Poisson(_Choice, frozen=True):
     """Requests that know nothing of each other: `rate_rps` of them per second."""
 
     rate_rps: Positive
+    cv: ClassVar[float] = 1.0
 
 
 class Gamma(_Choice, frozen=True):
@@ -81,6 +82,7 @@ class ConstantRate(_Choice, frozen=True, tag="constant"):
     """Equal gaps: `rate_rps` requests per second."""
 
     rate_rps: Positive
+    cv: ClassVar[float] = 0.0
 
 
 class Ramp(_Choice, frozen=True):
@@ -352,11 +354,10 @@ def _draw_arrivals(spec: WorkloadSpec, random: np.random.Generator) -> Seconds:
     arrivals = spec.arrivals
     num_wanted = math.inf if spec.num_requests is None else spec.num_requests
     end = math.inf if spec.duration_s is None else _expected(arrivals, spec.duration_s)
-    cv = {Poisson: 1.0, ConstantRate: 0.0}.get(type(arrivals), getattr(arrivals, "cv", 1.0))
     parts: list[Seconds] = []
     last, num_drawn = 0.0, 0
     while last < end and num_drawn < num_wanted:
-        parts.append(last + np.cumsum(_draw_gaps(cv, _NUM_GAPS_AT_A_TIME, random)))
+        parts.append(last + np.cumsum(_draw_gaps(arrivals.cv, _NUM_GAPS_AT_A_TIME, random)))
         last, num_drawn = float(parts[-1][-1]), num_drawn + _NUM_GAPS_AT_A_TIME
     ordinals = np.concatenate(parts)[: spec.num_requests]
     return _times_of(arrivals, ordinals)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from cluster.errors import WorkloadError
-from cluster.workloads.aibrix import read_aibrix
 from cluster.workloads.azure import COLUMNS, read_azure
 from cluster.workloads.distributions import read_distributions
-from cluster.workloads.llmservingsim import read_llmservingsim
+from cluster.workloads.json_lines import read_aibrix, read_llmservingsim
 from cluster.workloads.mooncake import read_mooncake
 from cluster.workloads.rows import read_lines
 from cluster.workloads.servegen import read_servegen
@@ -37,8 +35,6 @@ def load_workload(
     format: Format | Literal["auto"] = "auto",
     seed: int = 0,
     limit: int | None = None,
-    time_range_s: tuple[float, float] | None = None,
-    spread_ticks: bool = True,
 ) -> Workload:
     """Load a workload; equal arguments give equal workloads, in any process.
 
@@ -48,20 +44,20 @@ def load_workload(
         seed: Of whatever is random in it: ticks that are spread, and all that is drawn from
             distributions. 0 or more.
         limit: Take the first requests only.
-        time_range_s: Take what arrives in [start, end) after the start of the trace; arrivals then
-            count from `start`. The limit applies to what is taken.
-        spread_ticks: Whether Mooncake arrivals that were rounded to ticks are spread over them.
 
     Raises:
-        WorkloadError: The file is malformed, or there is nothing in the range.
+        WorkloadError: The file is malformed, or there is nothing in it.
     """
     path = Path(path)
-    bounds_s = _check_arguments(seed, limit, time_range_s)
+    if seed < 0:
+        raise WorkloadError(f"a seed of {seed} is not possible; give 0 or more", field="seed")
+    if limit is not None and limit < 1:
+        raise WorkloadError(f"a limit of {limit} leaves nothing; give 1 or more", field="limit")
     match find_format(path) if format == "auto" else format:
         case "servegen":
-            return read_servegen(path, seed, time_range_s=bounds_s, limit=limit)
+            return read_servegen(path, seed, limit)
         case "mooncake":
-            workload = read_mooncake(path, seed, spread_ticks=spread_ticks)
+            workload = read_mooncake(path, seed)
         case "azure":
             workload = read_azure(path)
         case "aibrix":
@@ -74,10 +70,6 @@ def load_workload(
             raise WorkloadError(
                 f"no format {unknown!r}; give one of {', '.join(FORMATS)}", path=str(path)
             )
-    if time_range_s is not None:
-        workload = workload.between(*bounds_s)
-    if not workload.requests:
-        raise WorkloadError("has no requests in this time; widen it", path=str(path))
     return workload if limit is None else workload.head(limit)
 
 
@@ -111,26 +103,3 @@ def _keys_of(line: str) -> list[str]:
         return list(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
     except msgspec.DecodeError:
         return []
-
-
-def _check_arguments(
-    seed: int, limit: int | None, time_range_s: tuple[float, float] | None
-) -> tuple[float, float]:
-    """Refuse what no file could satisfy.
-
-    Returns:
-        The time range, with everything as the default.
-    """
-    if seed < 0:
-        raise WorkloadError(f"a seed of {seed} is not possible; give 0 or more", field="seed")
-    if limit is not None and limit < 1:
-        raise WorkloadError(f"a limit of {limit} leaves nothing; give 1 or more", field="limit")
-    if time_range_s is None:
-        return 0.0, math.inf
-    start_s, end_s = time_range_s
-    if not 0 <= start_s < end_s:
-        raise WorkloadError(
-            f"the time from {start_s} s to {end_s} s is empty; give 0 <= start < end",
-            field="time_range_s",
-        )
-    return start_s, end_s

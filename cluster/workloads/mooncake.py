@@ -51,14 +51,12 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
     hash_ids: tuple[BlockId, ...] = ()
 
 
-def read_mooncake(path: Path, seed: int = 0, *, spread_ticks: bool = True) -> Workload:
+def read_mooncake(path: Path, seed: int) -> Workload:
     """Read a trace.
 
     Args:
         path: The file.
-        seed: Of the random numbers that spread the ticks.
-        spread_ticks: Whether arrivals that were rounded to ticks are spread over them; else every
-            tick is a burst.
+        seed: Of the random numbers that spread arrivals that were rounded to ticks.
 
     Raises:
         WorkloadError: The file is malformed.
@@ -78,9 +76,8 @@ def read_mooncake(path: Path, seed: int = 0, *, spread_ticks: bool = True) -> Wo
     if not rows:
         raise WorkloadError("holds no requests; check that it is complete", path=str(path))
     rows.sort(key=lambda row: row.timestamp)
-    arrivals_ms = np.array([row.timestamp for row in rows])
-    if spread_ticks:
-        arrivals_ms = spread_over_ticks(arrivals_ms, random_generator(seed))
+    timestamps_ms = np.array([row.timestamp for row in rows])
+    arrivals_ms = spread_over_ticks(timestamps_ms, random_generator(seed))
     requests = [
         TraceRequest(
             arrival_ms / 1000, row.input_length, num_asked(row.output_length), row.hash_ids

@@ -84,15 +84,6 @@ class Workload(msgspec.Struct, frozen=True):
             raise WorkloadError(f"the first {n} requests do not exist; give a number from 0 on")
         return msgspec.structs.replace(self, requests=self.requests[:n])
 
-    def between(self, start_s: float, end_s: float) -> Workload:
-        """The requests that arrive in [start_s, end_s), counted from `start_s`; perhaps none."""
-        requests = tuple(
-            msgspec.structs.replace(r, arrival_s=r.arrival_s - start_s)
-            for r in self.requests
-            if start_s <= r.arrival_s < end_s
-        )
-        return msgspec.structs.replace(self, requests=requests)
-
     def prompt(self, i: int, vocab_size: int) -> list[int]:
         """Token ids of request `i`: the same in every process, in [16, vocab_size).
 

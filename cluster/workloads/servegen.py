@@ -103,48 +103,36 @@ class Client:
 class _Draw:
     """A window that is to be drawn, with what it is drawn from."""
 
-    start_s: float
     window: Window
     client: Client
     lengths: tuple[tuple[float, Histogram, Histogram], ...]
 
 
-def read_servegen(
-    folder: Path,
-    seed: int = 0,
-    *,
-    time_range_s: tuple[float, float] = (0.0, math.inf),
-    limit: int | None = None,
-) -> Workload:
-    """Draw requests.
+def read_servegen(folder: Path, seed: int, limit: int | None) -> Workload:
+    """Draw requests; arrivals count from the first window of the data.
 
-    Every (client, window) has random numbers of its own, so that a part of the time has the same
-    requests as the same part of the whole.
+    Every (client, window) has random numbers of its own, so that those of the first windows are the
+    same wherever one stops.
 
     Args:
         folder: Has `chunk-N-trace.csv` and `chunk-N-dataset.json` for each client N.
         seed: Of the random numbers.
-        time_range_s: What to draw, in seconds after the first window of the data. Arrivals count
-            from its start.
-        limit: Stop after so many requests.
+        limit: Stop after so many requests; None draws all.
 
     Raises:
-        WorkloadError: A file is missing or malformed, or nothing arrives in the time.
+        WorkloadError: A file is missing or malformed, or nothing arrives.
     """
     clients = _read_clients(folder)
-    origin_s = min(client.windows[0].window_start_s for client in clients)
-    first_s, end_s = (origin_s + bound_s for bound_s in time_range_s)
+    first_s = min(client.windows[0].window_start_s for client in clients)
     draws = [
-        _Draw(window.window_start_s, window, client, lengths)
+        _Draw(window, client, lengths)
         for client in clients
         for lengths in [_read_lengths(client)]
         for window in client.windows
         if window.rate_rps > 0
-        and window.window_start_s < end_s
-        and window.window_start_s + client.window_s > first_s
     ]
-    draws.sort(key=lambda draw: (draw.start_s, draw.client.number))
-    parts = _draw_until(draws, seed, (first_s, end_s), math.inf if limit is None else limit)
+    draws.sort(key=attrgetter("window.window_start_s", "client.number"))
+    parts = _draw_until(draws, seed, math.inf if limit is None else limit)
     requests = [
         TraceRequest(arrival_s - first_s, num_prompt_tokens, num_output_tokens)
         for columns in parts
@@ -156,19 +144,18 @@ def read_servegen(
 
 
 def _draw_until(
-    draws: list[_Draw], seed: int, bounds_s: tuple[float, float], limit: float
+    draws: list[_Draw], seed: int, limit: float
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Draw window after window, until no later one can be among the first `limit` requests."""
     num_drawn, latest_s = 0, 0.0
-    for start_s, together in groupby(draws, key=attrgetter("start_s")):
+    for start_s, together in groupby(draws, key=attrgetter("window.window_start_s")):
         if num_drawn >= limit and latest_s <= start_s:
             return
         for draw in together:
             columns = _draw_window(draw, seed)
-            inside = (columns[0] >= bounds_s[0]) & (columns[0] < bounds_s[1])
-            num_drawn += int(inside.sum())
+            num_drawn += len(columns[0])
             latest_s = max(latest_s, start_s + draw.client.window_s)
-            yield tuple(column[inside] for column in columns)
+            yield columns
 
 
 def _draw_window(
@@ -180,7 +167,8 @@ def _draw_window(
     # The rate is a count divided by the window. What is left of a request comes by chance.
     num_requests = math.floor(window.rate_rps * client.window_s + random.uniform(1e-6, 1 - 1e-6))
     arrivals_s = window.window_start_s + client.window_s * _arrivals(window, num_requests, random)
-    _, inputs, outputs = next(of for of in reversed(draw.lengths) if of[0] <= draw.start_s)
+    start_s = window.window_start_s
+    _, inputs, outputs = next(of for of in reversed(draw.lengths) if of[0] <= start_s)
     return (
         arrivals_s,
         random.choice(inputs.tokens, num_requests, p=inputs.probabilities),

@@ -106,9 +106,10 @@ def test_several_processes_see_what_one_sees():
     assert one[:4] == two[:4]
 
 
-def test_a_failure_is_shrunk_and_told_with_the_command_that_replays_it(leak, tmp_path):
+def test_a_failure_is_shrunk_and_told_with_the_command_that_replays_it(leak, tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos, "SHRINK_S", 3.0)
     said = []
-    options = ChaosOptions(events=100_000, out=tmp_path, shrink_s=3.0)
+    options = ChaosOptions(events=100_000, out=tmp_path)
     assert not chaos.chaos(options, said.append, shows_progress=False)
     text = "".join(said)
     seed = int(text.split("ttserve chaos --seed ")[1].split()[0])
@@ -119,7 +120,7 @@ def test_a_failure_is_shrunk_and_told_with_the_command_that_replays_it(leak, tmp
     shrunk = Scenario.from_json(path.read_bytes())
     assert len(shrunk.requests) < len(random_scenario(seed).requests)
     again = []
-    assert not chaos.replay(path, options, again.append)
+    assert not chaos.replay(path, again.append)
     assert "DPGroups.check_invariants" in "".join(again)
     assert "place" in "".join(again)
     assert len(again) <= chaos.NUM_TRACE_LINES + 1
@@ -146,7 +147,7 @@ def test_commands_end_with_the_code_of_what_they_found(leak, tmp_path, monkeypat
 
 
 def test_an_unpatched_scenario_is_no_find():
-    assert investigate(random_scenario(0)) is None
+    assert investigate(random_scenario(0), shrink_s=1.0) is None
 
 
 def test_what_a_failure_is_called_does_not_depend_on_its_numbers():

@@ -23,6 +23,7 @@ class Host:
         self.is_cut = False
         self.is_corrupt = False
         self.log = []
+        self.transport = self
         network.attach(self)
 
     def corrupts(self):
@@ -43,14 +44,16 @@ class Host:
     def receive_from_producer(self, endpoint, message, payload):
         self._note("reply", endpoint, message, payload)
 
-    def lose_kv_peer(self, other):
-        self._note("lost", other.incarnation)
-
-    def lose_kv_endpoint(self, endpoint):
+    def lose_producer(self, endpoint):
         self._note("lost endpoint", endpoint)
 
-    def lose_kv_consumer(self, peer):
+    def lose_consumer(self, peer):
         self._note("lost consumer", peer)
+
+
+def lost(name):
+    """What a host notes that has lost another one, which may be producer and consumer."""
+    return [("lost endpoint", f"kv://{name}"), ("lost consumer", name.encode())]
 
 
 def network(seed=0, **config):
@@ -171,7 +174,7 @@ def test_a_host_that_dies_is_told_to_the_others():
     a, b, c = (Host(net, name) for name in "abc")
     net.detach(a)
     run(net)
-    assert [h.log for h in (b, c)] == [[(0.25, "lost", "a")]] * 2
+    assert [h.log for h in (b, c)] == [[(0.25, *entry) for entry in lost("a")]] * 2
 
 
 def test_a_broken_connection_loses_what_is_on_its_way_and_stands_again():
@@ -183,9 +186,9 @@ def test_a_broken_connection_loses_what_is_on_its_way_and_stands_again():
     call_at(net, 0.125, net.break_kv_connections, a)
     call_at(net, 0.25, net.to_consumer, a, b"b", "later", None, 0)
     run(net)
-    assert [entry[1:] for entry in b.log if entry[1] == "lost"] == [("lost", "a")]
+    assert [entry[1:] for entry in b.log if entry[1] != "reply"] == lost("a")
     assert [entry[3] for entry in b.log if entry[1] == "reply"] == ["not theirs", "later"]
-    assert sorted(entry[1:] for entry in a.log) == [("lost", "b"), ("lost", "c")]
+    assert [entry[1:] for entry in a.log] == [*lost("b"), *lost("c")]
 
 
 def test_loss_and_repetition_have_their_shares():

@@ -9,12 +9,11 @@ import pytest
 from cluster.simulation import plots
 from cluster.simulation.plots import (
     MissingPlotLibraryError,
-    plot_comparison,
+    plot_goodput,
     plot_run,
     require_matplotlib,
 )
 from cluster.simulation.records import (
-    NO_SAMPLES,
     NO_TIMES,
     OK,
     EventRecord,
@@ -53,8 +52,6 @@ def make_result(num_requests=20, num_replicas=2, policy="round_robin", speed_up=
             num_slots=4,
             busy_s=1.0 + i / num_replicas,
             num_output_tokens=10 + i,
-            num_blocks=100,
-            kv_samples=np.array([[1.0, 10.0], [5.0, 60.0]]) if i % 2 else NO_SAMPLES,
             stopped_s=6.0 if i % 3 == 0 else None,
         )
         for i in range(num_replicas)
@@ -71,6 +68,11 @@ def make_result(num_requests=20, num_replicas=2, policy="round_robin", speed_up=
         "events": (EventRecord(3.0, "kill", "both/0"), EventRecord(9.0, "step", "both/1")),
     }
     return SimulationResult(**(values | fields))
+
+
+@pytest.fixture
+def _svg_only(monkeypatch):
+    monkeypatch.setattr(plots, "FORMATS", ("svg",))
 
 
 def words(svg):
@@ -99,35 +101,39 @@ def test_a_run_has_its_plots_and_each_is_a_picture(tmp_path):
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+@pytest.mark.usefixtures("_svg_only")
 def test_plots_name_the_run_and_their_units(tmp_path):
-    plot_run(make_result(config={"board": "n150"}), tmp_path, slo=SLO, formats=["svg"])
+    plot_run(make_result(config={"board": "n150"}), tmp_path, slo=SLO)
     latencies, timeline = words(tmp_path / "latencies.svg"), words(tmp_path / "timeline.svg")
     assert "a trace · round_robin · 2 replicas · n150 · seed 0" in latencies
     for label in ("TTFT (ms)", "ITL (ms)", "E2E (ms)", "SLO  300 ms"):
         assert label in latencies
-    for label in ("virtual time (s)", "requests/s", "KV blocks in use (%)", "kill both/0"):
+    for label in ("virtual time (s)", "requests/s", "kill both/0"):
         assert label in timeline
     # A step is an event of every run, and no fault.
     assert "step both/1" not in timeline
     assert "TTFT ≤ 300 ms, TPOT ≤ 100 ms" in words(tmp_path / "attainment.svg")
 
 
+@pytest.mark.usefixtures("_svg_only")
 def test_svg_is_the_same_twice_and_has_no_date(tmp_path):
     import matplotlib as mpl
 
-    first = plot_run(make_result(), tmp_path / "a", slo=SLO, formats=["svg"])
+    first = plot_run(make_result(), tmp_path / "a", slo=SLO)
     # Not even a user's settings change it.
     with mpl.rc_context({"font.size": 20.0, "svg.hashsalt": "mine", "xtick.major.size": 9.0}):
-        second = plot_run(make_result(), tmp_path / "b", slo=SLO, formats=["svg"])
+        second = plot_run(make_result(), tmp_path / "b", slo=SLO)
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert b"<dc:date>" not in one.read_bytes()
     runs = [summarise(make_result(speed_up=x), SLO) for x in (1.0, 2.0)]
-    (one,) = plot_comparison(runs, tmp_path / "a", formats=["svg"])
-    (other,) = plot_comparison(runs, tmp_path / "b", formats=["svg"])
+    one, other = tmp_path / "a" / "goodput.svg", tmp_path / "b" / "goodput.svg"
+    plot_goodput(runs, one)
+    plot_goodput(runs, other)
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.usefixtures("_svg_only")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -140,12 +146,13 @@ def test_svg_is_the_same_twice_and_has_no_date(tmp_path):
     ids=["no-requests", "one-failed", "many-replicas", "no-replicas", "no-time"],
 )
 def test_every_shape_of_run_can_be_drawn(tmp_path, fields):
-    assert len(plot_run(make_result(**fields), tmp_path, slo=SLO, formats=["svg"])) == 4
-    assert len(plot_run(make_result(**fields), tmp_path, formats=["svg"])) == 3
+    assert len(plot_run(make_result(**fields), tmp_path, slo=SLO)) == 4
+    assert len(plot_run(make_result(**fields), tmp_path)) == 3
 
 
+@pytest.mark.usefixtures("_svg_only")
 def test_where_there_is_nothing_to_draw_the_plot_says_so(tmp_path):
-    plot_run(make_result(0, replicas=()), tmp_path, formats=["svg"])
+    plot_run(make_result(0, replicas=()), tmp_path)
     assert "no samples" in words(tmp_path / "latencies.svg")
     assert "no samples" in words(tmp_path / "replicas.svg")
 
@@ -161,36 +168,18 @@ def test_zero_latencies_have_no_place_on_a_log_axis(values, scale):
     assert axes.get_xscale() == scale
 
 
-def compare(tmp_path, *runs, slo=SLO):
-    return names(plot_comparison([summarise(r, slo) for r in runs], tmp_path, formats=["svg"]))
-
-
-def test_a_comparison_is_drawn_against_what_differs(tmp_path):
-    base = make_result()
-    assert compare(tmp_path, base, make_result(policy="other")) == ["policies.svg"]
-    assert compare(tmp_path, base, make_result(speed_up=9.0)) == ["goodput.svg"]
-    scaled = [make_result(num_replicas=n, speed_up=n / 2) for n in (2, 4, 8)]
-    assert compare(tmp_path, *scaled) == ["goodput.svg", "scale.svg"]
-    assert compare(tmp_path, base, make_result(num_replicas=9)) == ["scale.svg"]
-    assert compare(tmp_path, base) == ["policies.svg"]
-    assert compare(tmp_path, make_result(0), base) == ["goodput.svg"]
-    assert compare(tmp_path, make_result(0), make_result(0, num_replicas=9)) == ["scale.svg"]
-
-
-def test_lines_are_policies_and_whatever_else_tells_runs_apart(tmp_path):
-    grid = [make_result(num_replicas=n, speed_up=x) for n in (2, 4) for x in (1.0, 3.0)]
-    compare(tmp_path, *grid)
-    assert "round_robin, 4 replicas" in words(tmp_path / "goodput.svg")
-    assert "round_robin, arrivals 3x" in words(tmp_path / "scale.svg")
-    compare(tmp_path, *(make_result(num_replicas=n, speed_up=float(n)) for n in (2, 4)))
-    assert "round_robin," not in words(tmp_path / "goodput.svg")
-    assert "round_robin," not in words(tmp_path / "scale.svg")
-
-
-def test_without_objectives_a_comparison_shows_throughput_and_itl(tmp_path):
-    compare(tmp_path, make_result(), make_result(num_replicas=4, speed_up=2.0), slo=None)
-    assert "Throughput against load" in words(tmp_path / "goodput.svg")
-    assert "ITL (ms)" in words(tmp_path / "scale.svg")
+def test_goodput_has_a_line_for_each_policy_and_names_the_objectives(tmp_path):
+    runs = [
+        summarise(make_result(policy=policy, speed_up=x), SLO)
+        for policy in ("round_robin", "other")
+        for x in (1.0, 3.0)
+    ]
+    plot_goodput(runs, tmp_path / "new" / "goodput.svg")
+    said = words(tmp_path / "new" / "goodput.svg")
+    assert "Goodput against load · a trace · 2 replicas" in said
+    assert "Good: TTFT ≤ 300 ms, TPOT ≤ 100 ms" in said
+    for label in ("as offered", "round_robin", "other", "offered load (requests/s)"):
+        assert label in said
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

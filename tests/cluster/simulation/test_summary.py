@@ -3,6 +3,7 @@
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,14 +18,12 @@ from cluster.simulation.records import (
     SimulationResult,
 )
 from cluster.simulation.summary import (
-    SCHEMA_VERSION,
     SLO_SCALES,
     Distribution,
     Slo,
-    SummaryFormatError,
+    Summary,
     attainment_curve,
     distribution,
-    from_json,
     nearest_rank,
     slo_ratios,
     summarise,
@@ -136,7 +135,7 @@ def test_attainment_curve_and_the_scale_for_nine_in_ten():
     records = [record(0.0, (float(i),)) for i in range(1, 11)]
     slo = Slo(ttft_s=5.0)
     curve = attainment_curve(slo_ratios(records, slo), (0.1, 0.2, 1.0, 1.9, 2.0))
-    assert curve == (0.0, 0.1, 0.5, 0.9, 1.0)
+    assert curve.tolist() == [0.0, 0.1, 0.5, 0.9, 1.0]
     goodput = summarise(result(records), slo).goodput
     assert goodput.scale_at_90 == 9 / 5
     assert goodput.attainments[goodput.scales.index(1.0)] == goodput.attainment == 0.5
@@ -207,7 +206,7 @@ def test_a_run_without_requests_has_no_numbers_and_says_so_in_json():
     assert summary.goodput.attainments == ()
     assert summary.pools[0].utilisation is None
     assert summary.pools[0].imbalance is None
-    assert from_json(to_json(summary)) == summary
+    assert msgspec.json.decode(to_json(summary), type=Summary) == summary
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(1, 1), (50, 10), (90, 18), (95, 19), (99, 20)])
@@ -237,7 +236,7 @@ def test_json_is_the_documented_form():
     data = to_json(summary)
     assert data.endswith(b"}\n")
     read = json.loads(data)
-    assert read["schema_version"] == SCHEMA_VERSION
+    assert read["schema_version"] == 1
     assert list(read["config"]) == ["a", "b"]
     assert read["latencies"]["ttft_s"]["p50"] == 1.0
     assert read["goodput"]["slo"] == {"ttft_s": 1.5, "tpot_s": None, "e2e_s": None}
@@ -252,18 +251,6 @@ def test_json_does_not_depend_on_how_the_records_were_made():
     ]
     first, second = (to_json(summarise(run, Slo(e2e_s=3.0))) for run in runs)
     assert first == second
-
-
-def test_another_version_or_another_file_is_refused():
-    data = to_json(summarise(result(TWO)))
-    other = data.replace(b'"schema_version": 1', b'"schema_version": 99')
-    assert other != data
-    with pytest.raises(SummaryFormatError, match="schema version 99"):
-        from_json(other)
-    with pytest.raises(SummaryFormatError, match="not a summary"):
-        from_json(b"[]")
-    with pytest.raises(SummaryFormatError, match="not a summary"):
-        from_json(b"nonsense")
 
 
 SECONDS = st.floats(0.0, 1e4)
@@ -305,7 +292,7 @@ def test_percentiles_rise_are_samples_and_do_not_depend_on_order(values, random)
 @given(st.lists(request_records(), max_size=12), SLOS, st.sampled_from([0.0, 3.0]))
 def test_attainment_is_at_most_success_and_json_round_trips(records, slo, duration_s):
     summary = summarise(result(records, REPLICAS, duration_s), slo)
-    assert from_json(to_json(summary)) == summary
+    assert msgspec.json.decode(to_json(summary), type=Summary) == summary
     assert b"NaN" not in to_json(summary)
     if summary.goodput is None or not records:
         return

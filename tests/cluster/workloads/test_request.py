@@ -107,8 +107,3 @@ def test_head_keeps_the_first_requests():
     assert workload(*requests).head(9).requests == tuple(requests)
     with pytest.raises(WorkloadError, match="from 0"):
         workload(*requests).head(-1)
-
-
-def test_between_counts_from_its_start():
-    cut = workload(*[request(n, arrival_s=float(n)) for n in range(1, 6)]).between(2.0, 4.0)
-    assert [(r.arrival_s, r.num_prompt_tokens) for r in cut.requests] == [(0.0, 2), (1.0, 3)]

@@ -43,13 +43,10 @@ def test_every_window_has_its_count_and_its_lengths(folder):
     assert 0.18 < lengths[100, 7] / 900 < 0.32
 
 
-def test_limit_and_time_range_are_parts_of_the_whole(folder):
+def test_a_limit_takes_a_part_of_the_whole(folder):
     whole = load_workload(folder, seed=2)
     assert load_workload(folder, seed=2, limit=640).requests == whole.requests[:640]
-    assert load_workload(folder, seed=2, time_range_s=(300, 1300)) == whole.between(300, 1300)
     assert load_workload(folder, seed=3) != whole
-    with pytest.raises(WorkloadError, match="no requests"):
-        load_workload(folder, time_range_s=(5000, 6000))
 
 
 def test_clients_and_windows_are_independent(tmp_path):

@@ -1,6 +1,7 @@
-"""AIBrix workloads: one JSON object per line, with the requests that arrive at one time.
+"""Traces of one JSON object per line that say nothing but times and lengths.
 
-Source: the workload files of vllm-project/aibrix, `benchmarks/scenarios`.
+Sources: the workload files of vllm-project/aibrix, `benchmarks/scenarios`; those of
+casys-kaist/LLMServingSim, version 2.
 """
 
 from __future__ import annotations
@@ -37,17 +38,36 @@ class AibrixRow(msgspec.Struct, frozen=True):
     requests: tuple[AibrixRequest, ...]
 
 
+class LLMServingSimRow(msgspec.Struct, frozen=True):
+    """One line. Token ids, if the file has them, are not used."""
+
+    input_toks: TokenCount
+    output_toks: OutputCount
+    arrival_time_ns: Time
+
+
 def read_aibrix(path: Path) -> Workload:
-    """Read a workload.
+    """Read an AIBrix workload.
 
     Raises:
         WorkloadError: The file is malformed.
     """
     requests = [
-        TraceRequest(
-            row.timestamp / 1000, request.num_prompt_tokens, num_asked(request.num_output_tokens)
-        )
+        TraceRequest(row.timestamp / 1000, r.num_prompt_tokens, num_asked(r.num_output_tokens))
         for _, row in decode_lines(path, AibrixRow)
-        for request in row.requests
+        for r in row.requests
+    ]
+    return Workload(path.stem, in_arrival_order(requests, path))
+
+
+def read_llmservingsim(path: Path) -> Workload:
+    """Read an LLMServingSim workload.
+
+    Raises:
+        WorkloadError: The file is malformed.
+    """
+    requests = [
+        TraceRequest(row.arrival_time_ns / 1e9, row.input_toks, num_asked(row.output_toks))
+        for _, row in decode_lines(path, LLMServingSimRow)
     ]
     return Workload(path.stem, in_arrival_order(requests, path))
