@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import warnings
 
+import msgspec
 import pytest
 
 from cluster.config.resolve import resolve
@@ -183,6 +185,20 @@ def test_a_replica_on_a_mesh_has_time_to_close_it(args, on_mesh):
         bound = deployments(build(each))
         stops.append([d._deployment_config.graceful_shutdown_timeout_s for d in bound.values()])
     assert stops == [[17, 17], [127, 127]]
+
+
+def test_an_engine_that_takes_every_core_does_not_spin_on_them(args):
+    engine = resolve(args).engines["decode"]
+    cores = os.cpu_count()
+    for count, given, policy in (
+        (cores - 1, {}, None),
+        (cores, {}, "PASSIVE"),
+        (cores, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+    ):
+        threads = msgspec.structs.replace(engine, num_threads=count)
+        environment = deployments_module.engine_environment(threads, given)
+        assert environment.get("OMP_WAIT_POLICY") == policy
+        assert environment["OMP_NUM_THREADS"] == str(count)
 
 
 @pytest.mark.parametrize("failure", [None, EngineDeadError("the engine hung")])

@@ -343,6 +343,7 @@ def test_a_host_that_is_cut_off_is_not_answering():
 
 def test_invariants_of_engine_and_transport_are_checked():
     bench = Bench(pool("decode"))
+    bench.run(0.1)
     bench.host.check_invariants()
     scheduler = bench.host.engine._core._scheduler
     scheduler._num_waiting_tokens += 1
