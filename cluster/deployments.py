@@ -24,7 +24,7 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.config import NODE_HOST, load_cluster_config, process_environment
 from cluster.drain import drain_engine
-from cluster.ingress import IngressLimits, create_app
+from cluster.ingress import create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
 from cluster.tickets import key_ring
@@ -179,7 +179,7 @@ class IngressReplica:
         app = create_app(
             service,
             version=importlib.metadata.version("ttserve"),
-            limits=IngressLimits(max_body_bytes=self._config.ingress.max_body_bytes),
+            max_body_bytes=self._config.ingress.max_body_bytes,
         )
 
         @contextlib.asynccontextmanager
