@@ -27,7 +27,7 @@ from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
 from cluster.drain import drain_engine
 from cluster.fleet import DESCRIBE_TIMEOUT_S
-from cluster.ingress import IngressLimits, create_app
+from cluster.ingress import create_app
 from cluster.pools import Member
 from cluster.service import ClusterService
 from cluster.tickets import key_ring
@@ -175,7 +175,7 @@ class IngressReplica:
         app = create_app(
             service,
             version=importlib.metadata.version("ttserve"),
-            limits=IngressLimits(max_body_bytes=self._config.ingress.max_body_bytes),
+            max_body_bytes=self._config.ingress.max_body_bytes,
         )
 
         @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
 """The HTTP edge: OpenAI routes over a `ServingService`, and the one mapping from error to HTTP.
 
 Owner: the ingress's event loop owns every open response; this module keeps nothing between
-requests. It validates before it asks the service for anything, and closes the service's generator
+requests. It validates before it asks the service for anything, and cancels what the service runs
 the moment the client is gone. How requests are placed and run is the service's business.
 
 An error before the first byte is a JSON body with its status. An error after it is one
@@ -12,12 +12,12 @@ An error before the first byte is a JSON body with its status. An error after it
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
 import re
+import secrets
 import time
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -34,7 +34,7 @@ from cluster.openai_requests import (
     ChatPrompt,
     ParsedRequest,
     TokenPrompt,
-    build_generate_request,
+    build_request,
     check_vocabulary,
     encode_prompt,
     parse_body,
@@ -43,34 +43,37 @@ from cluster.openai_requests import (
     parse_detokenize,
     parse_tokenize,
     resolve_model,
+    response_spec,
 )
 from cluster.openai_responses import (
-    BodyWriter,
     ChatShape,
     ChunkWriter,
     CompletionShape,
     error_body,
     model_body,
-    models_body,
-    tokenize_body,
+    whole_body,
 )
-from cluster.sse import ClientGoneError, EventStream, until_disconnect, until_finished
+from cluster.sse import ClientGoneError, EventStream, until_disconnect
 from replicas.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from cluster.openai import GenerateRequest, GenerationEvent, ModelCard
+    from cluster.openai import Emit, ModelCard, Usage
     from cluster.openai_requests import Prompt
     from cluster.openai_responses import Shape
     from cluster.transfers import TransfersView
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+INLINE_ENCODE_CHARS = 16_384
+"""Longer texts are encoded in a thread, off the event loop."""
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,24 +88,21 @@ class ServingService(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The served model's tokenizer."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, prompt and output together, in tokens."""
-
     def models(self) -> Sequence[ModelCard]:
         """The models that requests may name, the default one first."""
 
-    def generate(
-        self, request: GenerateRequest, request_id: str
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Run a request: any number of `TextDelta`, then one `Finished`.
+    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+        """Run a request.
 
-        The generator is closed, or cancelled while it waits, when the client is gone: it must
-        then abort the request and free its slot and blocks.
+        It is cancelled when the client is gone: it must then abort the request and free its slot
+        and blocks.
 
         Args:
             request: Validated.
-            request_id: Unique among all requests, whatever the client called its own.
+            emit: Gets each delta as it comes; the last one of each choice has its finish reason.
+
+        Returns:
+            The token counts of the whole request, once every choice has ended.
 
         Raises:
             ServingError: The request cannot run, or stopped midway.
@@ -111,9 +111,6 @@ class ServingService(Protocol):
     def is_ready(self) -> tuple[bool, str]:
         """Whether new requests can be served, and why not."""
 
-    def is_live(self) -> bool:
-        """Whether this process works at all; True while it drains."""
-
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
 
@@ -121,30 +118,15 @@ class ServingService(Protocol):
         """What moves between the replicas now."""
 
 
-@dataclass(frozen=True, slots=True)
-class IngressLimits:
-    """Bounds of the edge.
-
-    Attributes:
-        max_body_bytes: Larger request bodies are answered with 413.
-        inline_encode_chars: Longer texts are encoded in a thread, off the event loop.
-    """
-
-    max_body_bytes: int = 8 * 2**20
-    inline_encode_chars: int = 16_384
-
-
-def create_app(
-    service: ServingService, *, version: str, limits: IngressLimits | None = None
-) -> Starlette:
+def create_app(service: ServingService, *, version: str, max_body_bytes: int) -> Starlette:
     """Build the ASGI app.
 
     Args:
         service: Runs the requests.
         version: What /version says.
-        limits: Bounds; the defaults if None.
+        max_body_bytes: Larger request bodies are answered with 413.
     """
-    routes = _Routes(service, version, limits or IngressLimits())
+    routes = _Routes(service, version, max_body_bytes)
     return Starlette(
         routes=[
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -171,16 +153,18 @@ def create_app(
 class _Routes:
     """The handlers; each reads, validates, asks the service, answers."""
 
-    def __init__(self, service: ServingService, version: str, limits: IngressLimits) -> None:
+    def __init__(self, service: ServingService, version: str, max_body_bytes: int) -> None:
         self._service = service
         self._version = version
-        self._limits = limits
+        self._max_body_bytes = max_body_bytes
+        self._completion_shape = CompletionShape(service.tokenizer)
+        self._chat_shape = ChatShape(service.tokenizer)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionShape(), parse_completion)
+        return await self._generate(request, self._completion_shape, parse_completion)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatShape(), parse_chat_completion)
+        return await self._generate(request, self._chat_shape, parse_chat_completion)
 
     async def _generate(
         self,
@@ -189,43 +173,50 @@ class _Routes:
         parse: Callable[[Mapping[str, Any]], ParsedRequest],
     ) -> Response:
         parsed = parse(parse_body(await self._read_body(http_request)))
-        model = resolve_model(parsed.values.get("model"), self._model_ids())
-        request = build_generate_request(
+        card = resolve_model(parsed.values.get("model"), self._service.models())
+        request_id: str = http_request.scope["request_id"]
+        request = build_request(
             parsed,
             await self._encode(parsed.prompt),
-            model=model,
+            card,
             vocab_size=self._service.tokenizer.vocab_size,
-            max_model_len=self._service.max_model_len,
+            # A client may repeat its id in a retry; two generations must never share one.
+            request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
+            seed=secrets.randbits(63),
         )
-        request_id: str = http_request.scope["request_id"]
-        # A client may repeat its id in a retry; two generations must never share one.
-        unique_id = f"{request_id}-{uuid.uuid4().hex[:16]}"
-        created = _unix_time_s()
-        events = self._service.generate(request, unique_id)
-        if request.stream:
-            chunks = ChunkWriter(shape, request, request_id, created)
-            return EventStream(events, chunks, _serving_error)
-        body = BodyWriter(shape, request, request_id, created)
-        return await until_disconnect(http_request.receive, _collect(events, body))
+        spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
+        if spec.stream:
+            generate = functools.partial(self._service.generate, request)
+            return EventStream(generate, ChunkWriter(shape, request, spec), _serving_error)
+        deltas: list[OutputDelta] = []
+
+        async def emit(delta: OutputDelta) -> None:
+            deltas.append(delta)
+
+        generating = self._service.generate(request, emit)
+        usage = await until_disconnect(http_request.receive, generating)
+        return _json(whole_body(shape, request, spec, deltas, usage))
 
     async def models(self, request: Request) -> Response:
         del request
-        return _json(models_body(self._service.models()))
+        cards = [model_body(card) for card in self._service.models()]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        model_id = resolve_model(request.path_params["model_id"], self._model_ids())
-        return _json(model_body(next(c for c in self._service.models() if c.id == model_id)))
+        card = resolve_model(request.path_params["model_id"], self._service.models())
+        return _json(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(parse_body(await self._read_body(request)))
-        resolve_model(parsed.model, self._model_ids())
+        card = resolve_model(parsed.model, self._service.models())
         ids = await self._encode(parsed.prompt)
         strings = self._service.tokenizer.token_strings(ids) if parsed.return_token_strs else None
-        return _json(tokenize_body(ids, self._service.max_model_len, strings))
+        body = {"count": len(ids), "max_model_len": card.max_model_len}
+        return _json({**body, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         model, ids = parse_detokenize(parse_body(await self._read_body(request)))
-        resolve_model(model, self._model_ids())
+        resolve_model(model, self._service.models())
         check_vocabulary(ids, self._service.tokenizer.vocab_size, "tokens")
         return _json({"prompt": self._service.tokenizer.decode(ids, skip_special_tokens=False)})
 
@@ -236,7 +227,7 @@ class _Routes:
 
     async def live(self, request: Request) -> Response:
         del request
-        return Response(status_code=200 if self._service.is_live() else 503)
+        return Response()  # whoever gets it has reached the event loop
 
     async def metrics(self, request: Request) -> Response:
         del request
@@ -250,12 +241,9 @@ class _Routes:
         del request
         return _json({"version": self._version})
 
-    def _model_ids(self) -> list[str]:
-        return [card.id for card in self._service.models()]
-
     async def _encode(self, prompt: Prompt) -> list[int]:
         tokenizer = self._service.tokenizer
-        if _num_chars(prompt) <= self._limits.inline_encode_chars:
+        if _num_chars(prompt) <= INLINE_ENCODE_CHARS:
             return encode_prompt(prompt, tokenizer)
         return await asyncio.to_thread(encode_prompt, prompt, tokenizer)
 
@@ -265,7 +253,7 @@ class _Routes:
         Raises:
             PayloadTooLargeError: It is larger, by its header or by its bytes.
         """
-        limit = self._limits.max_body_bytes
+        limit = self._max_body_bytes
         declared = request.headers.get("content-length", "0")
         too_large = PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
         if declared.isdecimal() and int(declared) > limit:
@@ -278,13 +266,6 @@ class _Routes:
                 raise too_large
             chunks.append(chunk)
         return b"".join(chunks)
-
-
-async def _collect(events: AsyncGenerator[GenerationEvent, None], body: BodyWriter) -> Response:
-    async with contextlib.aclosing(until_finished(events)) as finishing:
-        async for event in finishing:
-            body.add(event)
-    return _json(body.finish())
 
 
 class _Edge:
@@ -300,13 +281,13 @@ class _Edge:
         request_id = scope["request_id"] = _request_id(scope)
         is_started = False
 
-        async def send_named(message: Message) -> None:
+        def send_named(message: Message) -> Awaitable[None]:
             nonlocal is_started
-            if message["type"] == "http.response.start":
+            if not is_started:  # what comes first is the start
                 is_started = True
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, send_named)

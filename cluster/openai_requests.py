@@ -2,8 +2,8 @@
 
 Three stages, cheapest first, so that a bad request costs nothing: `parse_*` checks the fields
 alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the ingress
-moves it to a thread for a long text), `build_generate_request` checks what needs the token count.
-Which fields there are stands in `cluster.openai_fields`. All functions are pure.
+moves it to a thread for a long text), `build_request` checks what needs the token count. Which
+fields there are stands in `cluster.openai_fields`. All functions are pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import orjson
 
 from cluster.errors import BadRequestError, NotFoundError
-from cluster.openai import GenerateRequest
+from cluster.openai import ResponseSpec
 from cluster.openai_fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -30,11 +30,13 @@ from cluster.openai_fields import (
     token_ids,
 )
 from replicas.errors import InvalidRequestError
+from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from cluster.openai import ModelCard
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -42,8 +44,9 @@ _ROLES = one_of("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS = ("tool", "function")
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "n", "logprobs",
 )  # fmt: skip
+_RESPONSE_FIELDS = ("stream", "return_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class ParsedRequest:
 
     Attributes:
         prompt: What to encode.
-        values: The checked fields, without nulls.
+        values: The checked fields, without nulls; `logprobs` is a number for both APIs.
         stream_options: The checked fields of `stream_options`.
         max_tokens: What the client asked for; None: all the room that the prompt leaves.
         max_tokens_param: The field that it came from.
@@ -143,6 +146,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
         BadRequestError: A field is wrong; `param` is its path.
     """
     values = read_fields(body, CHAT_FIELDS)
+    _join_logprobs(values)
     param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return ParsedRequest(
         prompt=_chat_prompt(values),
@@ -182,18 +186,18 @@ def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     return values.get("model"), values["tokens"]
 
 
-def resolve_model(name: str | None, served: Sequence[str]) -> str:
+def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
     """The served model that a request means; without a name the first one.
 
     Raises:
         NotFoundError: No model of that name is served here.
     """
-    if name is None and served:
-        return served[0]
-    if name in served:
-        return cast("str", name)
+    for card in served:
+        if name is None or card.id == name:
+            return card
+    names = ", ".join(card.id for card in served)
     raise NotFoundError(
-        f"the model {shown(name)} does not exist; served here: {', '.join(served)}", param="model"
+        f"the model {shown(name)} does not exist; served here: {names}", param="model"
     )
 
 
@@ -229,21 +233,30 @@ def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:
         raise BadRequestError(message, param=f"{path}[{i}]")
 
 
-def build_generate_request(
+def build_request(
     parsed: ParsedRequest,
     prompt_token_ids: list[int],
+    card: ModelCard,
     *,
-    model: str,
     vocab_size: int,
-    max_model_len: int,
-) -> GenerateRequest:
+    request_id: str,
+    seed: int,
+) -> EngineRequest:
     """Check what depends on the prompt's length, and clip `max_tokens` to the room left.
+
+    Args:
+        parsed: The body.
+        prompt_token_ids: Its prompt, each id inside the vocabulary.
+        card: The model that it names.
+        vocab_size: Of the tokenizer.
+        request_id: Unique among all requests, whatever the client called its own.
+        seed: For a body that has none, so that every engine that ever runs it draws the same.
 
     Raises:
         BadRequestError: The prompt is empty or leaves no room, `max_tokens` is larger than
             `max_model_len` (both with both numbers), or a sampling value is out of range.
     """
-    values = parsed.values
+    values, max_model_len = parsed.values, card.max_model_len
     room = max_model_len - len(prompt_token_ids)
     if not prompt_token_ids:
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
@@ -260,26 +273,31 @@ def build_generate_request(
             "ask for fewer tokens",
             param=parsed.max_tokens_param,
         )
-    check_vocabulary(prompt_token_ids, vocab_size, "prompt")
-    return GenerateRequest(
-        model=model,
-        prompt_token_ids=prompt_token_ids,
-        sampling=_sampling(parsed, min(max_tokens, room), vocab_size),
-        stream=values.get("stream", False),
-        include_usage=parsed.stream_options.get("include_usage", False),
-        continuous_usage_stats=parsed.stream_options.get("continuous_usage_stats", False),
-        return_token_ids=values.get("return_token_ids", False),
+    return EngineRequest(
+        request_id,
+        prompt_token_ids,
+        _sampling(parsed, min(max_tokens, room), vocab_size, seed),
         cache_salt=values.get("cache_salt", ""),
+        adapter="" if card.parent is None else card.id,
+        priority=values.get("priority", 0),
     )
 
 
-def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int) -> SamplingParams:
+def response_spec(
+    parsed: ParsedRequest, model: str, *, request_id: str, created: int
+) -> ResponseSpec:
+    """What the body asks of its response alone; for the arguments see `ResponseSpec`."""
+    flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
+    return ResponseSpec(request_id, created, model, **flags, **parsed.stream_options)
+
+
+def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int, seed: int) -> SamplingParams:
     values = parsed.values
     given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
     stop_token_ids = tuple(values.get("stop_token_ids", ()))
     check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
-    if given.get("seed") == -1:
-        del given["seed"]  # vLLM's spelling of "no seed"
+    if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
+        given["seed"] = seed
     if "top_k" in given:
         given["top_k"] = min(given["top_k"], vocab_size)
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **given)
@@ -287,8 +305,19 @@ def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int) -> Sampli
         sampling.validate()
     except InvalidRequestError as error:
         param = parsed.max_tokens_param if error.param == "max_tokens" else error.param
+        if param == "logprobs" and "messages" in values:
+            param = "top_logprobs"
         raise BadRequestError(str(error), param=param) from error
     return sampling
+
+
+def _join_logprobs(values: dict[str, Any]) -> None:
+    """Say in one field, as completions do, what a chat says in two."""
+    is_asked, count = values.pop("logprobs", False), values.pop("top_logprobs", 0)
+    if is_asked:
+        values["logprobs"] = count
+    elif count:
+        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
 def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from cluster.config.resolve import ClusterConfig
+    from cluster.openai import Emit
     from cluster.pools import Member
     from cluster.transfers import TransfersView
     from kv_transfer.ticket import KeyRing
@@ -54,7 +55,6 @@ class ClusterService:
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
-        self.max_model_len = config.max_model_len
         self.metrics = RouterMetrics(config.served_model_name)
         self.fleet = Fleet(AsyncMPClient)
         self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
@@ -65,11 +65,9 @@ class ClusterService:
         """The one served model."""
         name = self._config.served_model_name
         root = self._config.model_folder.name
-        return [ModelCard(name, root, self.max_model_len, self._created_s)]
+        return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
-    async def generate(
-        self, request: EngineRequest, emit: Callable[[OutputDelta], Awaitable[None]]
-    ) -> Usage:
+    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
         """Run a request; see `cluster.ingress.ServingService.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         with _Watch(self.metrics) as watch:

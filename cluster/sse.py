@@ -1,9 +1,9 @@
 """Streams of server-sent events, and work that ends when its client is gone.
 
-Owner: an `EventStream` owns the generator it was given and closes it on every path: at the end,
-on an error, when the client is gone, when the server cancels the request.
+Owner: an `EventStream` runs its request in a task of its own and ends it on every path: at the
+end, on an error, when the client is gone, when the server cancels the request.
 
-An error before the first event is raised, so that it can still become a status. An error after it
+An error before the first chunk is raised, so that it can still become a status. An error after it
 is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
 `[DONE]` may trust the answer to be whole.
 """
@@ -11,33 +11,33 @@ is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
 from starlette.responses import Response
 
-from cluster.errors import InternalError
-from cluster.openai import Finished
-from cluster.openai_responses import error_body
+from cluster.openai_responses import error_event
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from starlette.types import Message, Receive, Scope, Send
 
     from cluster.errors import ServingError
-    from cluster.openai import GenerationEvent
+    from cluster.openai import Emit, Usage
     from cluster.openai_responses import ChunkWriter
+    from replicas.output_processor import OutputDelta
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not collect the stream
-)
+_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # a proxy must not collect the stream
+    ),
+}
 
 
 class ClientGoneError(Exception):
@@ -49,19 +49,19 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[GenerationEvent, None],
+        generate: Callable[[Emit], Awaitable[Usage]],
         chunks: ChunkWriter,
         to_serving_error: Callable[[Exception, str], ServingError],
     ) -> None:
-        """Take over a generator.
+        """Take over a request.
 
         Args:
-            events: Not started yet.
-            chunks: Turns its events into the bodies to send.
+            generate: Runs it, once; see `cluster.ingress.ServingService.generate`.
+            chunks: Turns what it emits into the events to send.
             to_serving_error: From an exception and the request's id to what a client may see.
         """
         super().__init__()
-        self._events = events
+        self._generate = generate
         self._chunks = chunks
         self._to_serving_error = to_serving_error
 
@@ -71,45 +71,26 @@ class EventStream(Response):
 
     async def _run(self, request_id: str, send: Send) -> None:
         is_started = False
-        last = DONE
-        async with contextlib.aclosing(until_finished(self._events)) as events:
-            while True:
-                try:
-                    event = await anext(events)
-                except StopAsyncIteration:
-                    break
-                except Exception as error:
-                    if not is_started:
-                        raise
-                    last = encode_events([error_body(self._to_serving_error(error, request_id))])
-                    break
-                if not is_started:
-                    await send(_start_message())
-                    is_started = True
-                if bodies := self._chunks.add(event):
-                    await send(_body_message(encode_events(bodies)))
-        await send(_body_message(last, more_body=False))
 
-
-async def until_finished(
-    events: AsyncGenerator[GenerationEvent, None],
-) -> AsyncGenerator[GenerationEvent, None]:
-    """Pass events on up to `Finished`, and close the generator at once, however this one ends.
-
-    Raises:
-        InternalError: The events end without `Finished`.
-    """
-    async with contextlib.aclosing(events):
-        async for event in events:
-            yield event
-            if isinstance(event, Finished):
+        async def emit(delta: OutputDelta) -> None:
+            nonlocal is_started
+            chunk = self._chunks.add(delta)
+            if not chunk:
                 return
-    raise InternalError("the generation ended without a last event")
+            if not is_started:
+                is_started = True
+                await send(_START)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-
-def encode_events(bodies: Iterable[object]) -> bytes:
-    """One `data:` line for each body, in order; JSON has no raw newline, so a line is enough."""
-    return b"".join(b"data: " + orjson.dumps(body) + b"\n\n" for body in bodies)
+        try:
+            end = self._chunks.finish(await self._generate(emit))
+        except Exception as error:
+            if not is_started:
+                raise
+            end = error_event(self._to_serving_error(error, request_id))
+        if not is_started:
+            await send(_START)
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -139,11 +120,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _start_message() -> Message:
-    return {"type": "http.response.start", "status": 200, "headers": list(HEADERS)}
-
-
-def _body_message(body: bytes, more_body: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more_body}

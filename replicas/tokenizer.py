@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 _SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""How a SentencePiece vocabulary spells a byte that no other token has."""
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
+}
+"""How a byte-level vocabulary spells bytes. Source: GPT-2's bytes_to_unicode."""
 _RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -112,6 +121,20 @@ class Tokenizer:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token ("Ġthe"); "" for an id without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, be it part of a character; b"" for an id without one."""
+        once = self.decode([token_id], skip_special_tokens=False)
+        if _REPLACEMENT not in once:
+            # Some decoders take the space from a text's first word.
+            twice = self.decode([token_id, token_id], skip_special_tokens=False)
+            return twice[len(once) :].encode()
+        spelling = self.backend.id_to_token(token_id) or ""
+        if byte := _BYTE_TOKEN.fullmatch(spelling):
+            return bytes.fromhex(byte[1])
+        if all(letter in _BYTE_OF_LETTER for letter in spelling):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in spelling)
+        return once.encode()
 
     def apply_chat_template(
         self,

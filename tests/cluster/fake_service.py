@@ -1,11 +1,12 @@
-"""A `ServingService` without engines: byte tokens, an echo of the prompt, or a scripted stream."""
+"""A `ServingService` without engines: byte tokens, an echo of the prompt, or a script."""
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from cluster.openai import Finished, ModelCard, TextDelta, Usage
+from cluster.openai import ModelCard, Usage
 from cluster.transfers import ReplicaView, TransfersView
-from replicas.detokenizer import IncrementalDetokenizer
+from replicas.messages import TokenLogprob, TokenOutput
+from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 TEMPLATE = """{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}
@@ -27,50 +28,55 @@ def make_tokenizer():
     )
 
 
+def likely(token_id, count):
+    """A token that was the likeliest, and the `count` likeliest ones: those that follow it."""
+    likeliest = [TokenLogprob(token_id + i, -0.5 - i, 1 + i) for i in range(count)]
+    return [TokenLogprob(token_id, -0.5, 1), *likeliest]
+
+
 class FakeService:
-    """Answers with the prompt's own tokens; `script` replaces what happens after some events."""
+    """Every choice is the prompt's own tokens, in turns; `script` runs a request otherwise."""
 
     max_model_len = 64
 
-    def __init__(self, script=None):
+    def __init__(self, script=None, adapters=()):
         self.tokenizer = make_tokenizer()
         self.script = script
+        self.adapters = adapters
         self.requests = []
-        self.request_ids = []
         self.num_open = 0
         self.ready = (True, "")
-        self.live = True
 
     def models(self):
-        return [ModelCard("demo", "demo-folder", self.max_model_len, 17)]
+        adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
+        return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
 
-    async def generate(self, request, request_id):
+    async def generate(self, request, emit):
         self.requests.append(request)
-        self.request_ids.append(request_id)
         self.num_open += 1
         try:
-            if self.script is not None:
-                async for event in self.script(request):
-                    yield event
-                return
-            prompt, sampling = request.prompt_token_ids, request.sampling
-            detokenizer = IncrementalDetokenizer(self.tokenizer, [], stop=sampling.stop)
-            for i, token_id in enumerate(prompt[: sampling.max_tokens]):
-                yield TextDelta(detokenizer.append([token_id]), (token_id,))
-                if detokenizer.stop_reason is not None:
-                    yield Finished("stop", detokenizer.stop_reason, Usage(len(prompt), i + 1))
-                    return
-            num_tokens = min(len(prompt), sampling.max_tokens)
-            usage = Usage(len(prompt), num_tokens)
-            yield Finished("length", None, usage, detokenizer.finish())
+            return await (self.script or self._echo)(request, emit)
         finally:
             self.num_open -= 1
 
+    async def _echo(self, request, emit):
+        processor = OutputProcessor(self.tokenizer, request, frozenset())
+        sampling = request.sampling
+        echo = request.prompt_token_ids[: sampling.max_tokens]
+        for i, token_id in enumerate(echo):
+            reason = "length" if i + 1 == len(echo) else None
+            logprobs = None if sampling.logprobs is None else [likely(token_id, sampling.logprobs)]
+            for choice in range(sampling.n):
+                output = TokenOutput(
+                    request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
+                )
+                delta = processor.take(output)
+                if delta is not None:
+                    await emit(delta)
+        return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
+
     def is_ready(self):
         return self.ready
-
-    def is_live(self):
-        return self.live
 
     async def metrics_text(self):
         return b"vllm:num_requests_running 0\n"

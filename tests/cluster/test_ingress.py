@@ -4,17 +4,21 @@ import json
 
 import pytest
 
+from cluster import ingress
 from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
-from cluster.ingress import IngressLimits, create_app
-from cluster.openai import TextDelta
+from cluster.ingress import create_app
+from cluster.openai import Usage
 from replicas.errors import InvalidRequestError
+from replicas.output_processor import OutputDelta
 from tests.cluster.fake_service import FakeService
+from tests.cluster.test_openai_fields import turn_on
 
 GENERATE = ["/v1/completions", "/v1/chat/completions"]
 PROMPTS = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
 }
+MAX_BODY_BYTES = 2**20
 
 
 class Client:
@@ -74,8 +78,12 @@ class Client:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-def call(service, method, path, body=b"", *, headers=(), limits=None):
-    app = create_app(service, version="1.2.3", limits=limits)
+def make_app(service, max_body_bytes=MAX_BODY_BYTES):
+    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes)
+
+
+def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
+    app = make_app(service, max_body_bytes)
     return asyncio.run(Client(app).request(method, path, body, headers))
 
 
@@ -129,8 +137,8 @@ def test_a_request_id_is_made_safe_and_echoed(path, given):
         expected = {"job-7": "job-7", "a b\tc\xe9\x01d": "abcd", "x" * 500: "x" * 128}
         assert echoed == expected.get(given, echoed)
         assert response.body["id"].endswith(f"-{echoed}")
-        assert service.request_ids[-1].startswith(f"{echoed}-")
-    assert len(set(service.request_ids)) == 2
+        assert service.requests[-1].request_id.startswith(f"{echoed}-")
+    assert len({request.request_id for request in service.requests}) == 2
 
 
 @pytest.mark.parametrize("path", GENERATE)
@@ -177,18 +185,18 @@ def test_a_malformed_body_is_a_bad_request(path, raw):
 
 @pytest.mark.parametrize("headers", [[], [("content-length", "3000")], [("content-length", "x")]])
 def test_a_large_body_is_refused(headers):
-    limits = IngressLimits(max_body_bytes=2000)
     body = {"prompt": "x" * 3000}
-    response = call(FakeService(), "POST", "/v1/completions", body, headers=headers, limits=limits)
+    response = call(
+        FakeService(), "POST", "/v1/completions", body, headers=headers, max_body_bytes=2000
+    )
     assert response.status == 413
     assert "2000 bytes" in response.body["error"]["message"]
 
 
-def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result():
-    limits = IngressLimits(inline_encode_chars=1)
-    for path in GENERATE:
-        response = call(FakeService(), "POST", path, PROMPTS[path], limits=limits)
-        assert response.body["choices"] == generate(FakeService(), path).body["choices"]
+def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
+    inline = [generate(FakeService(), path).body["choices"] for path in GENERATE]
+    monkeypatch.setattr(ingress, "INLINE_ENCODE_CHARS", 1)
+    assert [generate(FakeService(), path).body["choices"] for path in GENERATE] == inline
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -205,9 +213,8 @@ def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result():
     ],
 )
 def test_an_error_before_the_first_event_has_its_status(error, status, retry_after, stream):
-    async def script(request):
+    async def script(request, emit):
         raise error
-        yield
 
     response = generate(FakeService(script), "/v1/completions", stream=stream)
     assert response.status == status
@@ -218,8 +225,8 @@ def test_an_error_before_the_first_event_has_its_status(error, status, retry_aft
 
 @pytest.mark.parametrize("error", [ReplicaLostError("the replica died"), ValueError("a secret")])
 def test_an_error_mid_stream_is_the_last_event(error):
-    async def script(request):
-        yield TextDelta("he", (1,))
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
         raise error
 
     service = FakeService(script)
@@ -232,10 +239,45 @@ def test_an_error_mid_stream_is_the_last_event(error):
     assert service.num_open == 0
 
 
+def test_an_error_after_the_first_of_three_choices_is_the_last_event(monkeypatch):
+    turn_on(monkeypatch, "n")
+
+    async def script(request, emit):
+        for choice in range(3):
+            await emit(OutputDelta(choice, "he", [1]))
+        await emit(OutputDelta(1, "llo", [2], "stop"))
+        raise ReplicaLostError("the replica died")
+
+    service = FakeService(script)
+    response = generate(service, "/v1/completions", stream=True, n=3)
+    *chunks, last = response.events
+    ends = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert ends == [(0, None), (1, None), (2, None), (1, "stop")]
+    assert last["error"]["code"] == "replica_lost"
+    assert service.num_open == 0
+    whole = generate(FakeService(script), "/v1/completions", n=3)
+    assert (whole.status, whole.body["error"]) == (503, last["error"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_the_end_of_one_of_its_choices_is_an_error(monkeypatch, stream):
+    turn_on(monkeypatch, "n")
+
+    async def script(request, emit):
+        for choice in range(3):
+            await emit(OutputDelta(choice, "he", [1], None if choice == 1 else "stop"))
+        return Usage(2, 3)
+
+    response = generate(FakeService(script), "/v1/completions", stream=stream, n=3)
+    error = response.events[-1] if stream else response.body
+    assert error["error"]["code"] == "internal_error"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_without_an_end_is_an_error(stream):
-    async def script(request):
-        yield TextDelta("he", (1,))
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
+        return Usage(2, 1)
 
     response = generate(FakeService(script), "/v1/completions", stream=stream)
     error = response.events[-1] if stream else response.body
@@ -244,18 +286,18 @@ def test_an_answer_without_an_end_is_an_error(stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_events", [0, 2])
-def test_a_client_that_leaves_closes_the_generator_at_once(stream, num_events):
+def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
     reached = asyncio.Event()
 
-    async def script(request):
+    async def script(request, emit):
         for i in range(num_events):
-            yield TextDelta("x", (i,))
+            await emit(OutputDelta(0, "x", [i]))
         reached.set()
         await asyncio.Event().wait()
 
     async def scenario():
         service = FakeService(script)
-        client = Client(create_app(service, version="0"))
+        client = Client(make_app(service))
         body = {"prompt": "hi", "stream": stream}
         running = asyncio.create_task(client.request("POST", "/v1/completions", body))
         await asyncio.wait_for(reached.wait(), 5)
@@ -268,17 +310,42 @@ def test_a_client_that_leaves_closes_the_generator_at_once(stream, num_events):
     asyncio.run(scenario())
 
 
-def test_a_cancelled_request_closes_the_generator():
+def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
+    turn_on(monkeypatch, "n")
     reached = asyncio.Event()
 
-    async def script(request):
-        yield TextDelta("x", (1,))
+    async def script(request, emit):
+        await emit(OutputDelta(0, "x", [1], "stop"))
+        await emit(OutputDelta(2, "y", [1]))
         reached.set()
         await asyncio.Event().wait()
 
     async def scenario():
         service = FakeService(script)
-        client = Client(create_app(service, version="0"))
+        client = Client(make_app(service))
+        body = {"prompt": "hi", "stream": True, "n": 3}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        client.gone.set()
+        await asyncio.wait_for(running, 5)
+        assert service.num_open == 0
+        assert len(asyncio.all_tasks()) == 1
+        assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_ends_the_request():
+    reached = asyncio.Event()
+
+    async def script(request, emit):
+        await emit(OutputDelta(0, "x", [1]))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeService(script)
+        client = Client(make_app(service))
         body = {"prompt": "hi", "stream": True}
         running = asyncio.create_task(client.request("POST", "/v1/completions", body))
         await asyncio.wait_for(reached.wait(), 5)
@@ -291,14 +358,14 @@ def test_a_cancelled_request_closes_the_generator():
     asyncio.run(scenario())
 
 
-def test_a_client_that_stops_reading_and_leaves_closes_the_generator():
-    async def script(request):
+def test_a_client_that_stops_reading_and_leaves_ends_the_request():
+    async def script(request, emit):
         while True:
-            yield TextDelta("x", (1,))
+            await emit(OutputDelta(0, "x", [1]))
 
     async def scenario():
         service = FakeService(script)
-        app = create_app(service, version="0")
+        app = make_app(service)
         is_stuck = asyncio.Event()
 
         async def app_with_full_socket(scope, receive, send):
@@ -363,8 +430,6 @@ def test_health_says_why_it_is_not_ready_while_live_stays_well():
     response = call(service, "GET", "/health")
     assert (response.status, response.body["reason"]) == (503, "draining")
     assert call(service, "GET", "/live").status == 200
-    service.live = False
-    assert call(service, "GET", "/live").status == 503
 
 
 def test_metrics_and_version():
@@ -443,3 +508,37 @@ def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
     client = call(FakeService(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
     assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
     assert "secret" not in client.body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_seed_is_minted_for_a_request_that_has_none(path):
+    service = FakeService()
+    for extra in ({}, {}, {"seed": -1}, {"seed": 7}):
+        generate(service, path, **extra)
+    *minted, given = [request.sampling.seed for request in service.requests]
+    assert given == 7
+    assert len(set(minted)) == 3
+    assert all(0 <= seed < 2**63 for seed in minted)
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_the_name_of_an_adapter_asks_for_it_and_that_of_its_base_model_for_none(path):
+    service = FakeService(adapters=["pirate"])
+    for model in ("pirate", "demo", None):
+        response = generate(service, path, model=model)
+        assert response.body["model"] == (model or "demo")
+    assert [request.adapter for request in service.requests] == ["pirate", "", ""]
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_delta_is_one_message(path):
+    async def script(request, emit):
+        for i in range(5):
+            await emit(OutputDelta(0, "x", [i]))
+        await emit(OutputDelta(0, "x", [5], "length"))
+        return Usage(2, 6)
+
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = generate(FakeService(script), path, **options)
+    assert len(response.chunks) == 6
+    assert len(response.events) == 8, "the counts and [DONE] go out with the last delta"

@@ -13,8 +13,9 @@ import uvicorn
 
 from cluster.errors import ReplicaLostError
 from cluster.ingress import create_app
-from cluster.openai import TextDelta
+from replicas.output_processor import OutputDelta
 from tests.cluster.fake_service import FakeService
+from tests.cluster.test_openai_fields import turn_on
 
 MESSAGES = [{"role": "user", "content": "hello 你好"}]
 
@@ -30,9 +31,8 @@ def service():
 def port(service):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            create_app(service, version="0"), log_level="warning", timeout_graceful_shutdown=1
-        )
+        app = create_app(service, version="0", max_body_bytes=2**20)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -96,6 +96,72 @@ def test_a_conversation_whole_and_streamed(client):
     assert again.choices[0].message.content.startswith("[user]hello")
 
 
+@pytest.fixture
+def all_on(monkeypatch):
+    turn_on(monkeypatch, "n", "logprobs", "top_logprobs")
+
+
+def checked(answer):
+    """An answer, once it has the very types that OpenAI documents."""
+    return type(answer).model_validate(answer.to_dict(), strict=True)
+
+
+def of_each_choice(stream):
+    """The choices of a stream's chunks, apart, and the counts that it gave."""
+    stream = list(stream)
+    choices = [choice for chunk in stream for choice in chunk.choices]
+    by_index = [[c for c in choices if c.index == index] for index in range(3)]
+    return by_index, [chunk.usage for chunk in stream if chunk.usage is not None]
+
+
+@pytest.mark.usefixtures("all_on")
+def test_three_completions_with_log_probabilities(client):
+    options = {"model": "demo", "prompt": "hé", "n": 3, "logprobs": 2}
+    whole = checked(client.completions.create(**options))
+    assert [(c.index, c.text, c.finish_reason) for c in whole.choices] == [
+        (index, "hé", "length") for index in range(3)
+    ]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 9)
+    expected = whole.choices[0].logprobs
+    assert expected.tokens == ["h", "\\xc3", "\\xa9"]
+    assert expected.text_offset == [0, 1, 2]
+    assert expected.token_logprobs == [-0.5] * 3
+    assert expected.top_logprobs[0] == {"h": -0.5, "i": -1.5}
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    choices, usages = of_each_choice(client.completions.create(**options, **counted))
+    assert usages == [whole.usage]
+    for own in choices:
+        assert "".join(choice.text for choice in own) == "hé"
+        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["length"]
+        parts = [checked(choice.logprobs) for choice in own]
+        assert [t for part in parts for t in part.tokens] == expected.tokens
+        assert [t for part in parts for t in part.text_offset] == expected.text_offset
+        assert [t for part in parts for t in part.top_logprobs] == expected.top_logprobs
+
+
+@pytest.mark.usefixtures("all_on")
+def test_three_chat_answers_with_log_probabilities(client):
+    options = {"model": "demo", "messages": MESSAGES, "n": 3, "logprobs": True, "top_logprobs": 2}
+    whole = checked(client.chat.completions.create(**options))
+    text = "[user]hello 你好[assistant]"
+    assert [(c.index, c.message.content, c.finish_reason) for c in whole.choices] == [
+        (index, text, "length") for index in range(3)
+    ]
+    assert whole.usage.completion_tokens == 3 * len(text.encode())
+    expected = whole.choices[2].logprobs.content
+    assert bytes(b for token in expected for b in token.bytes).decode() == text
+    assert (expected[0].token, expected[0].logprob) == ("[", -0.5)
+    assert [top.logprob for top in expected[0].top_logprobs] == [-0.5, -1.5]
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    choices, usages = of_each_choice(client.chat.completions.create(**options, **counted))
+    assert usages == [whole.usage]
+    for own in ([checked(choice) for choice in each] for each in choices):
+        assert [choice.delta.role for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(choice.delta.content or "" for choice in own) == text
+        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["length"]
+        assert [t for choice in own for t in choice.logprobs.content] == expected
+
+
 def test_extension_fields_travel_in_the_extra_body(client):
     extra = {"return_token_ids": True, "ignore_eos": True, "top_k": 5}
     whole = client.completions.create(model="demo", prompt="ab", extra_body=extra)
@@ -112,8 +178,8 @@ def test_bad_requests_become_the_clients_own_errors(client):
 
 
 def test_an_error_mid_stream_is_raised_by_the_client(client, service):
-    async def script(request):
-        yield TextDelta("he", (1,))
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
         raise ReplicaLostError("the replica died")
 
     with scripted(service, script):
@@ -124,9 +190,9 @@ def test_an_error_mid_stream_is_raised_by_the_client(client, service):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_closed_socket_closes_the_generator(port, service, stream):
-    async def script(request):
-        yield TextDelta("he", (1,))
+def test_a_closed_socket_ends_the_request(port, service, stream):
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
         await asyncio.Event().wait()
 
     body = json.dumps({"prompt": "x", "stream": stream}).encode()

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from cluster.errors import BadRequestError
@@ -48,6 +50,14 @@ VLLM_TOKENIZE = names("""
 """)
 
 SAMPLES = [True, False, 1, -1, 0.5, "text", "low", [], [1], ["a"], {}, {"type": "json_object"}]
+
+
+def turn_on(monkeypatch, *names):
+    """Let fields act that are not supported yet, where a table has them."""
+    for table in (COMPLETION_FIELDS, CHAT_FIELDS):
+        for name in table.keys() & set(names):
+            acting = dataclasses.replace(table[name], support=Support.SUPPORTED)
+            monkeypatch.setitem(table, name, acting)
 
 
 def outcome(body, table):

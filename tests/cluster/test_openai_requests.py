@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import BadRequestError, NotFoundError
+from cluster.openai import ModelCard
 from cluster.openai_requests import (
     ChatPrompt,
     TextPrompt,
     TokenPrompt,
-    build_generate_request,
+    build_request,
     check_vocabulary,
     encode_prompt,
     parse_body,
@@ -20,20 +21,27 @@ from cluster.openai_requests import (
     parse_detokenize,
     parse_tokenize,
     resolve_model,
+    response_spec,
 )
 from replicas.sampling_params import SamplingParams
+from tests.cluster.test_openai_fields import turn_on
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+SEED = 2**62
+"""What the ingress mints in these tests."""
+
+
 def build(body, num_prompt_tokens=4, max_model_len=64, parse=None):
     parse = parse or (parse_chat_completion if "messages" in body else parse_completion)
-    return build_generate_request(
+    return build_request(
         parse(body),
         [7] * num_prompt_tokens,
-        model="demo",
+        ModelCard("demo", "demo-folder", max_model_len, 17),
         vocab_size=100,
-        max_model_len=max_model_len,
+        request_id="unique",
+        seed=SEED,
     )
 
 
@@ -97,8 +105,8 @@ def test_any_values_give_a_valid_request_or_a_refusal_that_names_a_field(base, e
 
 
 def test_a_request_without_options_has_the_documented_defaults():
-    assert build({"prompt": "x"}).sampling == SamplingParams(max_tokens=16)
-    assert build(CHAT).sampling == SamplingParams(max_tokens=60)
+    assert build({"prompt": "x"}).sampling == SamplingParams(max_tokens=16, seed=SEED)
+    assert build(CHAT).sampling == SamplingParams(max_tokens=60, seed=SEED)
 
 
 def test_every_supported_field_reaches_the_request():
@@ -108,14 +116,14 @@ def test_every_supported_field_reaches_the_request():
         "skip_special_tokens": False, "include_stop_str_in_output": True, "return_token_ids": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
-    request = build(body)
-    assert request.sampling == SamplingParams(
+    assert build(body).sampling == SamplingParams(
         max_tokens=5, temperature=0, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
         stop_token_ids=(3,), ignore_eos=True, skip_special_tokens=False,
         include_stop_str_in_output=True,
     )  # fmt: skip
-    flags = (request.stream, request.include_usage, request.continuous_usage_stats)
-    assert (*flags, request.return_token_ids) == (True,) * 4
+    spec = response_spec(parse_completion(body), "demo", request_id="r1", created=17)
+    flags = (spec.stream, spec.include_usage, spec.continuous_usage_stats)
+    assert (*flags, spec.return_token_ids) == (True,) * 4
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,12 @@ def test_any_top_k_from_minus_one_up_is_taken(k):
 
 
 def test_a_seed_of_minus_one_is_no_seed():
-    assert build({"prompt": "x", "seed": -1}).sampling.seed is None
+    assert build({"prompt": "x", "seed": -1}).sampling.seed == SEED
+
+
+@pytest.mark.parametrize("seed", [0, 7, -2, -(2**63)])
+def test_a_seed_of_the_body_is_taken_instead_of_the_minted_one(seed):
+    assert build({"prompt": "x", "seed": seed}).sampling.seed == seed
 
 
 @pytest.mark.parametrize(
@@ -295,10 +308,11 @@ def test_a_bad_message_is_refused_by_its_path(messages, param, words):
 
 
 def test_unknown_and_unnamed_models():
-    assert resolve_model(None, ["a", "b"]) == "a"
-    assert resolve_model("b", ["a", "b"]) == "b"
+    served = [ModelCard(name, name, 64, 17) for name in ("a", "b")]
+    assert resolve_model(None, served).id == "a"
+    assert resolve_model("b", served).id == "b"
     with pytest.raises(NotFoundError, match=r'"c" does not exist; served here: a, b'):
-        resolve_model("c", ["a", "b"])
+        resolve_model("c", served)
 
 
 def test_tokenize_takes_one_of_two_forms():
@@ -324,3 +338,45 @@ def test_a_large_list_of_token_ids_is_parsed_and_checked_as_it_is():
 
 class _Vocabulary:
     vocab_size = 6
+
+
+def test_choices_and_priority_act_as_soon_as_the_table_lets_them(monkeypatch):
+    turn_on(monkeypatch, "n", "priority")
+    for base in ({"prompt": "x"}, CHAT):
+        request = build({**base, "n": 3, "priority": -2})
+        assert (request.sampling.n, request.priority) == (3, -2)
+        assert build(base).sampling.n == 1
+        assert refusal({**base, "n": 0}).param == "n"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": "x", "logprobs": 0}, 0),
+        ({"prompt": "x", "logprobs": 5}, 5),
+        (CHAT, None),
+        ({**CHAT, "logprobs": False}, None),
+        ({**CHAT, "logprobs": False, "top_logprobs": 0}, None),
+        ({**CHAT, "logprobs": True}, 0),
+        ({**CHAT, "logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_log_probabilities_act_as_soon_as_the_table_lets_them(monkeypatch, body, count):
+    turn_on(monkeypatch, "logprobs", "top_logprobs")
+    assert build(body).sampling.logprobs == count
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({**CHAT, "logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_a_bad_number_of_log_probabilities_is_refused_by_its_path(monkeypatch, body, param):
+    turn_on(monkeypatch, "logprobs", "top_logprobs")
+    assert refusal(body).param == param

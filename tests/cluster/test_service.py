@@ -13,7 +13,6 @@ from cluster import service as service_module
 from cluster.config.resolve import resolve
 from cluster.errors import InternalError, NotReadyError, ReplicaLostError
 from cluster.ingress import create_app
-from cluster.openai import Finished, GenerateRequest, TextDelta
 from cluster.service import ClusterService
 from kv_transfer.connector import TransferInfo
 from replicas import async_client
@@ -23,6 +22,7 @@ from replicas.messages import (
     Abort,
     Accepted,
     AddRequest,
+    EngineRequest,
     KVTransfers,
     LoadKV,
     TokenOutput,
@@ -43,6 +43,7 @@ from tests.cluster.engines import (
     until,
 )
 from tests.cluster.test_ingress import Client
+from tests.streams import pulled
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +69,7 @@ async def serving(*members, pools=("prefill", "decode"), **router):
     )
     service = ClusterService(config, KEYS)
     try:
-        service.add_members(members)
+        service.fleet.add(members)
         await connected(service, members)
         yield service
     finally:
@@ -78,19 +79,31 @@ async def serving(*members, pools=("prefill", "decode"), **router):
 async def connected(service, members):
     names = {m.description.incarnation for m in members}
     await until(
-        lambda: names <= service._client.incarnations and not service._connecting, "connected"
+        lambda: names <= service.fleet.client.incarnations and not service.fleet._connecting,
+        "connected",
     )
 
 
-def ask(prompt, params=None):
-    return GenerateRequest("tiny", list(prompt), params or sampling())
+def ask(prompt, params=None, request_id="r"):
+    return EngineRequest(request_id, list(prompt), params or sampling())
 
 
-async def collect(service, request, request_id="r"):
-    events = [event async for event in service.generate(request, request_id)]
-    assert isinstance(events[-1], Finished)
-    assert all(isinstance(event, TextDelta) for event in events[:-1])
-    return events
+async def collect(service, request):
+    """A request's deltas and its token counts."""
+    deltas = []
+
+    async def emit(delta):
+        deltas.append(delta)
+
+    usage = await service.generate(request, emit)
+    assert deltas[-1].finish_reason is not None
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+    return deltas, usage
+
+
+def start(service, request):
+    """A request's deltas, to be asked for one by one."""
+    return pulled(lambda emit: service.generate(request, emit))
 
 
 def tokens_of(events):
@@ -108,14 +121,14 @@ def reference(prompt, params=None):
 
 async def until_idle(service, engine):
     async def idle():
-        return is_idle(await service._client.metrics(engine.incarnation))
+        return is_idle(await service.fleet.client.metrics(engine.incarnation))
 
     await until(idle, "idle")
 
 
 async def ended(service, engine, reason):
     """How many sequences of an engine have ended for this reason."""
-    groups = (await service._client.metrics(engine.incarnation)).groups
+    groups = (await service.fleet.client.metrics(engine.incarnation)).groups
     return sum(group.requests_finished.get(reason, 0) for group in groups)
 
 
@@ -132,13 +145,18 @@ def test_text_and_tokens_are_those_of_a_local_engine(pool):
 
     async def run():
         async with serving(*(e.member for e in pool)) as service:
-            events = await collect(service, ask(prompt))
-            return events, service.tokenizer.decode(tokens_of(events)), finished(service, "length")
+            events, usage = await collect(service, ask(prompt))
+            return (
+                events,
+                usage,
+                service.tokenizer.decode(tokens_of(events)),
+                finished(service, "length"),
+            )
 
-    events, text, num_finished = asyncio.run(run())
+    events, usage, text, num_finished = asyncio.run(run())
     assert tokens_of(events) == reference(prompt)
     assert text_of(events) == text
-    assert (events[-1].usage.prompt_tokens, events[-1].usage.completion_tokens) == (40, 12)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (40, 12)
     assert num_finished == 1
 
 
@@ -148,10 +166,10 @@ def test_stop_string_ends_the_request_and_frees_what_it_held(pool):
 
     async def run():
         async with serving(prefill.member, decode.member) as service:
-            whole = text_of(await collect(service, ask(prompt, sampling(200)), "whole"))
+            whole = text_of((await collect(service, ask(prompt, sampling(200), "whole")))[0])
             stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
             num_whole = await ended(service, decode, "length")
-            events = await collect(service, ask(prompt, sampling(1900, stop=(stop,))), "stopped")
+            events, _ = await collect(service, ask(prompt, sampling(1900, stop=(stop,)), "stopped"))
             await until_idle(service, prefill)
             await until_idle(service, decode)
             return whole, stop, events, await ended(service, decode, "length") - num_whole
@@ -168,8 +186,10 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
             ScriptedEngine("both", "e", finishes) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            for i, seed in enumerate([None, None, 0]):
-                await collect(service, ask([5], sampling(1, seed=seed)), f"r{i}")
+            client = Client(create_app(service, version="0", max_body_bytes=2**20))
+            for seed in (None, None, 0):
+                body = {"prompt": "x", "max_tokens": 1, "seed": seed}
+                assert (await client.request("POST", "/v1/completions", body)).status == 200
             return [m.request.sampling.seed for m in engine.received(AddRequest)]
 
     first, second, given = asyncio.run(run())
@@ -199,7 +219,7 @@ def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
             ScriptedEngine("decode", "d", finishes) as decode,
             serving(prefill.member, decode.member) as service,
         ):
-            app = create_app(service, version="0")
+            app = create_app(service, version="0", max_body_bytes=2**20)
             client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
             return client.status, [*prefill.messages, *decode.messages]
 
@@ -238,9 +258,9 @@ def test_tokens_that_come_twice_are_shown_once():
             ScriptedEngine("both", "e", repeats) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            return await collect(service, ask([5], sampling(3)))
+            return (await collect(service, ask([5], sampling(3))))[0]
 
-    assert [event.token_ids for event in asyncio.run(run())] == [(40,), (41,), (42,)]
+    assert [event.token_ids for event in asyncio.run(run())] == [[40], [41], [42]]
 
 
 def finishes(message):
@@ -283,11 +303,11 @@ def test_client_that_leaves_aborts_its_request_and_is_counted():
             ScriptedEngine("both", "e", starts) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            events = service.generate(ask([5]), "closed")
+            events = start(service, ask([5], request_id="closed"))
             await anext(events)
             await events.aclose()
             await until(lambda: engine.received(Abort) == [Abort(["closed"])], "aborted")
-            task = asyncio.ensure_future(collect(service, ask([5]), "cancelled"))
+            task = asyncio.ensure_future(collect(service, ask([5], request_id="cancelled")))
             await until(lambda: len(engine.received(AddRequest)) == 2, "asked")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -307,15 +327,15 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
     async def run():
         async with serving() as service:
             assert service.is_ready() == (False, "no replica yet in pool prefill, decode")
-            service.add_members([decode.member])
+            service.fleet.add([decode.member])
             await connected(service, [decode.member])
             assert service.is_ready() == (False, "no replica yet in pool prefill")
-            service.add_members([decode.member, prefill.member])
+            service.fleet.add([decode.member, prefill.member])
             await connected(service, [decode.member, prefill.member])
             assert service.is_ready() == (True, "")
-            service._lose(prefill.incarnation, "test")
+            service.fleet._lose(prefill.incarnation, "test")
             assert service.is_ready() == (True, ""), "the decode pool can do without"
-            service._lose(decode.incarnation, "test")
+            service.fleet._lose(decode.incarnation, "test")
             assert service.is_ready() == (False, "no replica can decode")
             with pytest.raises(NotReadyError):
                 await collect(service, ask([5]))
@@ -330,9 +350,9 @@ def test_member_that_is_not_listed_any_more_keeps_its_requests(pool):
 
     async def run():
         async with serving(prefill.member, decode.member) as service:
-            events = service.generate(ask(prompt, sampling(300)), "r")
+            events = start(service, ask(prompt, sampling(300)))
             first = await anext(events)
-            service.add_members([])
+            service.fleet.add([])
             rest = [event async for event in events]
             await until_idle(service, decode)
             return [*first.token_ids, *tokens_of(rest)]
@@ -349,9 +369,9 @@ def test_member_that_does_not_answer_is_given_no_requests(pool):
 
     async def run():
         async with serving(prefill.member, decode.member) as service:
-            service.add_members([prefill.member, decode.member, member])
-            await until(lambda: service._pools.member("nobody"), "it is being connected")
-            assert len(tokens_of(await collect(service, ask([5, 6, 7])))) == 12
+            service.fleet.add([prefill.member, decode.member, member])
+            await until(lambda: service.fleet.pools.member("nobody"), "it is being connected")
+            assert len(tokens_of((await collect(service, ask([5, 6, 7])))[0])) == 12
 
     asyncio.run(run())
 
@@ -378,12 +398,12 @@ def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
     async def run():
         async with serving(decode.member) as service:
             num_whole = await ended(service, decode, "length")
-            events = service.generate(ask([5, 5, 6], sampling(1900)), "r")
+            events = start(service, ask([5, 5, 6], sampling(1900)))
             await anext(events)
-            await service._client.disconnect(decode.incarnation)
+            await service.fleet.client.disconnect(decode.incarnation)
             with pytest.raises(ReplicaLostError):
                 await collect_rest(events)
-            await service._client.connect(decode.description)
+            await service.fleet.client.connect(decode.description)
             await until_idle(service, decode)
             return await ended(service, decode, "length") - num_whole
 
@@ -398,14 +418,14 @@ def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool, monkeypat
         async with serving(prefill.member, decode.member) as service:
             reasons = ("abort", "length")
             before = [await ended(service, decode, reason) for reason in reasons]
-            events = service.generate(ask([5, 5, 5], sampling(1900)), "r")
+            events = start(service, ask([5, 5, 5], sampling(1900)))
             for _ in range(3):
                 await anext(events)
             with decode.stopped():
                 with pytest.raises(ReplicaLostError):
                     await asyncio.wait_for(collect_rest(events), 10)
                 # The list still has it: the replica's actor is well.
-                service.add_members([prefill.member, decode.member])
+                service.fleet.add([prefill.member, decode.member])
             await connected(service, [decode.member])
             await until_idle(service, decode)
             after = [await ended(service, decode, reason) for reason in reasons]
@@ -485,7 +505,7 @@ def test_metrics_of_every_engine_are_merged(pool):
         if sample.name == "ttserve_slots"
     }
     assert slots == {
-        (engine.member.role, engine.member.replica_id, str(group)): (
+        (engine.member.pool, engine.member.replica_id, str(group)): (
             engine.description.slots_per_group
         )
         for engine in pool
@@ -498,18 +518,20 @@ def test_killed_decode_replica_leaves_the_other_serving(pool):
 
     async def run():
         async with serving(prefill.member, other.member) as service:
-            events = service.generate(ask([5, 5, 5], sampling(1900)), "r")
+            events = start(service, ask([5, 5, 5], sampling(1900)))
             for _ in range(3):
                 await anext(events)
             other.signal(signal.SIGKILL)
             with pytest.raises(ReplicaLostError):
                 await asyncio.wait_for(collect_rest(events), 5)
-            assert service.members_lost.is_set(), "discovery looks again at once"
+            assert service.fleet._has_lost.is_set(), "discovery looks again at once"
             assert not service.is_ready()[0]
             assert finished(service, "error") == 1
-            service.add_members([prefill.member, decode.member])
+            service.fleet.add([prefill.member, decode.member])
             await connected(service, [decode.member])
-            assert len(tokens_of(await collect(service, ask([5, 6, 7]), "next"))) == 12
+            assert (
+                len(tokens_of((await collect(service, ask([5, 6, 7], request_id="next")))[0])) == 12
+            )
             await until_idle(service, prefill)
 
     asyncio.run(run())

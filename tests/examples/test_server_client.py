@@ -19,9 +19,8 @@ def url():
     service.max_model_len = 256
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            create_app(service, version="0"), log_level="warning", timeout_graceful_shutdown=1
-        )
+        app = create_app(service, version="0", max_body_bytes=2**20)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

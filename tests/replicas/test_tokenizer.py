@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from replicas.errors import ModelLoadError
 from replicas.tokenizer import ChatTemplateError, Tokenizer
+from tests.replicas.test_detokenizer import BYTES, FALLBACK
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -82,6 +83,19 @@ def test_ids_and_text_equal_transformers(tmp_path, config, add_special_tokens):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
         assert ours.token_strings(ids) == theirs.convert_ids_to_tokens(ids)
     assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, " \ufffd", "the  cat sets", "naïve 👍"])
+def test_the_bytes_of_tokens_are_those_of_the_text(text):
+    ids = BYTES.encode(text, False)
+    assert b"".join(map(BYTES.token_bytes, ids)) == text.encode()
+    if text and "<s>" not in text:
+        ids = FALLBACK.encode(text, False)
+        assert b"".join(map(FALLBACK.token_bytes, ids)) == b" " + text.encode()
+
+
+def test_an_id_without_a_token_has_no_bytes():
+    assert BYTES.token_bytes(10**6) == b""
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
