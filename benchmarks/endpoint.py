@@ -28,7 +28,7 @@ from benchmarks.ready import wait_ready
 from cluster.config.environment import process_environment
 from cluster.config.resolve import ClusterConfig, replica_engine, resolve
 from cluster.config.serve_file import read_serve_file
-from cluster.supervisor import free_port
+from cluster.lifecycle.supervisor import free_port
 from kv_transfer.ticket import KeyRing
 from replicas import AsyncLLM, SamplingParams
 

@@ -52,16 +52,16 @@ from benchmarks.fitted_timing import (
 from cluster.config.resolve import resolve
 from cluster.config.schema import RouterConfig
 from cluster.config.serve_file import read_serve_file
-from cluster.fleet import Fleet
-from cluster.metrics import RouterMetrics
+from cluster.lab.simulation.network import NetworkConfig
+from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+from cluster.lab.simulation.simulator import Simulation
+from cluster.lab.workloads.load import load_workload
+from cluster.lab.workloads.request import FIRST_PROMPT_TOKEN
+from cluster.routing.fleet import Fleet
+from cluster.routing.metrics import RouterMetrics
 from cluster.pools import Member
-from cluster.router import Router
-from cluster.simulation.network import NetworkConfig
-from cluster.simulation.options import PoolSpec, SimulationOptions
-from cluster.simulation.simulator import Simulation
-from cluster.tickets import TicketOffice
-from cluster.workloads.load import load_workload
-from cluster.workloads.request import FIRST_PROMPT_TOKEN
+from cluster.routing.router import Router
+from cluster.routing.tickets import TicketOffice
 from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.engine.process import EngineArguments, EngineReport
@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.simulation.records import SimulationResult
-    from cluster.workloads.request import Workload
+    from cluster.lab.simulation.records import SimulationResult
+    from cluster.lab.workloads.request import Workload
     from replicas.config import EngineConfig, Role
 
 Spec = dict[str, dict[str, Any]]
@@ -211,7 +211,7 @@ def running(pools: Sequence[tuple[Role, EngineConfig]], folder: Path) -> Iterato
 
 
 class Ingress:
-    """The production's router over real connections, as `ClusterService` has it."""
+    """The production's router over real connections, as `Ingress` has it."""
 
     def __init__(self) -> None:
         self.fleet = Fleet(AsyncMPClient)

@@ -14,12 +14,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.simulation.command import SimulateOptions, load_cluster, load_trace, run_cluster
-from cluster.simulation.plots import plot_goodput
-from cluster.simulation.summary import Slo, summarise
+from cluster.lab.simulation.command import SimulateOptions, load_cluster, load_trace, run_cluster
+from cluster.lab.simulation.plots import plot_goodput
+from cluster.lab.simulation.summary import Slo, summarise
 
 if TYPE_CHECKING:
-    from cluster.simulation.summary import Distribution, PoolSummary, Summary
+    from cluster.lab.simulation.summary import Distribution, PoolSummary, Summary
 
 POLICIES = ("round_robin", "most_empty_slots")
 HERE = Path(__file__).parent / "policies"

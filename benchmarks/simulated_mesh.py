@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from benchmarks.ready import wait_ready
 from cluster.config.resolve import demo_model_folder, resolve
 from cluster.config.serve_file import read_serve_file
-from cluster.supervisor import free_port
+from cluster.lifecycle.supervisor import free_port
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor

@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING
 
 from benchmarks.polynomial_timing import PolynomialTiming
 from cluster.config.schema import RouterConfig
-from cluster.simulation.command import seldom_collecting
-from cluster.simulation.network import NetworkConfig
-from cluster.simulation.options import PoolSpec, SimulationOptions
-from cluster.simulation.simulator import Simulation
-from cluster.simulation.summary import summarise
-from cluster.workloads.load import load_workload
+from cluster.lab.simulation.command import seldom_collecting
+from cluster.lab.simulation.network import NetworkConfig
+from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+from cluster.lab.simulation.simulator import Simulation
+from cluster.lab.simulation.summary import summarise
+from cluster.lab.workloads.load import load_workload
 from replicas.config import EngineConfig
 from replicas.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
     from cluster.config.schema import PolicyName
-    from cluster.simulation.records import SimulationResult
-    from cluster.workloads.request import Workload
+    from cluster.lab.simulation.records import SimulationResult
+    from cluster.lab.workloads.request import Workload
 
 QUICK = (4, 64, 1000)
 FULL = (4, 16, 64, 256, 1000)

@@ -1,30 +1,20 @@
 """The application that a Ray Serve config file names: `import_path: cluster.app:build`.
 
-Turns the file's `args` into one deployment per pool and the ingress in front of them. Everything
-that can be known to be wrong is refused here, so that `serve status` shows the reason seconds
-after `serve deploy`.
-
-Without `kv_key_file` the secret that seals tickets is made here and handed to the replicas with
-their init args. Serve's controller pickles these and checkpoints them in Ray's GCS, so that whoever
-can connect to the Ray cluster can read the secret. On a cluster that others use too, give
-`kv_key_file`: then each process reads the secrets from its own host, and Ray never has them.
+Everything that can be known to be wrong is refused here, so that `serve status` shows the reason
+seconds after `serve deploy`.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.resolve import resolve
-from cluster.deployments import ingress_deployment, pool_deployment
-from cluster.tickets import new_secret
+from cluster.lifecycle.application import bind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ray.serve import Application
-
-    from cluster.config.resolve import ClusterConfig
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -40,27 +30,3 @@ def build(args: Mapping[str, Any]) -> Application:
         ClusterConfigError: The args cannot work; names the keys.
     """
     return bind(args, resolve(args))
-
-
-def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
-    """Build the application of args that have been resolved.
-
-    Args:
-        args: The application's `args`.
-        config: What they come to.
-
-    Returns:
-        As `build`.
-    """
-    # Deployments get the plain mapping and resolve it: no class of ours is pickled into them.
-    plain = dict(args)
-    if config.fault_plan.faults:
-        # Here and not in a replica: one that is started again must not live its faults again.
-        plain["fault_epoch_unix_s"] = time.time()
-    # Beside the args, not in them: nothing that shows a configuration can show a secret. Ray stores
-    # both, see above.
-    made_secrets = [] if config.kv_key_file is not None else [new_secret()]
-    pools = {
-        role: pool_deployment(config, role).bind(plain, role, made_secrets) for role in config.pools
-    }
-    return ingress_deployment(config).bind(plain, made_secrets, **pools)

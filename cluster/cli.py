@@ -42,9 +42,9 @@ def serve(
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
     from cluster.config.resolve import resolve
     from cluster.errors import ClusterConfigError
-    from cluster.supervisor import ServeOptions
-    from cluster.supervisor import serve as supervise
-    from cluster.tickets import key_ring
+    from cluster.lifecycle.supervisor import ServeOptions
+    from cluster.lifecycle.supervisor import serve as supervise
+    from cluster.routing.tickets import key_ring
 
     path = _demo_config() if config is None else config.absolute()
     options = ServeOptions(
@@ -174,8 +174,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     ] = None,
 ) -> None:
     """Run a cluster under a virtual clock: what a trace would see, in seconds of your time."""
-    from cluster.simulation.command import SimulateError, SimulateOptions, read_slo
-    from cluster.simulation.command import simulate as run
+    from cluster.lab.simulation.command import SimulateError, SimulateOptions, read_slo
+    from cluster.lab.simulation.command import simulate as run
 
     try:
         options = SimulateOptions(
@@ -208,7 +208,7 @@ def kv(
 
     import msgspec
 
-    from cluster.transfers import TransfersView, transfers_text
+    from cluster.edge.transfers import TransfersView, transfers_text
 
     address = f"{url.rstrip('/')}/kv"
     if not address.startswith(("http://", "https://")):
@@ -238,8 +238,8 @@ def doctor(
 
     from cluster.config.resolve import resolve
     from cluster.config.serve_file import read_serve_file
-    from cluster.doctor import diagnose, doctor_text
     from cluster.errors import ClusterConfigError
+    from cluster.lifecycle.doctor import diagnose, doctor_text
     from replicas.errors import ConfigError
 
     try:
@@ -267,9 +267,9 @@ def chaos(
     out: Annotated[Path, typer.Option(help="Folder for failing scenarios.")] = Path("chaos"),
 ) -> None:
     """Break simulated clusters at random and check every invariant after every event."""
-    from cluster.simulation.chaos import ChaosError, ChaosOptions
-    from cluster.simulation.chaos import chaos as run
-    from cluster.simulation.chaos import replay as run_file
+    from cluster.lab.simulation.chaos import ChaosError, ChaosOptions
+    from cluster.lab.simulation.chaos import chaos as run
+    from cluster.lab.simulation.chaos import replay as run_file
 
     def echo(text: str) -> None:
         typer.echo(text, nl=False)

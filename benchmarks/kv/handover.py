@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks.kv.connector_process import KEYS
 from benchmarks.kv.recording_connector import RECORD_VARIABLE, RECORDING_CONNECTOR, Stage
-from cluster.tickets import TicketOffice
+from cluster.routing.tickets import TicketOffice
 from replicas.async_client import AsyncMPClient
 from replicas.config import EngineConfig
 from replicas.launch import start_engine

@@ -62,7 +62,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
-        policy: Which DP group a request gets, see `cluster.placement`.
+        policy: Which DP group a request gets, see `cluster.routing.placement`.
         order: Whether a decode slot or the prompt comes first, see `OrderName`.
     """
 

@@ -24,11 +24,11 @@ import zmq.asyncio
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.config.schema import RouterConfig
-from cluster.fleet import Fleet
-from cluster.metrics import RouterMetrics
-from cluster.pools import Member
-from cluster.router import Router
-from cluster.tickets import TicketOffice
+from cluster.routing.fleet import Fleet
+from cluster.routing.metrics import RouterMetrics
+from cluster.routing.pools import Member
+from cluster.routing.router import Router
+from cluster.routing.tickets import TicketOffice
 from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
@@ -188,7 +188,7 @@ def running(*configs: tuple[Role, EngineConfig]) -> Iterator[list[Engine]]:
 
 
 class Rig:
-    """A router over real connections, as `ClusterService` has it, and what a test asks of it."""
+    """A router over real connections, as `Ingress` has it, and what a test asks of it."""
 
     def __init__(self, **router: object) -> None:
         self.lost: list[str] = []

@@ -14,15 +14,15 @@ from cluster.errors import ClusterConfigError
 from replicas.errors import EngineDeadError
 from replicas.launch import child_environment
 from replicas.meshes import mesh_spec
-from tests.cluster.test_config import MODEL, changed
+from tests.cluster.config.test_config import MODEL, changed
 
 with warnings.catch_warnings():
     # Serve declares its own fields in a way that its pydantic no longer likes.
     warnings.simplefilter("ignore")
     from ray.serve.schema import DeploymentSchema
 
-    from cluster import deployments as deployments_module
     from cluster.app import build
+    from cluster.lifecycle import deployments as deployments_module
 
 
 @pytest.fixture

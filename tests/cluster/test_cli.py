@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.transfers import ReplicaView, TransfersView, transfers_text
+from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
 
 GOOD = """\
 http_options: {{host: 127.0.0.1}}

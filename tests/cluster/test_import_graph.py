@@ -37,7 +37,7 @@ def import_graph(texts):
 
 def test_imports_make_no_circle():
     graph = import_graph(sources())
-    assert "cluster.simulation.network" in graph["cluster.simulation.host"]
+    assert "cluster.lab.simulation.network" in graph["cluster.lab.simulation.host"]
     # Raises with the circle that it finds.
     TopologicalSorter(graph).prepare()
 

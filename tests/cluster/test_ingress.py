@@ -1,544 +1,541 @@
+"""One ingress without HTTP: text, members that come and go, what it counts."""
+
 import asyncio
 import contextlib
-import json
+import signal
+import time
 
+import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import ingress
-from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
-from cluster.ingress import create_app
-from cluster.openai import Usage
-from replicas.errors import InvalidRequestError
-from replicas.output_processor import OutputDelta
-from tests.cluster.fake_service import FakeService
-from tests.cluster.test_openai_fields import turn_on
+from cluster import ingress as ingress_module
+from cluster.config.resolve import resolve
+from cluster.edge.routes import create_app
+from cluster.errors import InternalError, NotReadyError, ReplicaLostError
+from cluster.ingress import Ingress
+from kv_transfer.connector import TransferInfo
+from replicas import async_client
+from replicas.async_client import AsyncMPClient
+from replicas.codec import encode
+from replicas.messages import (
+    Abort,
+    Accepted,
+    AddRequest,
+    EngineRequest,
+    KVTransfers,
+    LoadKV,
+    TokenOutput,
+    Utility,
+    UtilityResult,
+)
+from tests import engines as local
+from tests.cluster.edge.test_routes import Client
+from tests.cluster.engines import (
+    KEYS,
+    ScriptedEngine,
+    engine_config,
+    is_idle,
+    make_member,
+    model_folder,
+    prompts,
+    running,
+    sampling,
+    until,
+)
+from tests.streams import pulled
 
-GENERATE = ["/v1/completions", "/v1/chat/completions"]
-PROMPTS = {
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-}
-MAX_BODY_BYTES = 2**20
+pytestmark = pytest.mark.process
 
 
-class Client:
-    """One ASGI request at a time, with the client's side of the connection in the test's hand."""
+@pytest.fixture(scope="module")
+def pool():
+    """One prefill and two decode engines; the last one is killed by the last test."""
+    kinds = ["prefill", "decode", "decode"]
+    with running(*((kind, engine_config(kind)) for kind in kinds)) as engines:
+        yield engines
 
-    def __init__(self, app):
-        self._app = app
-        self.gone = asyncio.Event()
-        self.status = None
-        self.headers = {}
-        self.chunks = []
 
-    async def request(self, method, path, body=b"", headers=()):
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        parts = [body[i : i + 1000] for i in range(0, len(body), 1000)] or [b""]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers],
-            "server": ("test", 80),
-            "client": ("test", 1),
-            "scheme": "http",
+@contextlib.asynccontextmanager
+async def serving(*members, pools=("prefill", "decode"), **router):
+    """A service that has connected to these members."""
+    config = resolve(
+        {
+            "model": str(model_folder()),
+            "engine": {"dtype": "float32", "num_blocks": 300},
+            "pools": {role: {} for role in pools},
+            "router": router,
         }
-
-        async def receive():
-            if parts:
-                part = parts.pop(0)
-                return {"type": "http.request", "body": part, "more_body": bool(parts)}
-            await self.gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            if message["type"] == "http.response.start":
-                self.status = message["status"]
-                self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
-            else:
-                self.chunks.append(message["body"])
-
-        await self._app(scope, receive, send)
-        return self
-
-    @property
-    def body(self):
-        return json.loads(b"".join(self.chunks))
-
-    @property
-    def events(self):
-        lines = b"".join(self.chunks).decode().split("\n\n")
-        assert lines.pop() == ""
-        assert all(line.startswith("data: ") for line in lines)
-        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
-
-
-def make_app(service, max_body_bytes=MAX_BODY_BYTES):
-    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes)
-
-
-def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
-    app = make_app(service, max_body_bytes)
-    return asyncio.run(Client(app).request(method, path, body, headers))
-
-
-def generate(service, path, **fields):
-    return call(service, "POST", path, {**PROMPTS[path], **fields})
-
-
-async def poll(predicate):
-    deadline = asyncio.get_running_loop().time() + 5
-    while not predicate():
-        assert asyncio.get_running_loop().time() < deadline, "the predicate never became true"
-        await asyncio.sleep(0.001)
-
-
-def test_a_completion_answers_with_text_and_usage():
-    response = generate(FakeService(), "/v1/completions", model="demo")
-    assert response.status == 200
-    assert response.headers["content-type"] == "application/json"
-    assert response.body["choices"][0]["text"] == "hi"
-    assert response.body["usage"]["total_tokens"] == 4
-
-
-def test_a_conversation_goes_through_the_chat_template():
-    response = generate(FakeService(), "/v1/chat/completions")
-    assert response.body["choices"][0]["message"]["content"] == "[user]hi[assistant]"
-
-
-@pytest.mark.parametrize("path", GENERATE)
-def test_a_stream_gives_the_same_text_and_ends_with_done(path):
-    whole = generate(FakeService(), path).body["choices"][0]
-    response = generate(FakeService(), path, stream=True)
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-accel-buffering"] == "no"
-    *chunks, done = response.events
-    assert done == "[DONE]"
-    choices = [chunk["choices"][0] for chunk in chunks]
-    text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
-    assert text == (whole["text"] if "text" in whole else whole["message"]["content"])
-    assert choices[-1]["finish_reason"] == whole["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("path", GENERATE)
-@pytest.mark.parametrize("given", [None, "job-7", "a b\tc\xe9\x01d", "x" * 500])
-def test_a_request_id_is_made_safe_and_echoed(path, given):
-    service = FakeService()
-    headers = [] if given is None else [("x-request-id", given)]
-    for _ in range(2):
-        response = call(service, "POST", path, PROMPTS[path], headers=headers)
-        echoed = response.headers["x-request-id"]
-        expected = {"job-7": "job-7", "a b\tc\xe9\x01d": "abcd", "x" * 500: "x" * 128}
-        assert echoed == expected.get(given, echoed)
-        assert response.body["id"].endswith(f"-{echoed}")
-        assert service.requests[-1].request_id.startswith(f"{echoed}-")
-    assert len({request.request_id for request in service.requests}) == 2
-
-
-@pytest.mark.parametrize("path", GENERATE)
-@pytest.mark.parametrize(
-    ("extra", "status", "param"),
-    [
-        ({"model": "other"}, 404, "model"),
-        ({"temperature": 9}, 400, "temperature"),
-        ({"max_tokens": 65}, 400, "max_tokens"),
-        ({"nonsense": 1}, 400, "nonsense"),
-        ({"tools": [{}], "n": 3}, 400, None),
-    ],
-)
-def test_a_bad_request_reaches_no_replica(path, extra, status, param):
-    service = FakeService()
-    response = generate(service, path, **extra, stream=True)
-    error = response.body["error"]
-    assert response.status == status
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param or param is None
-    assert service.requests == []
-
-
-def test_a_long_prompt_is_refused_with_both_numbers():
-    service = FakeService()
-    response = call(service, "POST", "/v1/completions", {"prompt": "x" * 64})
-    assert response.status == 400
-    assert "64 tokens and max_model_len is 64" in response.body["error"]["message"]
-    assert service.requests == []
-
-
-def test_a_template_that_refuses_is_a_bad_request():
-    body = {**PROMPTS["/v1/chat/completions"], "chat_template_kwargs": {"tools": 1}}
-    response = call(FakeService(), "POST", "/v1/chat/completions", body)
-    assert response.status == 400
-    assert response.body["error"]["param"] == "chat_template_kwargs"
-
-
-@pytest.mark.parametrize("path", [*GENERATE, "/tokenize", "/detokenize"])
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": NaN}', b"[" * 60_000])
-def test_a_malformed_body_is_a_bad_request(path, raw):
-    assert call(FakeService(), "POST", path, raw).status == 400
-
-
-@pytest.mark.parametrize("headers", [[], [("content-length", "3000")], [("content-length", "x")]])
-def test_a_large_body_is_refused(headers):
-    body = {"prompt": "x" * 3000}
-    response = call(
-        FakeService(), "POST", "/v1/completions", body, headers=headers, max_body_bytes=2000
     )
-    assert response.status == 413
-    assert "2000 bytes" in response.body["error"]["message"]
+    service = Ingress(config, KEYS)
+    try:
+        service.fleet.add(members)
+        await connected(service, members)
+        yield service
+    finally:
+        await service.close()
 
 
-def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
-    inline = [generate(FakeService(), path).body["choices"] for path in GENERATE]
-    monkeypatch.setattr(ingress, "INLINE_ENCODE_CHARS", 1)
-    assert [generate(FakeService(), path).body["choices"] for path in GENERATE] == inline
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("error", "status", "retry_after"),
-    [
-        (SaturatedError("every slot is taken"), 429, "1"),
-        (SaturatedError("every slot is taken", retry_after_s=7), 429, "7"),
-        (QueueTimeoutError("waited too long"), 408, None),
-        (NotReadyError("no replica is ready", retry_after_s=3), 503, "3"),
-        (ReplicaLostError("gone"), 503, None),
-        (InvalidRequestError("prompt", "too large for the KV pool"), 400, None),
-        (RuntimeError("a secret detail"), 500, None),
-    ],
-)
-def test_an_error_before_the_first_event_has_its_status(error, status, retry_after, stream):
-    async def script(request, emit):
-        raise error
-
-    response = generate(FakeService(script), "/v1/completions", stream=stream)
-    assert response.status == status
-    assert response.headers.get("retry-after") == retry_after
-    assert "x-request-id" in response.headers
-    assert "secret" not in response.body["error"]["message"]
-
-
-@pytest.mark.parametrize("error", [ReplicaLostError("the replica died"), ValueError("a secret")])
-def test_an_error_mid_stream_is_the_last_event(error):
-    async def script(request, emit):
-        await emit(OutputDelta(0, "he", [1]))
-        raise error
-
-    service = FakeService(script)
-    response = generate(service, "/v1/completions", stream=True)
-    first, last = response.events
-    assert response.status == 200
-    assert first["choices"][0]["text"] == "he"
-    assert set(last["error"]) == {"message", "type", "param", "code"}
-    assert "secret" not in last["error"]["message"]
-    assert service.num_open == 0
-
-
-def test_an_error_after_the_first_of_three_choices_is_the_last_event(monkeypatch):
-    turn_on(monkeypatch, "n")
-
-    async def script(request, emit):
-        for choice in range(3):
-            await emit(OutputDelta(choice, "he", [1]))
-        await emit(OutputDelta(1, "llo", [2], "stop"))
-        raise ReplicaLostError("the replica died")
-
-    service = FakeService(script)
-    response = generate(service, "/v1/completions", stream=True, n=3)
-    *chunks, last = response.events
-    ends = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
-    assert ends == [(0, None), (1, None), (2, None), (1, "stop")]
-    assert last["error"]["code"] == "replica_lost"
-    assert service.num_open == 0
-    whole = generate(FakeService(script), "/v1/completions", n=3)
-    assert (whole.status, whole.body["error"]) == (503, last["error"])
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_without_the_end_of_one_of_its_choices_is_an_error(monkeypatch, stream):
-    turn_on(monkeypatch, "n")
-
-    async def script(request, emit):
-        for choice in range(3):
-            await emit(OutputDelta(choice, "he", [1], None if choice == 1 else "stop"))
-        return Usage(2, 3)
-
-    response = generate(FakeService(script), "/v1/completions", stream=stream, n=3)
-    error = response.events[-1] if stream else response.body
-    assert error["error"]["code"] == "internal_error"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_without_an_end_is_an_error(stream):
-    async def script(request, emit):
-        await emit(OutputDelta(0, "he", [1]))
-        return Usage(2, 1)
-
-    response = generate(FakeService(script), "/v1/completions", stream=stream)
-    error = response.events[-1] if stream else response.body
-    assert error["error"]["code"] == "internal_error"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("num_events", [0, 2])
-def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
-    reached = asyncio.Event()
-
-    async def script(request, emit):
-        for i in range(num_events):
-            await emit(OutputDelta(0, "x", [i]))
-        reached.set()
-        await asyncio.Event().wait()
-
-    async def scenario():
-        service = FakeService(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": stream}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        assert service.num_open == 1
-        client.gone.set()
-        await asyncio.wait_for(running, 5)
-        assert service.num_open == 0
-        assert client.status == (200 if stream and num_events else 499)
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
-    turn_on(monkeypatch, "n")
-    reached = asyncio.Event()
-
-    async def script(request, emit):
-        await emit(OutputDelta(0, "x", [1], "stop"))
-        await emit(OutputDelta(2, "y", [1]))
-        reached.set()
-        await asyncio.Event().wait()
-
-    async def scenario():
-        service = FakeService(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": True, "n": 3}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        client.gone.set()
-        await asyncio.wait_for(running, 5)
-        assert service.num_open == 0
-        assert len(asyncio.all_tasks()) == 1
-        assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
-
-    asyncio.run(scenario())
-
-
-def test_a_cancelled_request_ends_the_request():
-    reached = asyncio.Event()
-
-    async def script(request, emit):
-        await emit(OutputDelta(0, "x", [1]))
-        reached.set()
-        await asyncio.Event().wait()
-
-    async def scenario():
-        service = FakeService(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": True}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        assert service.num_open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_stops_reading_and_leaves_ends_the_request():
-    async def script(request, emit):
-        while True:
-            await emit(OutputDelta(0, "x", [1]))
-
-    async def scenario():
-        service = FakeService(script)
-        app = make_app(service)
-        is_stuck = asyncio.Event()
-
-        async def app_with_full_socket(scope, receive, send):
-            async def send_nothing(message):
-                is_stuck.set()
-                await asyncio.Event().wait()
-
-            await app(scope, receive, send_nothing)
-
-        client = Client(app_with_full_socket)
-        body = {"prompt": "hi", "stream": True}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(is_stuck.wait(), 5)
-        assert service.num_open == 1
-        client.gone.set()
-        await poll(lambda: service.num_open == 0)
-        running.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_models_are_listed_and_found_by_id():
-    listed = call(FakeService(), "GET", "/v1/models").body
-    assert [card["id"] for card in listed["data"]] == ["demo"]
-    card = call(FakeService(), "GET", "/v1/models/demo").body
-    assert card == listed["data"][0]
-    assert (card["root"], card["max_model_len"], card["created"]) == ("demo-folder", 64, 17)
-    assert call(FakeService(), "GET", "/v1/models/org/other").status == 404
-
-
-def test_tokenize_and_detokenize_are_inverse():
-    service = FakeService()
-    tokenized = call(service, "POST", "/tokenize", {"prompt": "hé", "return_token_strs": True}).body
-    assert (tokenized["count"], tokenized["max_model_len"]) == (3, 64)
-    assert tokenized["token_strs"] == ["h", "Ã", "©"]
-    body = {"tokens": tokenized["tokens"], "model": "demo"}
-    assert call(service, "POST", "/detokenize", body).body == {"prompt": "hé"}
-    chat = call(service, "POST", "/tokenize", PROMPTS["/v1/chat/completions"]).body
-    assert service.tokenizer.decode(chat["tokens"]) == "[user]hi[assistant]"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": "x", "temperature": 1}, 400, "temperature"),
-        ("/detokenize", {"tokens": [1, 256]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, "2"]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
-    ],
-)
-def test_bad_tokenize_bodies_are_refused(path, body, status, param):
-    response = call(FakeService(), "POST", path, body)
-    assert (response.status, response.body["error"]["param"]) == (status, param)
-
-
-def test_health_says_why_it_is_not_ready_while_live_stays_well():
-    service = FakeService()
-    assert call(service, "GET", "/health").status == 200
-    service.ready = (False, "draining")
-    response = call(service, "GET", "/health")
-    assert (response.status, response.body["reason"]) == (503, "draining")
-    assert call(service, "GET", "/live").status == 200
-
-
-def test_metrics_and_version():
-    response = call(FakeService(), "GET", "/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert b"".join(response.chunks) == b"vllm:num_requests_running 0\n"
-    assert call(FakeService(), "GET", "/version").body == {"version": "1.2.3"}
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)]
-)
-def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, path, status):
-    response = call(FakeService(), method, path)
-    assert response.status == status
-    assert set(response.body["error"]) == {"message", "type", "param", "code"}
-    assert "x-request-id" in response.headers
-
-
-def test_kv_says_what_moves_between_the_replicas():
-    client = call(FakeService(), "GET", "/kv")
-    assert client.status == 200
-    assert client.headers["content-type"] == "application/json"
-    [replica] = client.body["replicas"]
-    assert (replica["replica"], replica["is_silent"], replica["transfers"]) == (
-        "decode-d",
-        False,
-        [],
+async def connected(service, members):
+    names = {m.description.incarnation for m in members}
+    await until(
+        lambda: names <= service.fleet.client.incarnations and not service.fleet._connecting,
+        "connected",
     )
 
 
-@pytest.mark.parametrize("path", GENERATE)
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
-        {"ec_transfer_params": {}},
-        {"vllm_xargs": {"kv_transfer_params": "{}"}},
-        {"ticket": "AAAA"},
-        {"kv_ticket": "AAAA"},
-        {"do_remote_prefill": True},
-        {"do_remote_decode": False},
-        {"remote_block_ids": [1]},
-        {"remote_engine_id": "x"},
-        {"bootstrap_room": 1},
-        {"transfer_id": "0" * 32},
-        {"producer_endpoints": ["tcp://10.0.0.1:1"]},
-        {"stream_options": {"kv_transfer_params": {}}, "stream": True},
-    ],
-    ids=lambda field: next(iter(field)),
-)
-def test_body_cannot_bring_a_ticket_or_an_endpoint(path, field):
-    service = FakeService()
-    client = call(service, "POST", path, {**PROMPTS[path], **field})
-    assert client.status == 400
-    assert next(iter(field)) in client.body["error"]["message"]
-    assert service.requests == []
+def ask(prompt, params=None, request_id="r"):
+    return EngineRequest(request_id, list(prompt), params or sampling())
 
 
-@pytest.mark.parametrize("path", GENERATE)
-def test_salt_of_the_cache_is_passed_on_as_it_is(path):
-    service = FakeService()
-    assert call(service, "POST", path, PROMPTS[path]).status == 200
-    for salt in ("s", "tenant ü", "x" * 256):
-        assert call(service, "POST", path, {**PROMPTS[path], "cache_salt": salt}).status == 200
-    assert [request.cache_salt for request in service.requests] == [
-        "",
-        "s",
-        "tenant ü",
-        "x" * 256,
-    ]
+async def collect(service, request):
+    """A request's deltas and its token counts."""
+    deltas = []
+
+    async def emit(delta):
+        deltas.append(delta)
+
+    usage = await service.generate(request, emit)
+    assert deltas[-1].finish_reason is not None
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+    return deltas, usage
 
 
-@pytest.mark.parametrize("salt", ["", "secret" * 43, 7, ["s"], {}, True])
-def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
-    client = call(FakeService(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
-    assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
-    assert "secret" not in client.body["error"]["message"]
+def start(service, request):
+    """A request's deltas, to be asked for one by one."""
+    return pulled(lambda emit: service.generate(request, emit))
 
 
-@pytest.mark.parametrize("path", GENERATE)
-def test_a_seed_is_minted_for_a_request_that_has_none(path):
-    service = FakeService()
-    for extra in ({}, {}, {"seed": -1}, {"seed": 7}):
-        generate(service, path, **extra)
-    *minted, given = [request.sampling.seed for request in service.requests]
-    assert given == 7
-    assert len(set(minted)) == 3
-    assert all(0 <= seed < 2**63 for seed in minted)
+def tokens_of(events):
+    return [token for event in events for token in event.token_ids]
 
 
-@pytest.mark.parametrize("path", GENERATE)
-def test_the_name_of_an_adapter_asks_for_it_and_that_of_its_base_model_for_none(path):
-    service = FakeService(adapters=["pirate"])
-    for model in ("pirate", "demo", None):
-        response = generate(service, path, model=model)
-        assert response.body["model"] == (model or "demo")
-    assert [request.adapter for request in service.requests] == ["pirate", "", ""]
+def text_of(events):
+    return "".join(event.text for event in events)
 
 
-@pytest.mark.parametrize("path", GENERATE)
-def test_a_delta_is_one_message(path):
-    async def script(request, emit):
-        for i in range(5):
-            await emit(OutputDelta(0, "x", [i]))
-        await emit(OutputDelta(0, "x", [5], "length"))
-        return Usage(2, 6)
+def reference(prompt, params=None):
+    with local.engine_core(engine_config("both", tt_data_parallel=1)) as core:
+        return local.generate(core, [prompt], params or sampling())[0]
 
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    response = generate(FakeService(script), path, **options)
-    assert len(response.chunks) == 6
-    assert len(response.events) == 8, "the counts and [DONE] go out with the last delta"
+
+async def until_idle(service, engine):
+    async def idle():
+        return is_idle(await service.fleet.client.metrics(engine.incarnation))
+
+    await until(idle, "idle")
+
+
+async def ended(service, engine, reason):
+    """How many sequences of an engine have ended for this reason."""
+    groups = (await service.fleet.client.metrics(engine.incarnation)).groups
+    return sum(group.requests_finished.get(reason, 0) for group in groups)
+
+
+def finished(service, reason):
+    name = "ttserve_ingress_requests_total"
+    return service.metrics.registry.get_sample_value(name, {"finished_reason": reason}) or 0
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+def test_text_and_tokens_are_those_of_a_local_engine(pool):
+    (prompt,) = prompts(1, lengths=(40,))
+
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            events, usage = await collect(service, ask(prompt))
+            return (
+                events,
+                usage,
+                service.tokenizer.decode(tokens_of(events)),
+                finished(service, "length"),
+            )
+
+    events, usage, text, num_finished = asyncio.run(run())
+    assert tokens_of(events) == reference(prompt)
+    assert text_of(events) == text
+    assert (usage.prompt_tokens, usage.completion_tokens) == (40, 12)
+    assert num_finished == 1
+
+
+def test_stop_string_ends_the_request_and_frees_what_it_held(pool):
+    (prompt,) = prompts(1, lengths=(41,))
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            whole = text_of((await collect(service, ask(prompt, sampling(200), "whole")))[0])
+            stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
+            num_whole = await ended(service, decode, "length")
+            events, _ = await collect(service, ask(prompt, sampling(1900, stop=(stop,)), "stopped"))
+            await until_idle(service, prefill)
+            await until_idle(service, decode)
+            return whole, stop, events, await ended(service, decode, "length") - num_whole
+
+    whole, stop, events, num_whole = asyncio.run(run())
+    assert num_whole == 0, "the engine was told to stop"
+    assert text_of(events) == whole[: whole.index(stop)]
+    assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", stop)
+
+
+def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", finishes) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            client = Client(create_app(service, version="0", max_body_bytes=2**20))
+            for seed in (None, None, 0):
+                body = {"prompt": "x", "max_tokens": 1, "seed": seed}
+                assert (await client.request("POST", "/v1/completions", body)).status == 200
+            return [m.request.sampling.seed for m in engine.received(AddRequest)]
+
+    first, second, given = asyncio.run(run())
+    assert first != second
+    assert given == 0
+
+
+def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
+    """Free-form fields that are taken and mean nothing here must not be passed on either."""
+    mark = "tcp://10.9.8.7:6"
+    free = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": mark}}
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 1,
+        "metadata": free,
+        "prediction": free,
+        "chat_template_kwargs": free,
+        "user": mark,
+        "prompt_cache_key": mark,
+        "cache_salt": "pepper",
+    }
+    headers = [("x-kv-ticket", mark), ("x-prefiller-host-port", mark)]
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", finishes) as prefill,
+            ScriptedEngine("decode", "d", finishes) as decode,
+            serving(prefill.member, decode.member) as service,
+        ):
+            app = create_app(service, version="0", max_body_bytes=2**20)
+            client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
+            return client.status, [*prefill.messages, *decode.messages]
+
+    status, messages = asyncio.run(run())
+    assert status == 200
+    adds = [message for message in messages if isinstance(message, AddRequest)]
+    assert {add.mode for add in adds} == {"prefill", "decode"}
+    assert {add.request.cache_salt for add in adds} == {"pepper"}
+    for message in messages:
+        assert mark.encode() not in encode(message)
+    for message in messages:
+        if isinstance(message, LoadKV | AddRequest) and message.ticket is not None:
+            ticket = KEYS.unseal(message.ticket, time.time())
+            assert ticket.producer_endpoints == prefill_endpoints()
+
+
+def prefill_endpoints():
+    return make_member("prefill", "p").description.kv_endpoints
+
+
+def test_tokens_that_come_twice_are_shown_once():
+    def repeats(message):
+        if not isinstance(message, AddRequest):
+            return []
+        request_id = message.request.request_id
+        return [
+            Accepted(request_id, 0, 0, 0),
+            TokenOutput(request_id, 0, [40]),
+            TokenOutput(request_id, 0, [40]),
+            TokenOutput(request_id, 0, [40, 41]),
+            TokenOutput(request_id, 2, [42], "length"),
+        ]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", repeats) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            return (await collect(service, ask([5], sampling(3))))[0]
+
+    assert [event.token_ids for event in asyncio.run(run())] == [[40], [41], [42]]
+
+
+def finishes(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40], "length")]
+    return []
+
+
+def starts(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40])]
+    return []
+
+
+def fails(message):
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [], "error", error="no")]
+    return []
+
+
+def test_request_that_fails_is_counted_as_an_error():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", fails) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            with pytest.raises(InternalError, match="no"):
+                await collect(service, ask([5]))
+            assert (finished(service, "error"), finished(service, "abort")) == (1, 0)
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_aborts_its_request_and_is_counted():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", starts) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            events = start(service, ask([5], request_id="closed"))
+            await anext(events)
+            await events.aclose()
+            await until(lambda: engine.received(Abort) == [Abort(["closed"])], "aborted")
+            task = asyncio.ensure_future(collect(service, ask([5], request_id="cancelled")))
+            await until(lambda: len(engine.received(AddRequest)) == 2, "asked")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: len(engine.received(Abort)) == 2, "aborted")
+            assert (finished(service, "abort"), finished(service, "error")) == (2, 0)
+
+    asyncio.run(run())
+
+
+# --- members -----------------------------------------------------------------------------------
+
+
+def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving() as service:
+            assert service.is_ready() == (False, "no replica yet in pool prefill, decode")
+            service.fleet.add([decode.member])
+            await connected(service, [decode.member])
+            assert service.is_ready() == (False, "no replica yet in pool prefill")
+            service.fleet.add([decode.member, prefill.member])
+            await connected(service, [decode.member, prefill.member])
+            assert service.is_ready() == (True, "")
+            service.fleet._lose(prefill.incarnation, "test")
+            assert service.is_ready() == (True, ""), "the decode pool can do without"
+            service.fleet._lose(decode.incarnation, "test")
+            assert service.is_ready() == (False, "no replica can decode")
+            with pytest.raises(NotReadyError):
+                await collect(service, ask([5]))
+
+    asyncio.run(run())
+
+
+def test_member_that_is_not_listed_any_more_keeps_its_requests(pool):
+    """A replica that drains, or answers late, is missing from the list and still runs."""
+    prefill, decode, _ = pool
+    (prompt,) = prompts(1, lengths=(42,))
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            events = start(service, ask(prompt, sampling(300)))
+            first = await anext(events)
+            service.fleet.add([])
+            rest = [event async for event in events]
+            await until_idle(service, decode)
+            return [*first.token_ids, *tokens_of(rest)]
+
+    assert asyncio.run(run()) == reference(prompt, sampling(300))
+
+
+def test_member_that_does_not_answer_is_given_no_requests(pool):
+    prefill, decode, other = pool
+    nobody = msgspec.structs.replace(
+        other.description, incarnation="nobody", input_endpoint="tcp://127.0.0.1:1"
+    )
+    member = type(other.member)("decode", "decode-nobody", nobody)
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            service.fleet.add([prefill.member, decode.member, member])
+            await until(lambda: service.fleet.pools.member("nobody"), "it is being connected")
+            assert len(tokens_of((await collect(service, ask([5, 6, 7])))[0])) == 12
+
+    asyncio.run(run())
+
+
+def test_client_may_be_closed_the_moment_it_loses_an_engine():
+    async def run():
+        closing = []
+        client = AsyncMPClient(
+            on_dead=lambda _incarnation, _reason: closing.append(
+                asyncio.ensure_future(client.close())
+            )
+        )
+        async with ScriptedEngine("both", "e", finishes) as engine:
+            await client.connect(engine.member.description)
+        await until(lambda: closing, "lost")
+        await asyncio.wait_for(closing[0], 5)
+
+    asyncio.run(run())
+
+
+def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
+    _, decode, _ = pool
+
+    async def run():
+        async with serving(decode.member) as service:
+            num_whole = await ended(service, decode, "length")
+            events = start(service, ask([5, 5, 6], sampling(1900)))
+            await anext(events)
+            await service.fleet.client.disconnect(decode.incarnation)
+            with pytest.raises(ReplicaLostError):
+                await collect_rest(events)
+            await service.fleet.client.connect(decode.description)
+            await until_idle(service, decode)
+            return await ended(service, decode, "length") - num_whole
+
+    assert asyncio.run(run()) == 0, "nobody would have read it"
+
+
+def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool, monkeypatch):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
+    prefill, decode, _ = pool
+
+    async def run():
+        async with serving(prefill.member, decode.member) as service:
+            reasons = ("abort", "length")
+            before = [await ended(service, decode, reason) for reason in reasons]
+            events = start(service, ask([5, 5, 5], sampling(1900)))
+            for _ in range(3):
+                await anext(events)
+            with decode.stopped():
+                with pytest.raises(ReplicaLostError):
+                    await asyncio.wait_for(collect_rest(events), 10)
+                # The list still has it: the replica's actor is well.
+                service.fleet.add([prefill.member, decode.member])
+            await connected(service, [decode.member])
+            await until_idle(service, decode)
+            after = [await ended(service, decode, reason) for reason in reasons]
+            return [b - a for a, b in zip(before, after, strict=True)]
+
+    num_aborted, num_finished = asyncio.run(run())
+    assert num_aborted >= 1
+    assert num_finished == 0, "nobody would have read them"
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+def test_metrics_leave_out_an_engine_that_does_not_answer():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", finishes) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            return (await service.metrics_text()).decode()
+
+    families = {family.name for family in text_string_to_metric_families(asyncio.run(run()))}
+    assert "vllm:time_to_first_token_seconds" in families
+
+
+def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):
+    monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.2)
+    under_way = TransferInfo(
+        request_id="r", role="producer", peer="d", path="inline", state="streaming",
+        total_rows=4, ready_rows=3, done_rows=2, num_blocks=4, age_s=1.0, lease_left_s=9.0,
+    )  # fmt: skip
+
+    def answers(message):
+        if isinstance(message, Utility):
+            assert message.method == "kv_transfers"
+            result = KVTransfers(transfers=[under_way], num_leased_blocks=4)
+            return [UtilityResult(message.call_id, result)]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", answers) as prefill,
+            ScriptedEngine("decode", "d", lambda _: []) as decode,
+            serving(prefill.member, decode.member) as service,
+        ):
+            return await service.transfers()
+
+    decode, prefill = asyncio.run(run()).replicas
+    assert (decode.replica, decode.is_silent) == ("decode-d", True)
+    assert (prefill.is_silent, prefill.leased_blocks) == (False, 4)
+    assert [(t.request, t.peer) for t in prefill.transfers] == [("r", "decode-d")]
+
+
+def test_engines_at_rest_have_no_transfers(pool):
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            await collect(service, ask(prompts(1, lengths=(71,))[0]))
+            for engine in pool:
+                await until_idle(service, engine)
+            return await service.transfers()
+
+    view = asyncio.run(run())
+    assert len(view.replicas) == len(pool)
+    assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
+
+
+def test_metrics_of_every_engine_are_merged(pool):
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            await collect(service, ask(prompts(1, lengths=(70,))[0]))
+            return (await service.metrics_text()).decode()
+
+    slots = {
+        (sample.labels["pool"], sample.labels["replica"], sample.labels["dp_group"]): sample.value
+        for family in text_string_to_metric_families(asyncio.run(run()))
+        for sample in family.samples
+        if sample.name == "ttserve_slots"
+    }
+    assert slots == {
+        (engine.member.pool, engine.member.replica_id, str(group)): (
+            engine.description.slots_per_group
+        )
+        for engine in pool
+        for group in range(engine.description.dp_groups)
+    }
+
+
+def test_killed_decode_replica_leaves_the_other_serving(pool):
+    prefill, decode, other = pool
+
+    async def run():
+        async with serving(prefill.member, other.member) as service:
+            events = start(service, ask([5, 5, 5], sampling(1900)))
+            for _ in range(3):
+                await anext(events)
+            other.signal(signal.SIGKILL)
+            with pytest.raises(ReplicaLostError):
+                await asyncio.wait_for(collect_rest(events), 5)
+            assert service.fleet._has_lost.is_set(), "discovery looks again at once"
+            assert not service.is_ready()[0]
+            assert finished(service, "error") == 1
+            service.fleet.add([prefill.member, decode.member])
+            await connected(service, [decode.member])
+            assert (
+                len(tokens_of((await collect(service, ask([5, 6, 7], request_id="next")))[0])) == 12
+            )
+            await until_idle(service, prefill)
+
+    asyncio.run(run())
+
+
+async def collect_rest(events):
+    return [event async for event in events]

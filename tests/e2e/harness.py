@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster import supervisor
+from cluster.lifecycle import supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ import harness
 import pytest
 import yaml
 
-from cluster import supervisor
+from cluster.lifecycle import supervisor
 from examples import server_client
 
 pytestmark = pytest.mark.ray

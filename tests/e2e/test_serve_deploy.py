@@ -7,7 +7,7 @@ import harness
 import pytest
 import yaml
 
-from cluster import supervisor
+from cluster.lifecycle import supervisor
 
 pytestmark = pytest.mark.ray
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import harness
 import pytest
 
-from cluster import supervisor
+from cluster.lifecycle import supervisor
 
 pytestmark = pytest.mark.ray
 

@@ -19,8 +19,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from cluster import supervisor
 from cluster.cli import app as cli
+from cluster.lifecycle import supervisor
 from examples import server_client
 from kv_transfer.layout import ROW_TOKENS
 from replicas import LLM

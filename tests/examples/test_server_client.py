@@ -8,14 +8,14 @@ import time
 import pytest
 import uvicorn
 
-from cluster.ingress import create_app
+from cluster.edge.routes import create_app
 from examples.server_client import main
-from tests.cluster.fake_service import FakeService
+from tests.cluster.edge.fake_backend import FakeBackend
 
 
 @pytest.fixture(scope="module")
 def url():
-    service = FakeService()
+    service = FakeBackend()
     service.max_model_len = 256
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

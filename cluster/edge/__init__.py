@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI bodies in and out, streams, what is shown of the cluster; no Ray."""

@@ -1,0 +1,395 @@
+"""Request bodies to validated requests: every rule that turns bad input into a 400 or 404.
+
+Three stages, cheapest first, so that a bad request costs nothing: `parse_*` checks the fields
+alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the ingress
+moves it to a thread for a long text), `build_request` checks what needs the token count. Which
+fields there are stands in `cluster.edge.openai_fields`. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+
+from cluster.edge.openai import ResponseSpec
+from cluster.edge.openai_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    CONTENT_PART_FIELDS,
+    DETOKENIZE_FIELDS,
+    MESSAGE_FIELDS,
+    STREAM_OPTIONS_FIELDS,
+    TOKENIZE_FIELDS,
+    array,
+    one_of,
+    read_fields,
+    shown,
+    token_ids,
+)
+from cluster.errors import BadRequestError, NotFoundError
+from replicas.errors import InvalidRequestError
+from replicas.messages import EngineRequest
+from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from cluster.edge.openai import ModelCard
+    from replicas.tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_ROLES = one_of("system", "developer", "user", "assistant")
+_ROLES_OF_TOOLS = ("tool", "function")
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output", "n", "logprobs",
+)  # fmt: skip
+_RESPONSE_FIELDS = ("stream", "return_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to encode as it is."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that the client has encoded itself; `path` is where they stand in the body."""
+
+    token_ids: list[int]
+    path: str = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template; every content is plain text."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] | None = None
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A generation request whose fields are right; its prompt is not encoded yet.
+
+    Attributes:
+        prompt: What to encode.
+        values: The checked fields, without nulls; `logprobs` is a number for both APIs.
+        stream_options: The checked fields of `stream_options`.
+        max_tokens: What the client asked for; None: all the room that the prompt leaves.
+        max_tokens_param: The field that it came from.
+    """
+
+    prompt: Prompt
+    values: Mapping[str, Any]
+    stream_options: Mapping[str, Any]
+    max_tokens: int | None
+    max_tokens_param: str = "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """A /tokenize body."""
+
+    model: str | None
+    prompt: TextPrompt | ChatPrompt
+    return_token_strs: bool
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Decode a request body.
+
+    Raises:
+        BadRequestError: Not JSON by the standard (NaN, Infinity and numbers too large for a
+            double are not), nested too deep, or not an object.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the body must be a JSON object, got {shown(body)}")
+    return body
+
+
+def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
+    """Check the fields of a /v1/completions body.
+
+    Raises:
+        BadRequestError: A field is wrong; `param` is its path.
+    """
+    values = read_fields(body, COMPLETION_FIELDS)
+    if "prompt" not in values:
+        raise BadRequestError("prompt is required", param="prompt")
+    return ParsedRequest(
+        prompt=_prompt(values["prompt"], values.get("add_special_tokens", True)),
+        values=values,
+        stream_options=_stream_options(values),
+        max_tokens=values.get("max_tokens", _DEFAULT_COMPLETION_TOKENS),
+    )
+
+
+def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
+    """Check the fields of a /v1/chat/completions body.
+
+    Raises:
+        BadRequestError: A field is wrong; `param` is its path.
+    """
+    values = read_fields(body, CHAT_FIELDS)
+    _join_logprobs(values)
+    param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+    return ParsedRequest(
+        prompt=_chat_prompt(values),
+        values=values,
+        stream_options=_stream_options(values),
+        max_tokens=values.get(param),
+        max_tokens_param=param,
+    )
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Check the fields of a /tokenize body, of either form: `prompt` or `messages`.
+
+    Raises:
+        BadRequestError: A field is wrong, or neither or both forms are given.
+    """
+    values = read_fields(body, TOKENIZE_FIELDS)
+    if ("prompt" in values) == ("messages" in values):
+        raise BadRequestError("give either prompt or messages", param="prompt")
+    prompt: TextPrompt | ChatPrompt
+    if "messages" in values:
+        prompt = _chat_prompt(values)
+    else:
+        prompt = TextPrompt(values["prompt"], values.get("add_special_tokens", True))
+    return TokenizeRequest(values.get("model"), prompt, values.get("return_token_strs", False))
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    """Check the fields of a /detokenize body; returns the model's name and the token ids.
+
+    Raises:
+        BadRequestError: A field is wrong or `tokens` is missing.
+    """
+    values = read_fields(body, DETOKENIZE_FIELDS)
+    if "tokens" not in values:
+        raise BadRequestError("tokens is required", param="tokens")
+    return values.get("model"), values["tokens"]
+
+
+def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
+    """The served model that a request means; without a name the first one.
+
+    Raises:
+        NotFoundError: No model of that name is served here.
+    """
+    for card in served:
+        if name is None or card.id == name:
+            return card
+    names = ", ".join(card.id for card in served)
+    raise NotFoundError(
+        f"the model {shown(name)} does not exist; served here: {names}", param="model"
+    )
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Turn a prompt into token ids; may take a second per several megabytes of text.
+
+    Raises:
+        BadRequestError: The chat template refuses the messages, or an id is not in the vocabulary.
+    """
+    if isinstance(prompt, TokenPrompt):
+        check_vocabulary(prompt.token_ids, tokenizer.vocab_size, prompt.path)
+        return prompt.token_ids
+    if isinstance(prompt, TextPrompt):
+        return tokenizer.encode(prompt.text, prompt.add_special_tokens)
+    try:
+        text = tokenizer.apply_chat_template(
+            prompt.messages, prompt.add_generation_prompt, **(prompt.template_kwargs or {})
+        )
+    except InvalidRequestError as error:
+        raise BadRequestError(str(error), param=error.param) from error
+    return tokenizer.encode(text, prompt.add_special_tokens)
+
+
+def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:
+    """Refuse token ids that the model has no embedding for.
+
+    Raises:
+        BadRequestError: Names the first such id and its place.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        message = f"{path}[{i}] is {bad}, outside the vocabulary of 0 to {vocab_size - 1}"
+        raise BadRequestError(message, param=f"{path}[{i}]")
+
+
+def build_request(
+    parsed: ParsedRequest,
+    prompt_token_ids: list[int],
+    card: ModelCard,
+    *,
+    vocab_size: int,
+    request_id: str,
+    seed: int,
+) -> EngineRequest:
+    """Check what depends on the prompt's length, and clip `max_tokens` to the room left.
+
+    Args:
+        parsed: The body.
+        prompt_token_ids: Its prompt, each id inside the vocabulary.
+        card: The model that it names.
+        vocab_size: Of the tokenizer.
+        request_id: Unique among all requests, whatever the client called its own.
+        seed: For a body that has none, so that every engine that ever runs it draws the same.
+
+    Raises:
+        BadRequestError: The prompt is empty or leaves no room, `max_tokens` is larger than
+            `max_model_len` (both with both numbers), or a sampling value is out of range.
+    """
+    values, max_model_len = parsed.values, card.max_model_len
+    room = max_model_len - len(prompt_token_ids)
+    if not prompt_token_ids:
+        raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
+    if room < 1:
+        raise BadRequestError(
+            f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {max_model_len}: "
+            f"no room is left for output; shorten the prompt by {1 - room} tokens or more",
+            param="prompt" if "prompt" in values else "messages",
+        )
+    max_tokens = room if parsed.max_tokens is None else parsed.max_tokens
+    if max_tokens > max_model_len:
+        raise BadRequestError(
+            f"{parsed.max_tokens_param} is {max_tokens} and max_model_len is {max_model_len}; "
+            "ask for fewer tokens",
+            param=parsed.max_tokens_param,
+        )
+    return EngineRequest(
+        request_id,
+        prompt_token_ids,
+        _sampling(parsed, min(max_tokens, room), vocab_size, seed),
+        cache_salt=values.get("cache_salt", ""),
+        adapter="" if card.parent is None else card.id,
+        priority=values.get("priority", 0),
+    )
+
+
+def response_spec(
+    parsed: ParsedRequest, model: str, *, request_id: str, created: int
+) -> ResponseSpec:
+    """What the body asks of its response alone; for the arguments see `ResponseSpec`."""
+    flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
+    return ResponseSpec(request_id, created, model, **flags, **parsed.stream_options)
+
+
+def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int, seed: int) -> SamplingParams:
+    values = parsed.values
+    given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
+    stop_token_ids = tuple(values.get("stop_token_ids", ()))
+    check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
+    if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
+        given["seed"] = seed
+    if "top_k" in given:
+        given["top_k"] = min(given["top_k"], vocab_size)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **given)
+    try:
+        sampling.validate()
+    except InvalidRequestError as error:
+        param = parsed.max_tokens_param if error.param == "max_tokens" else error.param
+        if param == "logprobs" and "messages" in values:
+            param = "top_logprobs"
+        raise BadRequestError(str(error), param=param) from error
+    return sampling
+
+
+def _join_logprobs(values: dict[str, Any]) -> None:
+    """Say in one field, as completions do, what a chat says in two."""
+    is_asked, count = values.pop("logprobs", False), values.pop("top_logprobs", 0)
+    if is_asked:
+        values["logprobs"] = count
+    elif count:
+        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    options = values.get("stream_options")
+    if options is None:
+        return {}
+    if not values.get("stream", False):
+        raise BadRequestError("stream_options needs stream: true", param="stream_options")
+    return read_fields(options, STREAM_OPTIONS_FIELDS, "stream_options.")
+
+
+def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt:
+    """A prompt is text, token ids, or a list of one of either."""
+    path = "prompt"
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise BadRequestError(
+                f"{path} has {len(value)} entries: several prompts in one request are not "
+                "supported yet; send one request for each",
+                param=path,
+            )
+        value, path = value[0], f"{path}[0]"
+    if not value and isinstance(value, (str, list)):
+        raise BadRequestError(f"{path} is empty; give some text or token ids", param=path)
+    if isinstance(value, str):
+        return TextPrompt(value, add_special_tokens)
+    if not isinstance(value, list):
+        raise BadRequestError(
+            f"{path} must be a string or an array of token ids, got {shown(value)}", param=path
+        )
+    return TokenPrompt(token_ids(value, path), path)
+
+
+def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
+    if not values.get("messages"):
+        raise BadRequestError("messages must hold at least one message", param="messages")
+    return ChatPrompt(
+        messages=[_message(m, f"messages[{i}]") for i, m in enumerate(values["messages"])],
+        add_generation_prompt=values.get("add_generation_prompt", True),
+        template_kwargs=values.get("chat_template_kwargs"),
+        add_special_tokens=values.get("add_special_tokens", False),
+    )
+
+
+def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """One message of a conversation, its content joined into one text."""
+    role = body.get("role")
+    if role in _ROLES_OF_TOOLS:
+        raise BadRequestError(f"{path}.role {role!r} is not supported yet", param=f"{path}.role")
+    message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
+    _ROLES(role, f"{path}.role")
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{path}.content")
+    elif role != "assistant":
+        raise BadRequestError(f"{path}.content is required", param=f"{path}.content")
+    return message
+
+
+def _content(value: object, path: str) -> str:
+    """A content is a text, or a list of text parts, which become its lines."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(array(value, path)))
+
+
+def _part(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise BadRequestError(f"{path} must be an object, got {shown(part)}", param=path)
+    if part.get("type") != "text":
+        message = f"{path}.type {shown(part.get('type'))} is not supported yet; send text"
+        raise BadRequestError(message, param=f"{path}.type")
+    values = read_fields(part, CONTENT_PART_FIELDS, f"{path}.")
+    if "text" not in values:
+        raise BadRequestError(f"{path}.text is required", param=f"{path}.text")
+    return cast("str", values["text"])

@@ -1,0 +1,308 @@
+"""Output deltas to OpenAI response bodies, whole or as the events of a stream.
+
+Owner: a `ChunkWriter` belongs to one stream. Nothing here waits or sends.
+Source: vLLM 0.32 vllm/entrypoints/openai/{completion,chat_completion}/protocol.py; for log
+probabilities also OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+
+from cluster.edge.openai import Usage
+from cluster.errors import InternalError
+
+if TYPE_CHECKING:
+    from cluster.edge.openai import ModelCard, ResponseSpec
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest, TokenLogprob
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+Body = dict[str, Any]
+
+_DONE = b"data: [DONE]\n\n"
+_NO_END = "the generation ended without a last event"
+_MIN_LOGPROB = -9999.0
+"""OpenAI's number for "very unlikely"; JSON has no infinity."""
+
+
+class CompletionShape:
+    """How /v1/completions spells a response: text is a field of the choice."""
+
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    prompt_token_ids_in_choice = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def whole_choice(self, text: str) -> Body:
+        """The field of a finished choice that holds its text."""
+        return {"text": text}
+
+    def chunk_choice(self, text: str, *, is_first: bool) -> bytes:
+        """The field of a streamed choice that holds a piece of text, the first like the others."""
+        del is_first
+        return b'"text":' + orjson.dumps(text)
+
+    def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
+        """The log probabilities of tokens, one list for each kind of value.
+
+        Args:
+            positions: For each token the drawn one first, then the likeliest.
+            offset: Where the first of them begins in the choice's text, in characters.
+
+        Returns:
+            The object, and the offset of the token that comes after them.
+        """
+        body: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entries in positions:
+            spelled = [self._tokenizer.token_bytes(entry.token_id) for entry in entries]
+            values = [_finite(entry.logprob) for entry in entries]
+            tokens = [_shown(spelling) for spelling in spelled]
+            body["tokens"].append(tokens[0])
+            body["token_logprobs"].append(values[0])
+            body["top_logprobs"].append(dict(zip(tokens, values, strict=True)))
+            body["text_offset"].append(offset)
+            offset += sum(byte & 0xC0 != 0x80 for byte in spelled[0])  # a character's first byte
+        return body, offset
+
+
+class ChatShape:
+    """How /v1/chat/completions spells it: text is the content of the assistant's message."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prompt_token_ids_in_choice = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def whole_choice(self, text: str) -> Body:
+        """The field of a finished choice that holds its text."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def chunk_choice(self, text: str, *, is_first: bool) -> bytes:
+        """The field of a streamed choice that holds a piece of text; the first names the role."""
+        if is_first:
+            return b'"delta":{"role":"assistant","content":' + orjson.dumps(text) + b"}"
+        return b'"delta":{"content":' + orjson.dumps(text) + b"}" if text else b'"delta":{}'
+
+    def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
+        """The log probabilities of tokens, one object for each; as in `CompletionShape`."""
+        content = [
+            {**self._token(drawn), "top_logprobs": [self._token(entry) for entry in likeliest]}
+            for drawn, *likeliest in positions
+        ]
+        return {"content": content}, offset
+
+    def _token(self, entry: TokenLogprob) -> Body:
+        spelling = self._tokenizer.token_bytes(entry.token_id)
+        logprob = _finite(entry.logprob)
+        return {"token": _shown(spelling), "logprob": logprob, "bytes": list(spelling)}
+
+
+Shape: TypeAlias = CompletionShape | ChatShape
+
+
+def whole_body(
+    shape: Shape,
+    request: EngineRequest,
+    spec: ResponseSpec,
+    deltas: list[OutputDelta],
+    usage: Usage,
+) -> Body:
+    """The one body of a request's response.
+
+    Raises:
+        InternalError: A choice has not finished.
+    """
+    by_choice: list[list[OutputDelta]] = [[] for _ in range(request.sampling.n)]
+    for delta in deltas:
+        by_choice[delta.choice].append(delta)
+    choices = []
+    for index, own in enumerate(by_choice):
+        if not own or own[-1].finish_reason is None:
+            raise InternalError(_NO_END)
+        text = shape.whole_choice("".join(delta.text for delta in own))
+        choices.append({"index": index, **text, **_details(shape, spec, own, 0)[0]})
+    body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
+    body["usage"] = usage_body(usage)
+    if spec.return_token_ids:
+        for holder in choices if shape.prompt_token_ids_in_choice else [body]:
+            holder["prompt_token_ids"] = request.prompt_token_ids
+    return body
+
+
+class ChunkWriter:
+    """Turns the deltas of one request into the events of a stream.
+
+    A delta without text gives no chunk, unless it is its choice's first or last one; its token ids
+    and log probabilities wait for the next. The request's last delta goes out with the counts, in
+    `finish`. What the chunks have in common is encoded once.
+
+    Args:
+        shape: How the API spells them.
+        request: What the deltas are of.
+        spec: How the response is to look.
+    """
+
+    def __init__(self, shape: Shape, request: EngineRequest, spec: ResponseSpec) -> None:
+        self._shape = shape
+        self._prompt_token_ids = request.prompt_token_ids
+        self._spec = spec
+        head = orjson.dumps(_head(spec, shape.id_prefix, shape.chunk_object))
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._choices = [
+            _StreamedChoice(self._head + b'{"index":%d,' % i) for i in range(request.sampling.n)
+        ]
+        self._num_open = request.sampling.n
+        self._num_tokens = 0
+        self._last = self._choices[0]
+        self._is_plain = request.sampling.logprobs is None and not (
+            spec.return_token_ids or spec.continuous_usage_stats
+        )
+        counts = {"usage": None} if spec.include_usage else {}
+        self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
+
+    def add(self, delta: OutputDelta) -> bytes:
+        """Take a delta; returns the event to send now, or b""."""
+        choice = self._choices[delta.choice]
+        self._num_tokens += len(delta.token_ids)
+        has_chunk = choice.is_first or delta.text != ""
+        if delta.finish_reason is None and self._is_plain:
+            return self._beginning(choice, delta.text) + self._plain_end if has_chunk else b""
+        choice.unsent.append(delta)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            self._last = choice
+            has_chunk = self._num_open > 0
+        if not has_chunk:
+            return b""
+        return self._chunk(choice, Usage(len(self._prompt_token_ids), self._num_tokens))
+
+    def finish(self, usage: Usage) -> bytes:
+        """The last delta's event, the counts if they were asked for, and the stream's end.
+
+        Raises:
+            InternalError: A choice has not finished.
+        """
+        if self._num_open > 0:
+            raise InternalError(_NO_END)
+        end = self._chunk(self._last, usage)
+        if self._spec.include_usage:
+            end += self._head + b"]" + _rest({"usage": usage_body(usage)}) + b"\n\n"
+        return end + _DONE
+
+    def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
+        unsent, choice.unsent = choice.unsent, []
+        inner, choice.offset = _details(self._shape, self._spec, unsent, choice.offset)
+        outer: Body = {}
+        if self._spec.return_token_ids and choice.is_first:
+            holder = inner if self._shape.prompt_token_ids_in_choice else outer
+            holder["prompt_token_ids"] = self._prompt_token_ids
+        if self._spec.continuous_usage_stats:
+            outer["usage"] = usage_body(usage)
+        elif self._spec.include_usage:
+            outer["usage"] = None
+        return self._beginning(choice, unsent[-1].text) + _end(inner, outer)
+
+    def _beginning(self, choice: _StreamedChoice, text: str) -> bytes:
+        piece = self._shape.chunk_choice(text, is_first=choice.is_first)
+        choice.is_first = False
+        return choice.head + piece
+
+
+@dataclass(slots=True)
+class _StreamedChoice:
+    """What a choice's chunks begin with, what waits for the next one, and where its text ends."""
+
+    head: bytes
+    is_first: bool = True
+    unsent: list[OutputDelta] = field(default_factory=list)
+    offset: int = 0
+
+
+def _details(
+    shape: Shape, spec: ResponseSpec, deltas: list[OutputDelta], offset: int
+) -> tuple[Body, int]:
+    """What a choice, or the next part of it, has beside its text; where its text then ends."""
+    last = deltas[-1]
+    fields: Body = {"logprobs": None, "finish_reason": last.finish_reason}
+    if positions := [position for delta in deltas for position in delta.logprobs or ()]:
+        fields["logprobs"], offset = shape.logprobs(positions, offset)
+    if last.finish_reason is not None:
+        fields["stop_reason"] = last.stop_reason
+    if spec.return_token_ids:
+        fields["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+    return fields, offset
+
+
+def _head(spec: ResponseSpec, id_prefix: str, kind: str) -> Body:
+    response_id = f"{id_prefix}-{spec.request_id}"
+    return {"id": response_id, "object": kind, "created": spec.created, "model": spec.model}
+
+
+def _end(inner: Body, outer: Body) -> bytes:
+    """The rest of an event: of its choice, then of its body."""
+    return _rest(inner) + b"]" + _rest(outer) + b"\n\n"
+
+
+def _rest(fields: Body) -> bytes:
+    """Further fields of an object that is open, and its closing brace."""
+    return b"," + orjson.dumps(fields)[1:] if fields else b"}"
+
+
+def _shown(spelling: bytes) -> str:
+    r"""A token as text; part of a character as OpenAI shows it: \xe4\xbd."""
+    return spelling.decode("utf-8", "backslashreplace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)
+
+
+def usage_body(usage: Usage) -> Body:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_body(error: ServingError) -> Body:
+    """What a client gets instead of an answer, alone or as the last event of a stream."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_event(error: ServingError) -> bytes:
+    """The last event of a stream that failed."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+def model_body(card: ModelCard) -> Body:
+    """One model object."""
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "ttserve",
+        "root": card.root,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+    }

@@ -1,0 +1,359 @@
+"""The HTTP edge: OpenAI routes over a `Backend`, and the one mapping from error to HTTP.
+
+Owner: the ingress's event loop owns every open response; this module keeps nothing between
+requests. It validates before it asks the service for anything, and cancels what the service runs
+the moment the client is gone. How requests are placed and run is the service's business.
+
+An error before the first byte is a JSON body with its status. An error after it is one
+`data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
+`[DONE]` may trust the answer to be whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import secrets
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.edge.openai_requests import (
+    ChatPrompt,
+    ParsedRequest,
+    TokenPrompt,
+    build_request,
+    check_vocabulary,
+    encode_prompt,
+    parse_body,
+    parse_chat_completion,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+    resolve_model,
+    response_spec,
+)
+from cluster.edge.openai_responses import (
+    ChatShape,
+    ChunkWriter,
+    CompletionShape,
+    error_body,
+    model_body,
+    whole_body,
+)
+from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
+from cluster.errors import BadRequestError, InternalError, PayloadTooLargeError, ServingError
+from replicas.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from cluster.edge.openai import Emit, ModelCard, Usage
+    from cluster.edge.openai_requests import Prompt
+    from cluster.edge.openai_responses import Shape
+    from cluster.edge.transfers import TransfersView
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+INLINE_ENCODE_CHARS = 16_384
+"""Longer texts are encoded in a thread, off the event loop."""
+_MAX_REQUEST_ID_CHARS = 128
+_NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DEFAULT_RETRY_AFTER_S = 1
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class Backend(Protocol):
+    """What the edge needs from the cluster behind it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The served model's tokenizer."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """The models that requests may name, the default one first."""
+
+    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+        """Run a request.
+
+        It is cancelled when the client is gone: it must then abort the request and free its slot
+        and blocks.
+
+        Args:
+            request: Validated.
+            emit: Gets each delta as it comes; the last one of each choice has its finish reason.
+
+        Returns:
+            The token counts of the whole request, once every choice has ended.
+
+        Raises:
+            ServingError: The request cannot run, or stopped midway.
+        """
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether new requests can be served, and why not."""
+
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+
+    async def transfers(self) -> TransfersView:
+        """What moves between the replicas now."""
+
+
+def create_app(service: Backend, *, version: str, max_body_bytes: int) -> Starlette:
+    """Build the ASGI app.
+
+    Args:
+        service: Runs the requests.
+        version: What /version says.
+        max_body_bytes: Larger request bodies are answered with 413.
+    """
+    routes = _Routes(service, version, max_body_bytes)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{model_id:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/live", routes.live),
+            Route("/metrics", routes.metrics),
+            Route("/kv", routes.kv),
+            Route("/version", routes.version),
+        ],
+        middleware=[Middleware(_Edge)],
+        exception_handlers={
+            ServingError: _on_error,
+            InvalidRequestError: _on_error,
+            HTTPException: _on_http_exception,
+        },
+    )
+
+
+class _Routes:
+    """The handlers; each reads, validates, asks the service, answers."""
+
+    def __init__(self, service: Backend, version: str, max_body_bytes: int) -> None:
+        self._service = service
+        self._version = version
+        self._max_body_bytes = max_body_bytes
+        self._completion_shape = CompletionShape(service.tokenizer)
+        self._chat_shape = ChatShape(service.tokenizer)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, self._completion_shape, parse_completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, self._chat_shape, parse_chat_completion)
+
+    async def _generate(
+        self,
+        http_request: Request,
+        shape: Shape,
+        parse: Callable[[Mapping[str, Any]], ParsedRequest],
+    ) -> Response:
+        parsed = parse(parse_body(await self._read_body(http_request)))
+        card = resolve_model(parsed.values.get("model"), self._service.models())
+        request_id: str = http_request.scope["request_id"]
+        request = build_request(
+            parsed,
+            await self._encode(parsed.prompt),
+            card,
+            vocab_size=self._service.tokenizer.vocab_size,
+            # A client may repeat its id in a retry; two generations must never share one.
+            request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
+            seed=secrets.randbits(63),
+        )
+        spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
+        if spec.stream:
+            generate = functools.partial(self._service.generate, request)
+            return EventStream(generate, ChunkWriter(shape, request, spec), _serving_error)
+        deltas: list[OutputDelta] = []
+
+        async def emit(delta: OutputDelta) -> None:
+            deltas.append(delta)
+
+        generating = self._service.generate(request, emit)
+        usage = await until_disconnect(http_request.receive, generating)
+        return _json(whole_body(shape, request, spec, deltas, usage))
+
+    async def models(self, request: Request) -> Response:
+        del request
+        cards = [model_body(card) for card in self._service.models()]
+        return _json({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        card = resolve_model(request.path_params["model_id"], self._service.models())
+        return _json(model_body(card))
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = parse_tokenize(parse_body(await self._read_body(request)))
+        card = resolve_model(parsed.model, self._service.models())
+        ids = await self._encode(parsed.prompt)
+        strings = self._service.tokenizer.token_strings(ids) if parsed.return_token_strs else None
+        body = {"count": len(ids), "max_model_len": card.max_model_len}
+        return _json({**body, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        model, ids = parse_detokenize(parse_body(await self._read_body(request)))
+        resolve_model(model, self._service.models())
+        check_vocabulary(ids, self._service.tokenizer.vocab_size, "tokens")
+        return _json({"prompt": self._service.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def health(self, request: Request) -> Response:
+        del request
+        is_ready, reason = self._service.is_ready()
+        return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
+
+    async def live(self, request: Request) -> Response:
+        del request
+        return Response()  # whoever gets it has reached the event loop
+
+    async def metrics(self, request: Request) -> Response:
+        del request
+        return Response(await self._service.metrics_text(), media_type=_METRICS_TYPE)
+
+    async def kv(self, request: Request) -> Response:
+        del request
+        return _json(msgspec.to_builtins(await self._service.transfers()))
+
+    async def version(self, request: Request) -> Response:
+        del request
+        return _json({"version": self._version})
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        tokenizer = self._service.tokenizer
+        if _num_chars(prompt) <= INLINE_ENCODE_CHARS:
+            return encode_prompt(prompt, tokenizer)
+        return await asyncio.to_thread(encode_prompt, prompt, tokenizer)
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Read the body, but never more than the limit.
+
+        Raises:
+            PayloadTooLargeError: It is larger, by its header or by its bytes.
+        """
+        limit = self._max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        too_large = PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
+        chunks = []
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > limit:
+                raise too_large
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+
+class _Edge:
+    """Outermost layer: names each request, echoes the name, and turns a bug into a 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope["request_id"] = _request_id(scope)
+        is_started = False
+
+        def send_named(message: Message) -> Awaitable[None]:
+            nonlocal is_started
+            if not is_started:  # what comes first is the start
+                is_started = True
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            return send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except (ClientGoneError, ClientDisconnect):
+            logger.info("client gone request_id=%s", request_id)
+            if not is_started:  # nobody reads it, but proxies and access logs count it
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send_named)
+        except Exception as error:
+            if is_started:
+                raise
+            await _error_response(_serving_error(error, request_id))(scope, receive, send_named)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's x-request-id, made safe for headers and logs, or a new one."""
+    given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
+    return _NOT_VISIBLE.sub("", given)[:_MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+def _serving_error(error: Exception, request_id: str) -> ServingError:
+    """The one mapping from an exception to what a client sees."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return BadRequestError(str(error), param=error.param)
+    logger.error("request failed request_id=%s", request_id, exc_info=error)
+    return InternalError(f"internal error; the server's log has it under request_id={request_id}")
+
+
+def _error_response(error: ServingError) -> Response:
+    response = _json(error_body(error), error.status)
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and error.status == 429:
+        retry_after_s = _DEFAULT_RETRY_AFTER_S
+    if retry_after_s is not None:
+        response.headers["retry-after"] = str(retry_after_s)
+    return response
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _error_response(_serving_error(error, request.scope["request_id"]))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The router's own 404 and 405, in the same form as every other error."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    response = _json(body, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _num_chars(prompt: Prompt) -> int:
+    if isinstance(prompt, TokenPrompt):
+        return 0
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(message.get("content", "")) for message in prompt.messages)
+    return len(prompt.text)
+
+
+def _unix_time_s() -> int:
+    """The wall clock, for the `created` of a response alone."""
+    return time.time_ns() // 10**9

@@ -1,0 +1,173 @@
+"""What moves between the replicas now: the body of GET /kv, and the same as tables for a person.
+
+Pure. The engines say what they have (`replicas.messages.KVTransfers`); here it is put together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_transfer.connector import StoreStats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.routing.pools import Member
+    from replicas.messages import KVTransfers
+
+
+_REPLICA_COLUMNS = ("REPLICA", "TRANSFERS", "LEASED", "RESERVED", "QUARANTINED")
+_STORE_COLUMNS = ("REPLICA", "HITS", "MISSES", "PUTS", "DROPS", "ERRORS")
+_TRANSFER_COLUMNS = (
+    "REQUEST", "REPLICA", "ROLE", "PEER", "PATH", "STATE", "READY/DONE/ROWS", "BLOCKS", "AGE",
+    "LEASE",
+)  # fmt: skip
+
+
+class TransferView(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer as one of its ends sees it.
+
+    Attributes:
+        request: The request.
+        role: Which end it is: producer or consumer.
+        peer: Replica at the other end; empty while there is none.
+        path: How the KV travels.
+        state: What is waited for.
+        ready_rows: Rows of 32 tokens that are computed, as far as this end knows.
+        done_rows: Of these, sent or written here.
+        total_rows: Rows that the transfer moves.
+        num_blocks: Blocks of this replica that it keeps.
+        age_s: Seconds since it began here.
+        lease_left_s: Seconds until the producer takes its blocks back, or None.
+    """
+
+    request: str
+    role: str
+    peer: str
+    path: str
+    state: str
+    ready_rows: int
+    done_rows: int
+    total_rows: int
+    num_blocks: int
+    age_s: float
+    lease_left_s: float | None = None
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        replica: Its id.
+        pool: Its pool.
+        is_silent: Whether it did not answer in time; the rest is unknown then.
+        leased_blocks: Blocks kept for transfers that send.
+        reserved_blocks: Blocks that wait for KV to come.
+        quarantined_blocks: Blocks that nobody may have, for a write may still land there.
+        transfers: What is under way, the oldest first.
+        store: Totals of the store since the replica's start, as it sees them; None without one.
+    """
+
+    replica: str
+    pool: str
+    is_silent: bool = False
+    leased_blocks: int = 0
+    reserved_blocks: int = 0
+    quarantined_blocks: int = 0
+    transfers: list[TransferView] = []
+    store: StoreStats | None = None
+
+
+class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of GET /kv: every replica, ordered by its id."""
+
+    replicas: list[ReplicaView]
+
+
+def transfers_view(answers: Sequence[tuple[Member, KVTransfers | None]]) -> TransfersView:
+    """Put the replicas' answers together; None is one that did not answer."""
+    names = {member.description.incarnation: member.replica_id for member, _ in answers}
+    views = [_replica_view(member, answer, names) for member, answer in answers]
+    return TransfersView(replicas=sorted(views, key=lambda view: view.replica))
+
+
+def _replica_view(
+    member: Member, answer: KVTransfers | None, names: Mapping[str, str]
+) -> ReplicaView:
+    if answer is None:
+        return ReplicaView(replica=member.replica_id, pool=member.pool, is_silent=True)
+    transfers = [
+        TransferView(
+            request=info.request_id,
+            role=info.role,
+            # One that is gone has no name but its incarnation.
+            peer=names.get(info.peer, info.peer),
+            path=info.path,
+            state=info.state,
+            ready_rows=info.ready_rows,
+            done_rows=info.done_rows,
+            total_rows=info.total_rows,
+            num_blocks=info.num_blocks,
+            age_s=info.age_s,
+            lease_left_s=info.lease_left_s,
+        )
+        for info in answer.transfers
+    ]
+    return ReplicaView(
+        replica=member.replica_id,
+        pool=member.pool,
+        leased_blocks=answer.num_leased_blocks,
+        reserved_blocks=answer.num_reserved_blocks,
+        quarantined_blocks=answer.num_quarantined_blocks,
+        transfers=sorted(transfers, key=lambda view: (-view.age_s, view.request)),
+        store=answer.store,
+    )
+
+
+def transfers_text(view: TransfersView) -> str:
+    """Up to three tables: the replicas, what their store did for them, and what is under way."""
+    replicas: list[Sequence[str]] = [_REPLICA_COLUMNS]
+    stores: list[Sequence[str]] = [_STORE_COLUMNS]
+    transfers: list[Sequence[str]] = [_TRANSFER_COLUMNS]
+    for replica in view.replicas:
+        if replica.is_silent:
+            replicas.append((replica.replica, "silent", "?", "?", "?"))
+            continue
+        blocks = (replica.leased_blocks, replica.reserved_blocks, replica.quarantined_blocks)
+        leased, reserved, quarantined = map(str, blocks)
+        count = str(len(replica.transfers))
+        replicas.append((replica.replica, count, leased, reserved, quarantined))
+        transfers.extend(_transfer_row(replica.replica, transfer) for transfer in replica.transfers)
+        if replica.store is not None:
+            totals = replica.store
+            counts = (totals.hits, totals.misses, totals.puts, totals.drops, totals.errors)
+            stores.append((replica.replica, *map(str, counts)))
+    further = [_table(rows) for rows in (stores, transfers) if len(rows) > 1]
+    return "\n".join([_table(replicas), *further])
+
+
+def _transfer_row(replica: str, transfer: TransferView) -> tuple[str, ...]:
+    left_s = transfer.lease_left_s
+    return (
+        transfer.request,
+        replica,
+        transfer.role,
+        transfer.peer or "-",
+        transfer.path or "-",
+        transfer.state,
+        f"{transfer.ready_rows}/{transfer.done_rows}/{transfer.total_rows}",
+        str(transfer.num_blocks),
+        f"{transfer.age_s:.1f} s",
+        "-" if left_s is None else f"{left_s:.1f} s",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The laboratory: simulator, chaos and workloads. Nothing that serves imports it."""

@@ -1,0 +1,260 @@
+"""Chaos: random scenarios, one seed after another, until so many events have passed.
+
+Owner of the run: which seeds, on how many processes, what is shown, and what is done about a
+failure: it is shrunk, written to a file, and told with the command that replays it exactly.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import multiprocessing
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from cluster.lab.simulation.scenario import Scenario, random_scenario, run_scenario
+from cluster.lab.simulation.shrink import Shrinker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cluster.lab.simulation.records import EventRecord
+    from cluster.lab.simulation.scenario import Outcome
+
+SHRINK_S = 30.0
+"""Real seconds for shrinking a failing scenario."""
+NUM_TRACE_LINES = 40
+_AHEAD = 4
+"""Seeds that each process has before it, so that none of them waits."""
+
+
+class ChaosError(Exception):
+    """The run cannot start; says what to change."""
+
+
+class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `ttserve chaos` is told.
+
+    Attributes:
+        seed: The first seed.
+        events: Events after which no new seed is begun.
+        jobs: Processes.
+        out: Folder for failing scenarios.
+    """
+
+    seed: int = 0
+    events: int = 1_000_000
+    jobs: int = 1
+    out: Path = Path("chaos")
+
+
+class Find(NamedTuple):
+    """A failure of a scenario.
+
+    Attributes:
+        failure: What was broken.
+        shrunk: A smaller one that fails in the same way.
+        outcome: What came of that.
+        num_runs: Runs that shrinking took.
+    """
+
+    failure: str
+    shrunk: Scenario
+    outcome: Outcome
+    num_runs: int
+
+
+class Summary(NamedTuple):
+    """What a run has seen.
+
+    Attributes:
+        num_seeds: Scenarios that were run.
+        num_events: Their events.
+        outcomes: How many requests ended in which way.
+        failed_seed: The first that failed, or None.
+        wall_s: Real seconds.
+    """
+
+    num_seeds: int
+    num_events: int
+    outcomes: dict[str, int]
+    failed_seed: int | None
+    wall_s: float
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run the scenario of one seed; its outcome, without the log, travels between processes."""
+    return dataclasses.replace(run_scenario(random_scenario(seed)), log=[])
+
+
+def explore(
+    options: ChaosOptions, progress: Callable[[int, int], None] = lambda _seeds, _events: None
+) -> Summary:
+    """Run seeds until enough events have passed or one fails.
+
+    Args:
+        options: Which seeds, and how many events.
+        progress: Called with (seeds done, events done) after each seed.
+    """
+    started = time.perf_counter()
+    num_seeds = num_events = 0
+    failed_seed: int | None = None
+    outcomes: Counter[str] = Counter()
+    for seed, outcome in enumerate(_outcomes(options), options.seed):
+        num_seeds += 1
+        num_events += outcome.num_events
+        outcomes.update(outcome.outcomes)
+        progress(num_seeds, num_events)
+        if outcome.failure is not None:
+            failed_seed = seed
+            break
+        if num_events >= options.events:
+            break
+    wall_s = time.perf_counter() - started
+    return Summary(num_seeds, num_events, dict(sorted(outcomes.items())), failed_seed, wall_s)
+
+
+def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
+    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
+
+    Args:
+        scenario: What to run.
+        shrink_s: Real seconds for finding the smaller one.
+    """
+    first = run_scenario(scenario)
+    if first.failure is None:
+        return None
+    kind = failure_kind(first.failure)
+
+    def fails(smaller: Scenario) -> bool:
+        failure = run_scenario(smaller).failure
+        return failure is not None and failure_kind(failure) == kind
+
+    shrinker = Shrinker(fails, shrink_s)
+    shrunk = shrinker.shrink(scenario)
+    return Find(first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
+
+
+def failure_kind(failure: str) -> str:
+    """What two failures of one bug have in common: the kind of error and the place of the check."""
+    return failure.split("): ", 1)[0]
+
+
+def trace_lines(log: list[EventRecord]) -> list[str]:
+    """The last lines of an event log, for a person."""
+    return [
+        f"{event.at_s:12.6f}  {event.kind:10}  {event.subject:12}  "
+        + " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in event.detail)
+        for event in log[-NUM_TRACE_LINES:]
+    ]
+
+
+def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress: bool) -> bool:
+    """The command `ttserve chaos` without `--replay`; returns whether all was well.
+
+    Args:
+        options: Which seeds, and how many events.
+        echo: Prints a line.
+        shows_progress: Whether there is somebody to look at a moving line.
+    """
+    _be_quiet()
+    last_s = started = time.perf_counter()
+
+    def progress(num_seeds: int, num_events: int) -> None:
+        nonlocal last_s
+        now_s = time.perf_counter()
+        # A log file gets a line now and then, a terminal one line that moves.
+        if now_s - last_s >= (0.2 if shows_progress else 20.0):
+            last_s = now_s
+            rate = num_events / (now_s - started)
+            line = f"{num_events:,} of {options.events:,} events, {num_seeds} seeds, {rate:,.0f}/s"
+            echo(f"\r{line}" if shows_progress else f"{line}\n")
+
+    summary = explore(options, progress)
+    if shows_progress:
+        echo("\r\033[K")
+    if summary.failed_seed is not None:
+        tell(random_scenario(summary.failed_seed), options, echo)
+        return False
+    told = ", ".join(f"{count} {outcome}" for outcome, count in summary.outcomes.items())
+    echo(
+        f"{summary.num_events:,} events of {summary.num_seeds} scenarios (seeds {options.seed} to "
+        f"{options.seed + summary.num_seeds - 1}) in {summary.wall_s:.0f} s: every invariant "
+        f"held, and every request ended once: {told}\n"
+    )
+    return True
+
+
+def replay(path: Path, echo: Callable[[str], None]) -> bool:
+    """The command `ttserve chaos --replay`; returns whether the scenario passes.
+
+    Raises:
+        ChaosError: The file is not a scenario.
+    """
+    _be_quiet()
+    try:
+        scenario = Scenario.from_json(path.read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ChaosError(f"{path} is no scenario: {error}") from error
+    outcome = run_scenario(scenario)
+    for line in trace_lines(outcome.log):
+        echo(line + "\n")
+    if outcome.failure is not None:
+        echo(f"failed after {outcome.num_events:,} events: {outcome.failure}\n")
+        return False
+    told = ", ".join(f"{count} {name}" for name, count in outcome.outcomes.items())
+    echo(f"passed: {outcome.num_events:,} events, {told}; digest {outcome.digest}\n")
+    return True
+
+
+def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None]) -> None:
+    """Shrink a failing scenario, write it to a file, and say everything that is needed."""
+    echo(f"seed {scenario.seed} fails; replay it with\n")
+    echo(f"    ttserve chaos --seed {scenario.seed} --events 1\n")
+    echo(f"shrinking it, for at most {SHRINK_S:g} s ...\n")
+    find = investigate(scenario, SHRINK_S)
+    if find is None:
+        echo("it passes when run again: the run is not deterministic, which is a bug too\n")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"seed-{scenario.seed}.json"
+    path.write_bytes(find.shrunk.to_json())
+    echo(f"{find.failure}\n\n")
+    echo(
+        f"shrunk in {find.num_runs} runs from {len(scenario.requests)} requests and "
+        f"{len(scenario.faults)} faults to {len(find.shrunk.requests)} and "
+        f"{len(find.shrunk.faults)}; the last {NUM_TRACE_LINES} events:\n"
+    )
+    for line in trace_lines(find.outcome.log):
+        echo(line + "\n")
+    echo(f"{find.outcome.failure}\n\nreplay it with\n    ttserve chaos --replay {path}\n")
+
+
+def _outcomes(options: ChaosOptions) -> Iterator[Outcome]:
+    """What comes of one seed after another, in their order, whoever runs them; without end."""
+    seeds = itertools.count(options.seed)
+    if options.jobs == 1:
+        yield from map(run_seed, seeds)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=context, initializer=_be_quiet
+    ) as pool:
+        waiting: deque[concurrent.futures.Future[Outcome]] = deque()
+        try:
+            while True:
+                while len(waiting) < _AHEAD * options.jobs:
+                    waiting.append(pool.submit(run_seed, next(seeds)))
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _be_quiet() -> None:
+    """Engines warn of clients that leave; here they leave all the time."""
+    logging.getLogger("replicas").setLevel(logging.CRITICAL)

@@ -1,0 +1,208 @@
+"""An ingress's connections to engines in the simulator: what `AsyncMPClient` is to a real one.
+
+Owner of the links of one ingress and of the map from engine to link. Streams and the handing out
+of frames are the production's (`replicas.streams`); a link stands for the two sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.lab.simulation.network import Channel
+from replicas.dealer import CONNECT_S
+from replicas.errors import EngineDeadError
+from replicas.messages import PROTOCOL_VERSION, Hello, TokenOutput
+from replicas.streams import StreamTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.network import Network
+    from replicas.messages import (
+        ClientMessage,
+        EngineDescription,
+        EngineEvent,
+        EngineFrame,
+        EngineSnapshot,
+    )
+    from replicas.streams import EngineStream, Inbox
+
+SILENCE_S = 5.0
+"""An engine that sends nothing for so long is given up; `replicas.dealer.SILENCE_S`."""
+NOTICE_S = 0.25
+"""An engine finds within a heartbeat that a client is gone."""
+
+
+class Observer(Protocol):
+    """Who keeps the record of what passes between an ingress and the engines."""
+
+    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
+        """A message was sent."""
+        ...
+
+    def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
+        """An event has arrived."""
+        ...
+
+
+class VirtualLink:
+    """One ingress's connection to one engine.
+
+    Args:
+        client: The ingress's client.
+        client_id: Under which the engine knows it; a new one for every connection.
+        host: The engine's end.
+
+    Attributes:
+        is_open: Whether it has not been lost.
+        is_heard_of: Set by the engine's first frame, and at the end.
+        newest: The latest snapshot, in the engine's order, that has arrived.
+    """
+
+    def __init__(
+        self, client: VirtualClient, client_id: bytes, host: VirtualHost, network: Network
+    ) -> None:
+        self.host = host
+        self.is_open = True
+        self.is_heard_of = asyncio.Event()
+        self.newest: EngineSnapshot | None = None
+        self.table = StreamTable(host.engine.description, self.send, client.take_snapshot)
+        self._client = client
+        self._client_id = client_id
+        self._loop = network.loop
+        self._up, self._down = Channel(network, host), Channel(network, host)
+        host.links[client_id] = self.send_frame
+        self.send(Hello(PROTOCOL_VERSION))
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message; lost if the link is."""
+        if self.is_open:
+            self._client.observer.sent(self.host, message)
+            self._up.send(self._reach_engine, message)
+
+    def send_frame(self, frame: EngineFrame, step_times_s: list[float]) -> None:
+        """The engine sends a frame; `step_times_s` of its steps, if it is of more than one."""
+        self._down.send(self._reach_client, frame, step_times_s)
+
+    def close(self) -> None:
+        """End the connection; the engine notices a little later. Idempotent."""
+        if self.is_open:
+            self.is_open = False
+            self.is_heard_of.set()
+            self._loop.call_later(NOTICE_S, self.host.client_gone, self._client_id)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way in either direction."""
+        return not self._up.num_on_way and not self._down.num_on_way
+
+    def _reach_engine(self, message: ClientMessage) -> None:
+        if self.is_open:
+            self.host.receive(self._client_id, message)
+
+    def _reach_client(self, frame: EngineFrame, step_times_s: list[float]) -> None:
+        if not self.is_open:
+            return
+        for event in frame.events:
+            self._client.observer.arrived(self.host, event)
+            if step_times_s and isinstance(event, TokenOutput):
+                self._client.token_times_s[event.request_id] = step_times_s
+        snapshot = frame.snapshot
+        if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
+            self.newest = snapshot
+        self.table.take(frame)
+        self.is_heard_of.set()
+
+
+class VirtualClient:
+    """See the module docstring.
+
+    Args:
+        name: The ingress's name.
+        network: What carries its messages.
+        hosts: Every host that lives, by incarnation.
+        observer: Who keeps the record.
+        on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
+        on_dead: Called once with (incarnation, reason) when an engine is lost.
+
+    Attributes:
+        token_times_s: For requests whose last output has several tokens: when the steps ended
+            that gave them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        hosts: Mapping[str, VirtualHost],
+        observer: Observer,
+        on_snapshot: Callable[[str, EngineSnapshot], None],
+        on_dead: Callable[[str, str], None],
+    ) -> None:
+        self.observer = observer
+        self.take_snapshot = on_snapshot
+        self.token_times_s: dict[str, list[float]] = {}
+        self._name = name
+        self._network = network
+        self._hosts = hosts
+        self._on_dead = on_dead
+        self._links: dict[str, VirtualLink] = {}
+        self._num_links = 0
+
+    async def connect(self, description: EngineDescription) -> None:
+        """See `AsyncMPClient.connect`."""
+        host = self._hosts.get(description.incarnation)
+        if host is None:
+            raise EngineDeadError(f"nobody listens at {description.incarnation}")
+        if host.incarnation in self._links:
+            return
+        self._num_links += 1
+        client_id = f"{self._name}/{self._num_links}".encode()
+        link = self._links[host.incarnation] = VirtualLink(self, client_id, host, self._network)
+        try:
+            await asyncio.wait_for(link.is_heard_of.wait(), CONNECT_S)
+        except asyncio.TimeoutError:
+            del self._links[host.incarnation]
+            link.close()
+        if not link.is_open:
+            raise EngineDeadError(f"engine {host.incarnation} does not answer")
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        """See `AsyncMPClient.incarnations`."""
+        return frozenset(self._links)
+
+    @property
+    def links(self) -> list[VirtualLink]:
+        """Every link that stands."""
+        return list(self._links.values())
+
+    def is_connected(self, host: VirtualHost) -> bool:
+        """Whether it has a link to an engine."""
+        return host.incarnation in self._links
+
+    def open_stream(
+        self, incarnation: str, request_id: str, message: ClientMessage, inbox: Inbox | None = None
+    ) -> EngineStream:
+        """See `AsyncMPClient.open_stream`."""
+        return self._link(incarnation).table.open(request_id, message, inbox)
+
+    def send(self, incarnation: str, message: ClientMessage) -> None:
+        """See `AsyncMPClient.send`."""
+        self._link(incarnation).send(message)
+
+    def lose(self, incarnation: str, reason: str) -> None:
+        """The connection to an engine is over, whoever found out."""
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            link.close()
+            link.table.fail(reason)
+            self._on_dead(incarnation, reason)
+
+    def _link(self, incarnation: str) -> VirtualLink:
+        link = self._links.get(incarnation)
+        if link is None:
+            raise EngineDeadError(f"engine {incarnation} is not connected")
+        return link

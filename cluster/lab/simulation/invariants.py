@@ -1,0 +1,337 @@
+"""What must hold in every run: after each event, when nothing is on its way, and at the end.
+
+Owner of nothing but what the monitors have seen. Cores check themselves (`check_invariants`); here
+is what no core can know alone: that two of them believe the same, that nothing is left over, and
+that every request ended once, in a way that what happened to it allows.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import AsyncGeneratorType
+from typing import TYPE_CHECKING
+
+from cluster.lab.simulation.client import SILENCE_S
+from cluster.lab.simulation.monitors import ProtocolMonitor
+from cluster.lab.simulation.records import ABORTED, OK
+from replicas.generators.simulated.tokens import expected_tokens
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping, Sequence
+
+    from cluster.config.schema import RouterConfig
+    from cluster.lab.simulation.client import VirtualLink
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.ingress import VirtualIngress
+    from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.monitors import LeaseMonitor
+    from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.recorder import Recorder
+    from cluster.lab.simulation.records import RequestRecord
+    from replicas.faults import Fault, FaultPlan
+
+_QUIET_S = 0.05
+"""An engine that has had nothing to do for so long has told every client what it has left."""
+_TINY_S = 1e-6
+_MOST_AT_ONCE = 20_000
+"""So many events at one virtual time are a loop that never ends."""
+
+
+class Invariants:
+    """The checks of one run; see the module docstring.
+
+    Args:
+        network: What the hosts talk over.
+        hosts: Every start of a replica; grows.
+        recorder: Who keeps the record.
+        leases: Watches the KV messages.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        hosts: list[VirtualHost],
+        recorder: Recorder,
+        leases: LeaseMonitor,
+    ) -> None:
+        self._loop: VirtualLoop = network.loop
+        self._hosts = hosts
+        self._recorder = recorder
+        self._monitors: dict[str, ProtocolMonitor] = {}
+        self._ingresses: list[VirtualIngress] = []
+        self._moment_s = float("-inf")
+        self._num_at_once = 0
+        network.kv_observer = leases
+        self._loop.after_event = self._after_event
+
+    def monitor(self, ingress: str) -> ProtocolMonitor:
+        """The watcher of what an ingress says; it also tells the recorder."""
+        return self._monitors.setdefault(ingress, ProtocolMonitor(self._recorder))
+
+    def watch(self, ingress: VirtualIngress) -> None:
+        """Check an ingress from now on."""
+        self._ingresses.append(ingress)
+
+    # --- after every event ----------------------------------------------------------------------
+
+    def _after_event(self) -> None:
+        self._check_progress()
+        is_in_host = False
+        for host in self._hosts:
+            if host.is_touched:
+                host.is_touched = False
+                is_in_host = True
+                host.check_invariants()
+        if not is_in_host:
+            for ingress in self._ingresses:
+                ingress.fleet.pools.check_invariants()
+        if self._loop.is_settled:
+            self._check_settled()
+
+    def _check_progress(self) -> None:
+        now_s = self._loop.time()
+        if now_s > self._moment_s:
+            self._moment_s, self._num_at_once = now_s, 0
+        self._num_at_once += 1
+        assert self._num_at_once <= _MOST_AT_ONCE, (
+            f"time stands still at {now_s!r} s: {_MOST_AT_ONCE} events in one instant"
+        )
+
+    def _check_settled(self) -> None:
+        """Everything that follows from what has happened so far has happened too."""
+        now_s = self._loop.time()
+        for ingress in self._ingresses:
+            ingress.router.queue.check_invariants()
+            for link in ingress.fleet.client.links:
+                believed = ingress.fleet.pools.snapshot(link.host.incarnation)
+                assert believed is link.newest or believed == link.newest, (
+                    f"{ingress.name} believes {believed} of {link.host.incarnation}, which last "
+                    f"said {link.newest}"
+                )
+                if link.newest is not None and link.is_quiet and _is_idle(link.host, now_s):
+                    _check_view(ingress, link)
+
+    # --- at the end -----------------------------------------------------------------------------
+
+    def check_end(self) -> None:
+        """Everything that was lent is back, and everybody believes the truth.
+
+        Raises:
+            AssertionError: Something is left over; says where.
+        """
+        for host in self._hosts:
+            if host.is_alive and not host.is_frozen:
+                _check_empty(host, self._loop.time())
+        for ingress in self._ingresses:
+            ingress.fleet.pools.check_invariants()
+            assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
+            for host in self._hosts:
+                if host.is_answering:
+                    assert ingress.fleet.client.is_connected(host), f"{ingress.name} lost {host!r}"
+            for link in ingress.fleet.client.links:
+                assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
+                if link.host.is_answering:
+                    _check_view(ingress, link)
+
+
+def _is_idle(host: VirtualHost, now_s: float) -> bool:
+    """Whether an engine has nothing to do, and has had the time to say so."""
+    since_s = host.idle_since_s
+    is_quiet = since_s is not None and now_s - since_s > _QUIET_S
+    # Of one that is cut off frames are missing, until its connections break when that is over; of
+    # one that has just died nobody has heard yet.
+    return is_quiet and host.is_alive and not host.is_frozen and not host.is_cut
+
+
+def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
+    """An ingress believes what an idle engine has, and holds nothing on it."""
+    host, pools = link.host, ingress.fleet.pools
+    snapshot = host.engine.snapshot()
+    groups = snapshot.groups
+    if host.role == "prefill":
+        num_running = sum(g.num_running for g in groups)
+        truth = [(snapshot.num_waiting_tokens, snapshot.num_waiting + num_running)]
+        believed = [
+            (v.num_queued_tokens, v.num_active)
+            for v in pools.prefill_views()
+            if v.incarnation == host.incarnation
+        ]
+        assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
+        return
+    has = [
+        (
+            i,
+            max(g.num_empty_slots - g.num_waiting, 0),
+            g.num_free_blocks,
+            g.num_running + g.num_reserved + g.num_waiting,
+        )
+        for i, g in enumerate(groups)
+    ]
+    view = [
+        (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
+        for v in pools.decode_views()
+        if v.incarnation == host.incarnation
+    ]
+    assert view == has, f"{ingress.name} believes {view}, and {host!r} has {has}"
+
+
+def _check_empty(host: VirtualHost, now_s: float) -> None:
+    """An engine has all of its slots and blocks again, and no transfer."""
+    metrics = host.engine.metrics(now_s)
+    for group in metrics.groups:
+        assert group.num_empty_slots == group.num_slots, f"{host!r}: {group}"
+        assert group.num_free_blocks == group.num_blocks, f"{host!r}: {group}"
+    transfer = metrics.transfer
+    assert not metrics.num_waiting, f"{host!r}: {metrics.num_waiting=}"
+    assert not transfer.num_inflight_sends, f"{host!r}: {transfer}"
+    assert not transfer.num_inflight_loads, f"{host!r}: {transfer}"
+    assert not transfer.num_leased_blocks, f"{host!r}: {transfer}"
+    assert not transfer.num_reserved_blocks, f"{host!r}: {transfer}"
+    assert not transfer.num_quarantined_blocks, f"{host!r}: {transfer}"
+    assert not host.num_open_transfers, f"{host!r}: {host.num_open_transfers=}"
+
+
+# --- what requests came to ----------------------------------------------------------------------
+
+
+class Expectations:
+    """What a request may have come to.
+
+    Args:
+        router: How requests were placed.
+        faults: What went wrong.
+        decoding: The replicas that decode, as in a fault plan.
+        reservation_timeout_s: Shortest of any engine.
+        aborts: For requests (by number) whose client left: after how many seconds.
+    """
+
+    def __init__(
+        self,
+        router: RouterConfig,
+        faults: FaultPlan,
+        decoding: Sequence[str],
+        reservation_timeout_s: float,
+        aborts: Mapping[int, float],
+    ) -> None:
+        self._router = router
+        self._patience_s = min(router.queue_timeout_s, reservation_timeout_s)
+        self._aborts = aborts
+        # When each replica that decodes may first have been lost.
+        self._lost_s = [_first_loss_s(faults.entries_for(name)) for name in decoding]
+
+    def check(
+        self,
+        number: int,
+        record: RequestRecord,
+        records: Sequence[RequestRecord],
+        *,
+        has_room: bool,
+    ) -> None:
+        """A request ended in a way that what happened to it allows.
+
+        Args:
+            number: Which request of the workload.
+            record: What became of it.
+            records: What became of all.
+            has_room: Whether its prompt leaves room for output.
+
+        Raises:
+            AssertionError: It did not.
+        """
+        may = {
+            OK: True,
+            ABORTED: number in self._aborts,
+            "BadRequestError": not has_room,
+            "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
+            "SaturatedError": self._lost_by(record.finished_s)
+            or self._num_beside(record, records) > self._router.max_queued_requests,
+            "NotReadyError": self._all_lost_by(record.finished_s),
+            "ReplicaLostError": self._lost_by(record.finished_s),
+        }
+        assert may.get(record.outcome, False), (
+            f"{record.request_id} ended with {record.outcome} after "
+            f"{record.finished_s - record.arrival_s:.3f} s, and nothing that happened explains it"
+        )
+
+    def _lost_by(self, now_s: float) -> bool:
+        return any(lost_s <= now_s for lost_s in self._lost_s)
+
+    def _all_lost_by(self, now_s: float) -> bool:
+        return all(lost_s <= now_s for lost_s in self._lost_s)
+
+    @staticmethod
+    def _num_beside(record: RequestRecord, records: Sequence[RequestRecord]) -> int:
+        """How many other requests were there when it ended."""
+        moment_s = record.finished_s
+        return sum(r.arrival_s <= moment_s <= r.finished_s for r in records) - 1
+
+
+def _first_loss_s(faults: Sequence[Fault]) -> float:
+    """When a replica may first have been given up: infinity if never."""
+    silences = [f for f in faults if f.kind in {"freeze", "partition"}]
+    silent_s = sum(f.window.end_s - f.window.start_s for f in silences)
+    # Connections that live through a partition break when it is over.
+    losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition"}]
+    if silent_s >= SILENCE_S:
+        losses_s.extend(f.at_s for f in silences)
+    return min(losses_s, default=float("inf"))
+
+
+def check_tokens(
+    record: RequestRecord,
+    output: Sequence[int],
+    prompt: Sequence[int],
+    room: int,
+    vocabulary: tuple[int, Sequence[int]],
+) -> None:
+    """Every token is the one that its whole context leads to, and there are as many as asked.
+
+    Args:
+        record: What became of the request.
+        output: The token ids that its client got.
+        prompt: Its prompt.
+        room: Most output tokens that its prompt leaves room for.
+        vocabulary: Size, and end token ids.
+
+    Raises:
+        AssertionError: One is wrong, missing, or too many.
+    """
+    asked = min(record.num_output_tokens_asked, max(room, 0))
+    assert len(output) == len(record.token_times_s), record
+    assert len(output) <= asked, f"{record.request_id}: {len(output)} tokens, asked for {asked}"
+    if record.outcome == OK:
+        assert len(output) == asked, f"{record.request_id}: {len(output)} tokens of {asked}"
+    size, eos_token_ids = vocabulary
+    right = expected_tokens(prompt, len(output), size, eos_token_ids)
+    wrong = next((i for i, (a, b) in enumerate(zip(output, right, strict=True)) if a != b), None)
+    assert wrong is None, (
+        f"{record.request_id}: output token {wrong} is {output[wrong or 0]} and should be "
+        f"{right[wrong or 0]}: it was computed from a wrong context "
+        f"({len(prompt)} prompt tokens, {record.num_cached_tokens} cached, "
+        f"prefill {record.prefill_replica}, decode {record.replica})"
+    )
+    times_s = record.token_times_s
+    assert all(times_s[1:] >= times_s[:-1]), f"{record.request_id}: tokens out of order"
+    assert not len(times_s) or times_s[0] >= record.arrival_s, f"{record.request_id}: too early"
+
+
+def waits_for(task: asyncio.Task[None]) -> str:
+    """Where a task stands, from the outside in, for a person."""
+    names: list[str] = []
+    awaited: object = task.get_coro()
+    while awaited is not None:
+        name = getattr(awaited, "__qualname__", None)
+        if name is not None:
+            names.append(name)
+        awaited = _awaited_by(awaited)
+    return " > ".join(names) or "nothing"
+
+
+def _awaited_by(waiting: object) -> object:
+    for field in ("cr_await", "ag_await"):
+        awaited = getattr(waiting, field, None)
+        if awaited is not None:
+            return awaited
+    # The step of an asynchronous generator does not tell whose it is.
+    return next((x for x in gc.get_referents(waiting) if isinstance(x, AsyncGeneratorType)), None)

@@ -1,0 +1,204 @@
+"""The lives of the replicas of a simulated cluster: starts, deaths, freezes, silences, restarts.
+
+Owner of every place in the pools and of the host that fills it now. It does what Ray Serve does
+for a replica that died, and what the fault plan says should happen to one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.lab.simulation.client import SILENCE_S
+from cluster.lab.simulation.directory import VirtualDirectory
+from cluster.lab.simulation.host import VirtualHost
+from kv_transfer.ticket import KeyRing
+from replicas.virtual_engine import VirtualDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+    from cluster.lab.simulation.recorder import Recorder
+
+KEYS = KeyRing((b"one secret for all that is virtual",))
+"""What every ticket of a simulated cluster is sealed with."""
+
+
+class _Place:
+    """A place in a pool, whoever fills it now."""
+
+    def __init__(self, name: str, spec: PoolSpec) -> None:
+        self.name = name
+        self.spec = spec
+        # What waits until its frozen process goes on.
+        self.at_thaw: list[Callable[[_Place], None]] = []
+        self.host: VirtualHost | None = None
+        self.silent_since_s: float | None = None
+
+
+class Lives:
+    """See the module docstring.
+
+    Args:
+        pools: The cluster.
+        options: Faults, restarts, and what hosts are told.
+        network: What the hosts talk over.
+        recorder: Who keeps the record.
+        lose: Called with (incarnation, reason) when every connection to an engine is over.
+
+    Attributes:
+        hosts: Every start of a replica, in order.
+        directory: Those that run now.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        options: SimulationOptions,
+        network: Network,
+        recorder: Recorder,
+        lose: Callable[[str, str], None],
+    ) -> None:
+        self._options = options
+        self._network = network
+        self._loop = network.loop
+        self._recorder = recorder
+        self._lose = lose
+        self._incarnations = itertools.count(1)
+        self._places = [
+            _Place(f"{spec.role}/{rank}", spec) for spec in pools for rank in range(spec.replicas)
+        ]
+        self.hosts: list[VirtualHost] = []
+        self.directory = VirtualDirectory(len(self._places), options.network.latency_s)
+        # What a process does itself, and a frozen one does later.
+        self._own_doing = (self._drop_link, self._heal)
+
+    @property
+    def names(self) -> list[str]:
+        """Pool and rank of every replica, as in a fault plan."""
+        return [place.name for place in self._places]
+
+    def start(self) -> None:
+        """Bring up every replica."""
+        for place in self._places:
+            self._start(place)
+
+    def schedule_faults(self) -> None:
+        """Let the fault plan begin."""
+        for place in self._places:
+            faults = self._options.faults.for_target(place.name)
+            at = functools.partial(self._at, place)
+            for kill_s in faults.kills():
+                at(kill_s, self._kill)
+            for drop_s in faults.link_drops():
+                at(drop_s, self._drop_link)
+            for window in faults.freezes():
+                at(window.start_s, self._freeze)
+                at(window.end_s, self._thaw)
+            for window in faults.partitions():
+                at(window.start_s, self._fall_silent)
+                at(window.end_s, self._heal)
+
+    def _start(self, place: _Place) -> None:
+        """Bring up an engine in a place; it is ready at once."""
+        spec, options = place.spec, self._options
+        faults = options.faults.for_target(place.name)
+        run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
+        host = VirtualHost(
+            name=place.name,
+            role=spec.role,
+            incarnation=f"{place.name.replace('/', '-')}.{next(self._incarnations)}",
+            config=msgspec.structs.replace(spec.engine, kv_keys=KEYS, role=spec.role),
+            device=VirtualDevice(
+                timing=spec.timing,
+                facts=spec.facts,
+                faults=faults,
+                models_kv=options.models_kv,
+                run_ahead=run_ahead,
+                transfer=spec.transfer,
+                seed=options.seed,
+            ),
+            faults=faults,
+            network=self._network,
+        )
+        place.host = host
+        place.silent_since_s = None
+        place.at_thaw.clear()
+        if faults.is_frozen(self._loop.time()):
+            # A freeze that has begun and not ended holds from the start.
+            host.freeze()
+        self.hosts.append(host)
+        self._network.attach(host)
+        self.directory.attach(host)
+        self._recorder.event("start", place.name, host.incarnation)
+
+    def _at(self, place: _Place, when_s: float, action: Callable[[_Place], None]) -> None:
+        if when_s != float("inf"):
+            self._loop.call_at(when_s, self._act, place, action)
+
+    def _act(self, place: _Place, action: Callable[[_Place], None]) -> None:
+        self._recorder.event(action.__name__.strip("_"), place.name)
+        if place.host is not None and place.host.is_frozen and action in self._own_doing:
+            place.at_thaw.append(action)
+        else:
+            action(place)
+
+    def _kill(self, place: _Place) -> None:
+        host = place.host
+        if host is None or not host.is_alive:
+            return
+        host.kill()
+        self._network.detach(host)
+        self.directory.detach(host)
+        place.host = None
+        latency_s = self._options.network.latency_s
+        self._loop.call_later(latency_s, self._lose, host.incarnation, "its connection broke")
+        down_s = self._options.restart_s + place.spec.timing.warm_up_s()
+        self._loop.call_later(down_s, self._start, place)
+
+    def _drop_link(self, place: _Place) -> None:
+        if place.host is not None:
+            self._network.break_kv_connections(place.host)
+
+    def _freeze(self, place: _Place) -> None:
+        if place.host is not None:
+            place.host.freeze()
+            self._fall_silent(place)
+
+    def _thaw(self, place: _Place) -> None:
+        if place.host is not None:
+            place.host.thaw()
+            waiting, place.at_thaw = place.at_thaw, []
+            for action in waiting:
+                action(place)
+            self._speak_again(place)
+
+    def _heal(self, place: _Place) -> None:
+        """A partition is over: connections that lived through it break, for frames are missing."""
+        if place.host is not None:
+            self._lose(place.host.incarnation, "its connection broke")
+            self._speak_again(place)
+
+    def _fall_silent(self, place: _Place) -> None:
+        """From now on nobody hears of it; after a while they give it up."""
+        host = place.host
+        if host is not None and place.silent_since_s is None:
+            place.silent_since_s = self._loop.time()
+            self._loop.call_later(SILENCE_S, self._give_up, place, host, place.silent_since_s)
+
+    def _speak_again(self, place: _Place) -> None:
+        if place.host is not None and place.host.is_answering:
+            place.silent_since_s = None
+
+    def _give_up(self, place: _Place, host: VirtualHost, since_s: float) -> None:
+        if place.host is not host or place.silent_since_s != since_s:
+            return
+        self._lose(host.incarnation, f"it sent nothing for {SILENCE_S:g} s")
+        if host.is_frozen:
+            # The heartbeats of its KV connections have stopped as well.
+            self._network.break_kv_connections(host)

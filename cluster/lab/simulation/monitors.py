@@ -1,0 +1,171 @@
+"""Watchers of what passes between processes: they know the promises, not how they are kept.
+
+Owner of their own small books, one run long. They see messages only, so that a core that breaks a
+promise cannot talk them out of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_transfer.lease import LeaseState
+from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
+from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
+
+if TYPE_CHECKING:
+    from cluster.lab.simulation.client import Observer
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.network import KVHost
+    from kv_transfer.messages import ToConsumer, ToProducer
+    from kv_transfer.ticket import KeyRing
+    from replicas.messages import ClientMessage, EngineEvent, RequestMode
+
+_MILLISECOND_S = 0.001
+"""Leases are told in whole milliseconds."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that an engine was asked to run and has not ended."""
+
+    host: VirtualHost
+    mode: RequestMode
+    epoch: int = -1
+    is_activated: bool = False
+
+
+class ProtocolMonitor:
+    """What one ingress says to the engines: an `Observer` that passes everything on.
+
+    A request is on an engine once, its tickets have rising epochs, it is activated once, and when
+    it ends at the ingress no engine goes on with it: each has said its last word or was told.
+
+    Args:
+        observer: Who is told too.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._asked: dict[str, dict[str, _Asked]] = {}
+
+    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
+        """See `Observer`."""
+        self._observer.sent(host, message)
+        match message:
+            case AddRequest():
+                asked = self._asked.setdefault(message.request.request_id, {})
+                assert host.incarnation not in asked, (
+                    f"{message.request.request_id} was sent to {host.incarnation} twice"
+                )
+                asked[host.incarnation] = _Asked(host, message.mode)
+            case LoadKV():
+                reserved = self._reserved(host, message.request_id)
+                assert message.epoch > reserved.epoch, f"an old ticket: {message}"
+                reserved.epoch = message.epoch
+            case Activate():
+                reserved = self._reserved(host, message.request_id)
+                assert not reserved.is_activated, (
+                    f"{message.request_id} was activated on {host.incarnation} twice"
+                )
+                reserved.is_activated = True
+            case Abort():
+                for request_id in message.request_ids:
+                    self._end(host, request_id)
+            case _:
+                pass
+
+    def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
+        """See `Observer`."""
+        self._observer.arrived(host, event)
+        if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
+            self._end(host, event.request_id)
+        elif isinstance(event, KVLoaded) and event.failure is None:
+            # The copy is there: whoever computed it lets go by itself.
+            asked = self._asked.get(event.request_id, {})
+            for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
+                del asked[incarnation]
+
+    def lost(self, incarnation: str) -> None:
+        """The connection to an engine is gone; the engine will notice."""
+        for asked in self._asked.values():
+            asked.pop(incarnation, None)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended at the ingress.
+
+        Raises:
+            AssertionError: An engine goes on with it.
+        """
+        asked = self._asked.pop(request_id, {})
+        left = {a.host.incarnation: a.mode for a in asked.values()}
+        assert not left, f"{request_id} has ended, but nobody told these engines: {left}"
+
+    def waits_for(self, request_id: str) -> str:
+        """Which engines have a request, for a person."""
+        asked = self._asked.get(request_id, {})
+        return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
+
+    def _reserved(self, host: VirtualHost, request_id: str) -> _Asked:
+        asked = self._asked.get(request_id, {}).get(host.incarnation)
+        assert asked is not None, f"{host.incarnation} has no {request_id}"
+        assert asked.mode == "decode", f"{request_id} on {host.incarnation}: {asked.mode}"
+        return asked
+
+    def _end(self, host: VirtualHost, request_id: str) -> None:
+        self._asked.get(request_id, {}).pop(host.incarnation, None)
+
+
+class LeaseMonitor:
+    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life.
+
+    A `KVObserver`.
+
+    Args:
+        loop: Virtual time.
+        lease_s: See `TransferConfig`.
+        keys: Those of the tickets.
+    """
+
+    def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
+        self._loop = loop
+        self._lease_s = lease_s
+        self._keys = keys
+        # By producer, transfer and consumer: when the lease ends; None before it begins.
+        self._end_s: dict[tuple[str, bytes, bytes], float | None] = {}
+
+    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
+        """See `KVObserver`."""
+        key = (host.incarnation, message.transfer_id, peer)
+        now_s = self._loop.time()
+        end_s = self._end_s.get(key)
+        if isinstance(message, LeaseInfo):
+            is_first = key in self._end_s and end_s is None
+            if is_first and message.state is LeaseState.SERVING:
+                self._end_s[key] = now_s + message.left_ms / 1000 + _MILLISECOND_S
+        elif isinstance(message, Data):
+            assert key in self._end_s, f"{host.incarnation} sends KV to {peer!r} without a ticket"
+            assert end_s is not None, f"{host.incarnation} sends KV that nobody has fetched"
+            assert now_s <= end_s, (
+                f"{host.incarnation} sends KV at {now_s:.6f} s, and the lease ended at {end_s:.6f}"
+            )
+
+    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
+        """See `KVObserver`."""
+        key = (host.incarnation, message.transfer_id, peer)
+        now_s = self._loop.time()
+        if isinstance(message, Fetch) and self._is_good(host, peer, message):
+            self._end_s.setdefault(key, None)
+        if isinstance(message, Fetch | Credit | Renew):
+            end_s = self._end_s.get(key)
+            if end_s is not None and now_s < end_s:
+                self._end_s[key] = max(end_s, now_s + self._lease_s)
+
+    def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
+        ticket = self._keys.unseal(fetch.ticket, self._loop.time())
+        return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
+            fetch.transfer_id,
+            host.incarnation,
+            peer,
+        )

@@ -1,0 +1,199 @@
+"""Keeps the record of a run: what happened to each request, and on request every event.
+
+Owner of the entries of requests under way; a record is made of an entry when its request ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.lab.simulation.records import NO_TIMES, EventRecord, ReplicaRecord, RequestRecord
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.workloads.request import TraceRequest
+    from replicas.messages import ClientMessage, EngineEvent
+
+
+class Entry:
+    """A request under way."""
+
+    __slots__ = (
+        "arrival_s", "asked", "cached", "num_sent", "prefill", "queued_s", "replica",
+        "request_id", "times_s", "token_ids", "transfer_s",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, arrival_s: float, asked: TraceRequest) -> None:
+        self.request_id = request_id
+        self.arrival_s = arrival_s
+        self.asked = asked
+        self.times_s: list[float] = []
+        self.token_ids: list[int] = []
+        self.cached = 0
+        self.replica: str | None = None
+        self.prefill: str | None = None
+        self.queued_s = 0.0
+        self.transfer_s: float | None = None
+        self.num_sent = 0
+
+
+class Recorder:
+    """See the module docstring; an `Observer` of every ingress.
+
+    Args:
+        loop: Virtual time.
+        keeps_events: Whether to keep an event log.
+
+    Attributes:
+        events: The log.
+        outputs: Token ids of every request that ended, by request id.
+    """
+
+    def __init__(self, loop: VirtualLoop, *, keeps_events: bool) -> None:
+        self.events: list[EventRecord] = []
+        self.outputs: dict[str, list[int]] = {}
+        self._loop = loop
+        self._keeps_events = keeps_events
+        self._entries: dict[str, Entry] = {}
+        self._order: list[str] = []
+        self._records: dict[str, RequestRecord] = {}
+
+    def stop(self) -> None:
+        """Write no more lines."""
+        self._keeps_events = False
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def arrive(self, number: int, asked: TraceRequest) -> Entry:
+        """A request arrives."""
+        entry = Entry(f"r{number}", self._loop.time(), asked)
+        self._entries[entry.request_id] = entry
+        self._order.append(entry.request_id)
+        self.event("arrive", entry.request_id, asked.num_prompt_tokens, asked.num_output_tokens)
+        return entry
+
+    def tokens(
+        self,
+        entry: Entry,
+        output: TokenOutput,
+        step_times_s: list[float] | None,
+        latency_s: float,
+    ) -> None:
+        """The client gets tokens; of several steps, each at the time of its step."""
+        assert output.index == len(entry.times_s), f"{entry.request_id}: {output}"
+        if step_times_s is None:
+            entry.times_s.extend([self._loop.time()] * len(output.token_ids))
+        else:
+            entry.times_s.extend([at_s + latency_s for at_s in step_times_s])
+        entry.token_ids.extend(output.token_ids)
+        if output.index == 0:
+            entry.cached = output.num_cached_tokens
+
+    def end(self, entry: Entry, outcome: str) -> None:
+        """A request ends; it may do so once."""
+        del self._entries[entry.request_id]
+        self.outputs[entry.request_id] = entry.token_ids
+        self._records[entry.request_id] = RequestRecord(
+            request_id=entry.request_id,
+            arrival_s=entry.arrival_s,
+            num_prompt_tokens=entry.asked.num_prompt_tokens,
+            num_output_tokens_asked=entry.asked.num_output_tokens,
+            outcome=outcome,
+            finished_s=self._loop.time(),
+            num_cached_tokens=entry.cached,
+            token_times_s=np.array(entry.times_s) if entry.times_s else NO_TIMES,
+            replica=entry.replica,
+            prefill_replica=entry.prefill,
+            queued_s=entry.queued_s,
+            transfer_s=entry.transfer_s,
+            num_retries=max(entry.num_sent - 1, 0),
+        )
+        self.event("end", entry.request_id, outcome, len(entry.times_s))
+
+    def records(self) -> list[RequestRecord]:
+        """One for each request, in the order of arrival."""
+        assert not self._entries, f"not ended: {list(self._entries)}"
+        return [self._records[request_id] for request_id in self._order]
+
+    # --- Observer ------------------------------------------------------------------------------
+
+    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
+        """See `Observer`."""
+        if isinstance(message, AddRequest):
+            entry = self._entries.get(message.request.request_id)
+            if entry is None:
+                return
+            if message.mode == "prefill":
+                entry.prefill = host.name
+            else:
+                entry.replica = host.name
+                entry.queued_s = self._loop.time() - entry.arrival_s
+                entry.num_sent += 1
+            self.event("place", entry.request_id, message.mode, host.name, message.dp_group)
+        elif isinstance(message, LoadKV):
+            self.event("load", message.request_id, host.name, message.epoch)
+        elif isinstance(message, Activate):
+            self.event("activate", message.request_id, host.name, sum(map(len, message.token_ids)))
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self.event("abort", request_id, host.name)
+
+    def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
+        """See `Observer`."""
+        if isinstance(event, KVLoaded):
+            entry = self._entries.get(event.request_id)
+            if entry is not None and event.failure is None:
+                first_s = entry.times_s[0] if entry.times_s else self._loop.time()
+                entry.transfer_s = self._loop.time() - first_s
+            self.event("kv_loaded", event.request_id, host.name, event.failure or "ok")
+        elif not self._keeps_events:
+            return
+        elif isinstance(event, Accepted):
+            self.event("accept", event.request_id, host.name, event.dp_group, event.slot)
+        elif isinstance(event, Refused):
+            self.event("refuse", event.request_id, host.name, event.reason)
+        elif isinstance(event, TokenOutput):
+            self.event(
+                "tokens", event.request_id, host.name, event.index, len(event.token_ids),
+                event.finish_reason or "",
+            )  # fmt: skip
+
+    def event(self, kind: str, subject: str, *detail: str | float) -> None:
+        """Write a line of the log, if there is one."""
+        if self._keeps_events:
+            self.events.append(EventRecord(self._loop.time(), kind, subject, detail))
+
+    # --- replicas ------------------------------------------------------------------------------
+
+    def replica_record(self, host: VirtualHost) -> ReplicaRecord:
+        """What a host did in its life."""
+        description = host.engine.description
+        groups = host.engine.metrics(self._loop.time()).groups
+        return ReplicaRecord(
+            name=host.name,
+            role=host.role,
+            num_slots=description.dp_groups * description.slots_per_group,
+            busy_s=host.busy_s,
+            num_steps=host.num_turns,
+            slot_busy_s=host.slot_busy_s,
+            # Where KV comes from elsewhere, hits are counted and the prompt is not.
+            num_prompt_tokens=sum(max(g.prompt_tokens - g.prefix_cache_hits, 0) for g in groups),
+            num_output_tokens=sum(g.generation_tokens for g in groups),
+            num_preemptions=sum(g.num_preemptions for g in groups),
+            num_blocks=description.dp_groups * description.blocks_per_group,
+            started_s=host.started_s,
+            stopped_s=host.stopped_s,
+        )

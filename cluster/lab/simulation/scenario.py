@@ -1,0 +1,557 @@
+"""A scenario: everything that one run of the simulator with checks needs, in one value.
+
+Pure but for `run_scenario`. A seed makes a scenario, a file holds one, and either of them makes the
+same run, to the bit. Scenarios are small and mean: few slots and blocks, bursts, a bad network and
+faults, so that refusals, preemption, eviction and lost replicas happen all the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from cluster.config.schema import RouterConfig
+from cluster.lab.simulation.network import NetworkConfig
+from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+from cluster.lab.simulation.simulator import Simulation
+from cluster.lab.workloads.request import TraceRequest, Workload
+from kv_transfer.config import TransferConfig
+from replicas.config import EngineConfig
+from replicas.faults import Fault, FaultKind, FaultPlan
+from replicas.generators.simulated.timing import LinkTiming
+from replicas.virtual_engine import ModelFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.lab.simulation.records import EventRecord
+
+_T = TypeVar("_T")
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block, and of a block that prompts share."""
+VOCAB_SIZE = 512
+EOS_TOKEN_IDS = (0, 2)
+_BYTES_PER_BLOCK = 16 * BLOCK_TOKENS
+_KINDS: tuple[FaultKind, ...] = (
+    "kill", "freeze", "freeze", "slow", "drop_link", "corrupt", "corrupt", "partition",
+)  # fmt: skip
+_DAMAGES_S = (0.5, 5.0, 15.0)
+_SILENCES_S = (0.05, 0.5, 2.0, 4.5, 5.5, 8.0, 15.0)
+"""Shorter and longer than the 5 s after which a silent engine is given up."""
+
+
+class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal replicas of one role; see `EngineConfig` for what is not told here.
+
+    Attributes:
+        role: What they do.
+        replicas: How many.
+        lanes: DP groups of each.
+        slots_per_lane: Decode slots of a lane.
+        num_blocks: KV blocks of a lane, null block included.
+        max_num_batched_tokens: Token budget of a step.
+        max_num_waiting: Most sequences that wait; None is unbounded.
+        chunked: Whether prompts may be computed in chunks.
+        mixed: Whether a step may mix prefill and decode.
+        caching: Whether there is a prefix cache.
+        prefill_streak: `EngineConfig.prefill_steps_per_decode_step`.
+        reservation_timeout_s: How long a reserved slot waits for its KV.
+    """
+
+    role: Literal["prefill", "decode", "both"]
+    replicas: int = 1
+    lanes: int = 1
+    slots_per_lane: int = 4
+    num_blocks: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_waiting: int | None = None
+    chunked: bool = True
+    mixed: bool = False
+    caching: bool = True
+    prefill_streak: int = 1
+    reservation_timeout_s: float = 60.0
+
+
+class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request.
+
+    Attributes:
+        arrival_s: When it comes.
+        num_prompt_tokens: Length of its prompt.
+        num_output_tokens: Tokens that it asks for.
+        block_ids: What the prompt is made of, see `TraceRequest`; all of it, so that it stays the
+            same prompt when other requests are taken out.
+        abort_s: So many seconds after its arrival its client leaves.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_ids: tuple[int, ...]
+    abort_s: float | None = None
+
+
+class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What steps cost; a `StepTiming` of straight lines.
+
+    Attributes:
+        prefill_token_s: Per token of a prefill step.
+        decode_base_s: Per decode step.
+        decode_token_s: Per token of the contexts of a decode step.
+        move_s: Per message of KV blocks, on each side.
+        host_s: Per step, outside the device.
+        host_row_s: Per sequence of a step, outside the device.
+        start_s: From a replica's start to its readiness.
+    """
+
+    prefill_token_s: float = 1e-4
+    decode_base_s: float = 0.01
+    decode_token_s: float = 1e-6
+    move_s: float = 1e-4
+    host_s: float = 1e-3
+    host_row_s: float = 0.0
+    start_s: float = 1.0
+    bytes_per_token: int = 1 << 14
+
+    @property
+    def link(self) -> LinkTiming:
+        """See `StepTiming.link`."""
+        return LinkTiming(self.move_s, 1e9)
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int, int]]) -> float:
+        """See `StepTiming.prefill_s`."""
+        return self.prefill_token_s * sum(end - start for _, start, end in chunks)
+
+    def decode_s(self, rows: Sequence[tuple[int, int]]) -> float:
+        """See `StepTiming.decode_s`."""
+        return self.decode_base_s + self.decode_token_s * sum(n for _, n in rows)
+
+    def decode_run_s(self, rows: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
+        """See `StepTiming.decode_run_s`."""
+        return [self.decode_s([(lane, n + i) for lane, n in rows]) for i in range(num_steps)]
+
+    def mixed_s(
+        self, chunks: Sequence[tuple[int, int, int]], rows: Sequence[tuple[int, int]]
+    ) -> float:
+        """See `StepTiming.mixed_s`."""
+        return self.prefill_s(chunks) + self.decode_s(rows)
+
+    def warm_up_s(self) -> float:
+        """See `StepTiming.warm_up_s`."""
+        return self.start_s
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See the module docstring.
+
+    Attributes:
+        seed: Of every draw in the run; also names it.
+        max_model_len: Longest sequence; has to fit into a lane of every pool.
+        pools: The cluster.
+        ingresses: How many; request i goes to number i modulo this.
+        router: How requests are placed.
+        network: How messages travel.
+        transfer: Deadlines and sizes of KV transfers.
+        timing: What steps cost.
+        faults: What goes wrong.
+        requests: What arrives, in order of arrival.
+        restart_s: From the death of a replica to its start.
+        run_ahead: Whether stretches of plain decode steps are passed over, where that is possible.
+        deadline_s: A request that lasts longer hangs.
+    """
+
+    seed: int
+    max_model_len: int
+    pools: tuple[ScenarioPool, ...]
+    ingresses: int = 1
+    router: RouterConfig = RouterConfig()
+    network: NetworkConfig = NetworkConfig()
+    transfer: TransferConfig = TransferConfig()
+    timing: ScenarioTiming = ScenarioTiming()
+    faults: tuple[Fault, ...] = ()
+    requests: tuple[ScenarioRequest, ...] = ()
+    restart_s: float = 1.0
+    run_ahead: bool = True
+    deadline_s: float = 600.0
+
+    def to_json(self) -> bytes:
+        """For a file; `from_json` gives the same scenario back."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Scenario:
+        """Read what `to_json` wrote.
+
+        Raises:
+            msgspec.ValidationError: It is something else.
+        """
+        return msgspec.json.decode(raw, type=cls)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a scenario.
+
+    Attributes:
+        num_events: Events of the loop that were run.
+        outcomes: How many requests ended in which way; empty after a failure.
+        failure: What was broken, and where it was found; None for a good run.
+        num_preemptions: Sequences that lost their blocks.
+        num_transfers: Prompts whose KV came from another replica.
+        num_retries: How often requests started again.
+        num_cached_tokens: Prompt tokens that were not computed again.
+        log: Every event, in order.
+        digest: Of the log and of every token and its time: equal for equal runs.
+    """
+
+    num_events: int
+    outcomes: dict[str, int]
+    failure: str | None
+    log: list[EventRecord]
+    digest: str
+    num_preemptions: int = 0
+    num_transfers: int = 0
+    num_retries: int = 0
+    num_cached_tokens: int = 0
+
+
+def run_scenario(scenario: Scenario) -> Outcome:
+    """Run a scenario to its end or to the first thing that is wrong."""
+    simulation = build(scenario)
+    try:
+        result = simulation.run()
+    except Exception as error:  # noqa: BLE001 - whatever a bug raises is a find
+        log = simulation.recorder.events
+        digest = hashlib.sha256(msgspec.json.encode(log)).hexdigest()
+        return Outcome(simulation.loop.num_events, {}, _describe(error), log, digest)
+    records = result.records
+    parts = [record.token_times_s.tobytes() for record in records]
+    parts += [msgspec.json.encode(x) for x in (simulation.recorder.outputs, result.events)]
+    return Outcome(
+        num_events=result.num_events,
+        outcomes=dict(sorted(Counter(record.outcome for record in records).items())),
+        failure=None,
+        log=simulation.recorder.events,
+        digest=hashlib.sha256(b"".join(parts)).hexdigest(),
+        num_preemptions=sum(replica.num_preemptions for replica in result.replicas),
+        num_transfers=sum(record.transfer_s is not None for record in records),
+        num_retries=sum(record.num_retries for record in records),
+        num_cached_tokens=sum(record.num_cached_tokens for record in records),
+    )
+
+
+def build(scenario: Scenario) -> Simulation:
+    """The simulation of a scenario, with every check, ready to run."""
+    options = SimulationOptions(
+        seed=scenario.seed,
+        router=scenario.router,
+        ingresses=scenario.ingresses,
+        network=scenario.network,
+        faults=FaultPlan(faults=scenario.faults),
+        restart_s=scenario.restart_s,
+        models_kv=True,
+        run_ahead=scenario.run_ahead,
+        checks=True,
+        deadline_s=scenario.deadline_s,
+        keeps_events=True,
+        aborts={i: r.abort_s for i, r in enumerate(scenario.requests) if r.abort_s is not None},
+    )
+    requests = tuple(
+        TraceRequest(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens, r.block_ids)
+        for r in scenario.requests
+    )
+    specs = [_pool_spec(pool, scenario) for pool in scenario.pools]
+    return Simulation(specs, Workload("chaos", requests, BLOCK_TOKENS), options)
+
+
+def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
+    engine = EngineConfig(
+        model="virtual",
+        max_batch_size=pool.lanes * pool.slots_per_lane,
+        tt_data_parallel=pool.lanes,
+        block_size=BLOCK_TOKENS,
+        max_model_len=scenario.max_model_len,
+        num_blocks=pool.num_blocks,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_waiting=pool.max_num_waiting,
+        enable_chunked_prefill=pool.chunked,
+        enable_prefix_caching=pool.caching,
+        mixed_batches=pool.mixed,
+        prefill_steps_per_decode_step=pool.prefill_streak,
+        kv_connector=None if pool.role == "both" else "p2p",
+        reservation_timeout_s=pool.reservation_timeout_s,
+    )
+    facts = ModelFacts(
+        max_position_embeddings=4096,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=list(EOS_TOKEN_IDS),
+        num_blocks=pool.num_blocks,
+        bytes_per_block=_BYTES_PER_BLOCK,
+        supports_mixed_batch=True,
+        supports_chunked_prefill=True,
+        supports_prefix_caching=True,
+    )
+    return PoolSpec(pool.role, pool.replicas, engine, scenario.timing, facts, scenario.transfer)
+
+
+def _describe(error: BaseException) -> str:
+    """An error and the innermost place where it was raised."""
+    traceback = error.__traceback__
+    where = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        where = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}"
+        where = f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno} in {where}"
+        traceback = traceback.tb_next
+    return f"{type(error).__name__} ({where}): {error}"
+
+
+# --- random scenarios ---------------------------------------------------------------------------
+
+
+def random_scenario(seed: int) -> Scenario:
+    """The scenario of a seed: the same in every process, on every machine."""
+    return _Dice(seed).scenario()
+
+
+class _Dice:
+    """Draws a scenario; one generator for all draws, in a fixed order."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._rng = np.random.Generator(np.random.Philox(seed))
+
+    def scenario(self) -> Scenario:
+        is_split = self._happens(0.65)
+        pools = self._split_pools() if is_split else (self._pool("both"),)
+        longest = BLOCK_TOKENS * (min(pool.num_blocks for pool in pools) - 1)
+        is_calm = self._happens(0.15)
+        requests = self._requests()
+        faults: tuple[Fault, ...] = ()
+        if not is_calm and self._happens(0.8):
+            faults = self._faults(pools, [r.arrival_s for r in requests])
+        transfer, timing = self._transfer(), self._timing()
+        if is_split and not is_calm and self._happens(0.2):
+            # Long prefill steps, short leases, and producers that stand still for longer than that.
+            transfer = msgspec.structs.replace(transfer, lease_s=1.2, renew_s=0.4)
+            timing = msgspec.structs.replace(timing, prefill_token_s=4e-3)
+            faults = self._stopped_producers(pools, [r.arrival_s for r in requests])
+        scenario = Scenario(
+            seed=self._seed,
+            max_model_len=min(self._pick(500, 500, 500, 500, 200), longest),
+            pools=pools,
+            ingresses=self._pick(1, 1, 2),
+            router=RouterConfig(
+                max_queued_requests=self._pick(2, 16, 256, 256),
+                queue_timeout_s=self._pick(1.0, 10.0, 60.0),
+                max_attempts=self._pick(1, 3, 3),
+                min_remote_prefill_tokens=self._pick(0, 0, 40),
+                policy=self._pick("most_empty_slots", "round_robin"),
+            ),
+            network=NetworkConfig(latency_s=1e-4) if is_calm else self._network(),
+            transfer=transfer,
+            timing=timing,
+            faults=faults,
+            requests=requests,
+            restart_s=self._pick(0.1, 1.0, 4.0),
+            deadline_s=600.0,
+        )
+        # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
+        order = self._pick("decode_first", "prefill_first")
+        router = msgspec.structs.replace(scenario.router, order=order)
+        scenario = msgspec.structs.replace(scenario, router=router)
+        if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
+            return self._with_lost_consumers(scenario)
+        return scenario
+
+    def _split_pools(self) -> tuple[ScenarioPool, ...]:
+        return self._pool("prefill"), self._pool("decode")
+
+    def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
+        lanes = self._pick(1, 1, 2, 4)
+        slots_per_lane = self._pick(1, 2, 4)
+        chunked = self._happens(0.7)
+        # Without chunks a step has to take the longest prompt whole, and what it grew to.
+        budget = self._pick(32, 64, 128, 512) if chunked else 512
+        return ScenarioPool(
+            role=role,
+            replicas=self._pick(1, 2, 2, 3),
+            lanes=lanes,
+            slots_per_lane=slots_per_lane,
+            num_blocks=self._pick(13, 13, 16, 24, 48),
+            max_num_batched_tokens=max(budget, lanes * slots_per_lane),
+            max_num_waiting=self._pick(None, 0, 2) if role == "both" else self._pick(None, None, 2),
+            chunked=chunked,
+            mixed=self._happens(0.4),
+            caching=self._happens(0.8),
+            prefill_streak=self._pick(1, 3),
+            reservation_timeout_s=self._pick(2.0, 20.0, 60.0),
+        )
+
+    def _network(self) -> NetworkConfig:
+        return NetworkConfig(
+            latency_s=self._pick(1e-5, 1e-4, 5e-3),
+            jitter_s=self._pick(0.0, 1e-3, 0.02),
+            kv_bytes_per_s=self._pick(1e7, 1e9),
+            kv_loss=self._pick(0.0, 0.0, 0.01, 0.1),
+            kv_repetition=self._pick(0.0, 0.0, 0.1),
+            kv_jitter_s=self._pick(0.0, 1e-3, 0.1),
+        )
+
+    def _transfer(self) -> TransferConfig:
+        chunk_bytes = self._pick(1, 2, 4, 64) * _BYTES_PER_BLOCK
+        lease_s = self._pick(1.2, 1.2, 5.0, 30.0)
+        return TransferConfig(
+            lease_s=lease_s,
+            renew_s=lease_s / 3,
+            rendezvous_s=self._pick(3.0, 30.0),
+            no_progress_s=self._pick(2.0, 5.0),
+            no_data_s=self._pick(3.0, 30.0),
+            closing_s=self._pick(2.0, 10.0),
+            chunk_bytes=chunk_bytes,
+            window_bytes=chunk_bytes * self._pick(1, 2, 8),
+            max_inflight_bytes=chunk_bytes * self._pick(2, 64),
+            max_bytes_per_call=_BYTES_PER_BLOCK * self._pick(1, 4, 1024),
+        )
+
+    def _timing(self) -> ScenarioTiming:
+        return ScenarioTiming(
+            prefill_token_s=self._pick(2e-5, 4e-4, 4e-3),
+            decode_base_s=self._pick(2e-3, 0.01, 0.04),
+            move_s=self._pick(0.0, 1e-4, 5e-3),
+            host_s=self._pick(0.0, 1e-3),
+            host_row_s=self._pick(0.0, 1e-5),
+            start_s=self._pick(0.0, 2.0),
+        )
+
+    def _requests(self) -> tuple[ScenarioRequest, ...]:
+        num_requests = int(self._rng.integers(10, 50))
+        num_prefixes = self._pick(1, 3, 8)
+        abort_share = self._pick(0.0, 0.1, 0.4)
+        gap_s = self._pick(0.02, 0.2, 1.0)
+        requests: list[ScenarioRequest] = []
+        arrival_s = 0.0
+        while len(requests) < num_requests:
+            # Those of a burst often begin alike, and meet each other half computed.
+            burst_prefix = int(self._rng.integers(num_prefixes))
+            for _ in range(self._pick(1, 1, 2, 6)):
+                number = len(requests)
+                num_prompt_tokens = self._length(300)
+                prefix = burst_prefix
+                if self._happens(0.3):
+                    prefix = int(self._rng.integers(num_prefixes))
+                num_shared = int(self._rng.integers(0, 10)) if self._happens(0.6) else 0
+                abort_s = None
+                if self._happens(abort_share):
+                    abort_s = float(self._rng.choice([0.001, 0.05, 0.3, 1.0, 4.0]))
+                    abort_s *= 0.5 + float(self._rng.random())
+                requests.append(
+                    ScenarioRequest(
+                        arrival_s=arrival_s,
+                        num_prompt_tokens=num_prompt_tokens,
+                        num_output_tokens=self._length(60),
+                        block_ids=_blocks(number, num_prompt_tokens, prefix, num_shared),
+                        abort_s=abort_s,
+                    )
+                )
+            arrival_s += float(self._rng.exponential(gap_s))
+        return tuple(requests)
+
+    def _length(self, most: int) -> int:
+        """Mostly anything; sometimes just at the edge of a block."""
+        if most > BLOCK_TOKENS and self._happens(0.25):
+            edge = BLOCK_TOKENS * int(self._rng.integers(1, most // BLOCK_TOKENS + 1))
+            return min(max(edge + int(self._rng.integers(-1, 2)), 1), most)
+        return int(self._rng.integers(1, most + 1))
+
+    def _faults(
+        self, pools: Sequence[ScenarioPool], arrivals_s: Sequence[float]
+    ) -> tuple[Fault, ...]:
+        """Faults soon after an arrival: that is when they meet something."""
+        targets = [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
+        senders = [target for target in targets if target.startswith("prefill")]
+        busy_until_s: dict[tuple[str, str], float] = {}
+        faults: list[Fault] = []
+        num_faults = int(self._rng.integers(1, 12))
+        delays_s = self._rng.exponential(0.3, num_faults)
+        for at_s in sorted(self._rng.choice(arrivals_s, num_faults) + delays_s):
+            kind = self._pick(*_KINDS)
+            # Only what sends KV can damage it.
+            target = self._pick(*(senders if kind == "corrupt" and senders else targets))
+            if busy_until_s.get((target, kind), -1.0) >= at_s:
+                continue
+            duration: float | None = None
+            if kind not in {"kill", "drop_link"}:
+                choices_s = _DAMAGES_S if kind == "corrupt" else _SILENCES_S
+                duration = self._pick(*choices_s) * (0.9 + 0.2 * float(self._rng.random()))
+                busy_until_s[target, kind] = at_s + duration
+                if kind in {"freeze", "partition"} and self._happens(0.06):
+                    duration, busy_until_s[target, kind] = None, float("inf")
+            faults.append(
+                Fault(
+                    at_s=float(at_s),
+                    target=target,
+                    kind=kind,
+                    duration_s=duration,
+                    factor=self._pick(2.0, 10.0) if kind == "slow" else 1.0,
+                )
+            )
+        return tuple(faults)
+
+    def _stopped_producers(
+        self, pools: Sequence[ScenarioPool], arrivals_s: Sequence[float]
+    ) -> tuple[Fault, ...]:
+        faults = []
+        for rank in range(pools[0].replicas):
+            end_s = 0.0
+            for moment_s in sorted(self._rng.choice(arrivals_s, 6)):
+                at_s = float(moment_s + self._rng.random())
+                if at_s >= end_s:
+                    duration_s = self._pick(1.5, 2.0, 4.5)
+                    target = f"prefill/{rank}"
+                    faults.append(
+                        Fault(at_s=at_s, target=target, kind="freeze", duration_s=duration_s)
+                    )
+                    end_s = at_s + duration_s
+        return tuple(faults)
+
+    def _with_lost_consumers(self, scenario: Scenario) -> Scenario:
+        """Slow transfers, and decode replicas that die in the middle of them, one after the other.
+
+        What they have not fetched another one may.
+        """
+        prefill, decode = scenario.pools
+        decode = msgspec.structs.replace(decode, replicas=3)
+        arrivals_s = [request.arrival_s for request in scenario.requests]
+        kills = []
+        for moment_s in sorted(self._rng.choice(arrivals_s, 12)):
+            at_s = float(moment_s + self._rng.exponential(0.3))
+            target = f"decode/{self._rng.integers(decode.replicas)}"
+            kills.append(Fault(at_s=at_s, target=target, kind="kill"))
+        return msgspec.structs.replace(
+            scenario,
+            pools=(prefill, decode),
+            network=msgspec.structs.replace(scenario.network, kv_bytes_per_s=1e7),
+            faults=tuple(sorted(kills, key=lambda kill: kill.at_s)),
+            restart_s=0.1,
+        )
+
+    def _happens(self, share: float) -> bool:
+        return bool(self._rng.random() < share)
+
+    def _pick(self, *choices: _T) -> _T:
+        return choices[int(self._rng.integers(len(choices)))]
+
+
+def _blocks(number: int, num_prompt_tokens: int, prefix: int, num_shared: int) -> tuple[int, ...]:
+    """Blocks of a prompt: the first `num_shared` of a common prefix, then its own."""
+    num_blocks = -(-num_prompt_tokens // BLOCK_TOKENS)
+    shared = [1000 * (prefix + 1) + i for i in range(min(num_shared, num_blocks))]
+    own = [1_000_000 + 1000 * number + i for i in range(len(shared), num_blocks)]
+    return (*shared, *own)

@@ -1,0 +1,153 @@
+"""Shrink a failing scenario: take away what it does not need to fail.
+
+Delta debugging over requests, faults and aborts, then over sizes. A smaller scenario counts if it
+fails in the same way, by the caller's judgement. Owner of nothing; the time it takes is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from cluster.lab.simulation.network import NetworkConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cluster.lab.simulation.scenario import Scenario, ScenarioPool, ScenarioRequest
+
+_T = TypeVar("_T")
+
+
+class Shrinker:
+    """Shrinks one scenario.
+
+    Args:
+        fails: Whether a scenario still shows the failure.
+        budget_s: Real seconds that it may take; what it has by then is the answer.
+        clock: Real seconds.
+
+    Attributes:
+        num_runs: Scenarios that were tried.
+    """
+
+    def __init__(
+        self,
+        fails: Callable[[Scenario], bool],
+        budget_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_runs = 0
+        self._fails = fails
+        self._clock = clock
+        self._end_s = clock() + budget_s
+
+    def shrink(self, scenario: Scenario) -> Scenario:
+        """A scenario that fails too, and from which nothing more can be taken in the time."""
+        while self._is_in_time():
+            smaller = self._pass(scenario)
+            if smaller == scenario:
+                break
+            scenario = smaller
+        return scenario
+
+    def _pass(self, scenario: Scenario) -> Scenario:
+        scenario = self._fewer(scenario, "requests")
+        scenario = self._fewer(scenario, "faults")
+        for candidates in (_without_aborts, _smaller_pools, _simpler_settings, _smaller_requests):
+            scenario = self._first_of_each(scenario, candidates)
+        return scenario
+
+    def _fewer(self, scenario: Scenario, field: str) -> Scenario:
+        """Delta debugging: leave out ever smaller parts of a list, as long as it still fails."""
+        items: Sequence[Any] = getattr(scenario, field)
+        size = max(len(items) // 2, 1)
+        while items and self._is_in_time():
+            start = 0
+            while start < len(items):
+                fewer = (*items[:start], *items[start + size :])
+                smaller = msgspec.structs.replace(scenario, **{field: fewer})
+                if self._try(smaller):
+                    scenario, items = smaller, fewer
+                else:
+                    start += size
+            if size == 1:
+                break
+            size = max(size // 2, 1)
+        return scenario
+
+    def _first_of_each(
+        self, scenario: Scenario, candidates: Callable[[Scenario], Iterator[Scenario]]
+    ) -> Scenario:
+        """Take every simplification that still fails, until none does."""
+        is_new = True
+        while is_new and self._is_in_time():
+            is_new = False
+            for smaller in candidates(scenario):
+                if smaller != scenario and self._try(smaller):
+                    scenario, is_new = smaller, True
+                    break
+        return scenario
+
+    def _try(self, scenario: Scenario) -> bool:
+        if not self._is_in_time() or not scenario.requests:
+            return False
+        self.num_runs += 1
+        return self._fails(scenario)
+
+    def _is_in_time(self) -> bool:
+        return self._clock() < self._end_s
+
+
+def _without_aborts(scenario: Scenario) -> Iterator[Scenario]:
+    for i, request in enumerate(scenario.requests):
+        if request.abort_s is not None:
+            yield _with_request(scenario, i, msgspec.structs.replace(request, abort_s=None))
+
+
+def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
+    for i, pool in enumerate(scenario.pools):
+        for field in ("replicas", "lanes", "slots_per_lane"):
+            count: int = getattr(pool, field)
+            targets = {f"{pool.role}/{count - 1}"} if field == "replicas" else set()
+            if count > 1 and not targets & {fault.target for fault in scenario.faults}:
+                yield _with_pool(scenario, i, msgspec.structs.replace(pool, **{field: count - 1}))
+        simpler = msgspec.structs.replace(pool, mixed=False, max_num_waiting=None, prefill_streak=1)
+        yield _with_pool(scenario, i, simpler)
+    if scenario.ingresses > 1:
+        yield msgspec.structs.replace(scenario, ingresses=1)
+
+
+def _simpler_settings(scenario: Scenario) -> Iterator[Scenario]:
+    yield msgspec.structs.replace(scenario, network=NetworkConfig())
+    for field in ("jitter_s", "kv_loss", "kv_repetition", "kv_jitter_s"):
+        if getattr(scenario.network, field):
+            network = msgspec.structs.replace(scenario.network, **{field: 0.0})
+            yield msgspec.structs.replace(scenario, network=network)
+    if scenario.router.policy != "most_empty_slots":
+        router = msgspec.structs.replace(scenario.router, policy="most_empty_slots")
+        yield msgspec.structs.replace(scenario, router=router)
+
+
+def _smaller_requests(scenario: Scenario) -> Iterator[Scenario]:
+    for i, request in enumerate(scenario.requests):
+        for field in ("num_output_tokens", "num_prompt_tokens"):
+            count: int = getattr(request, field)
+            for less in (1, count // 2):
+                if 0 < less < count:
+                    smaller = msgspec.structs.replace(request, **{field: less})
+                    yield _with_request(scenario, i, smaller)
+
+
+def _with_request(scenario: Scenario, i: int, request: ScenarioRequest) -> Scenario:
+    return msgspec.structs.replace(scenario, requests=_with(scenario.requests, i, request))
+
+
+def _with_pool(scenario: Scenario, i: int, pool: ScenarioPool) -> Scenario:
+    return msgspec.structs.replace(scenario, pools=_with(scenario.pools, i, pool))
+
+
+def _with(items: tuple[_T, ...], i: int, item: _T) -> tuple[_T, ...]:
+    return (*items[:i], item, *items[i + 1 :])

@@ -1,0 +1,308 @@
+"""A whole cluster under a virtual clock: workload in, records out, the same for the same seed.
+
+Owner of the run: ingresses, the requests under way, the chance that the seed gives. The code that
+decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
+core, scheduler, block pool, KV transfer. Modelled are the device's time
+(`replicas.generators.simulated`), the network (`network`), and what Ray Serve does: restarts
+(`lives`) and saying who runs (`directory`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.errors import BadRequestError, ServingError
+from cluster.lab.simulation.client import SILENCE_S, VirtualClient
+from cluster.lab.simulation.ingress import VirtualIngress
+from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
+from cluster.lab.simulation.lives import KEYS, Lives
+from cluster.lab.simulation.loop import VirtualLoop
+from cluster.lab.simulation.monitors import LeaseMonitor
+from cluster.lab.simulation.network import Network
+from cluster.lab.simulation.recorder import Recorder
+from cluster.lab.simulation.records import ABORTED, OK, SimulationResult
+from cluster.routing.tickets import TicketOffice
+from replicas.messages import EngineRequest, TokenOutput
+from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+    from cluster.lab.workloads.request import Workload
+
+_SETTLE_S = 1.0
+"""Virtual time before zero in which ingresses and engines meet."""
+_DRAIN_S = 300.0
+"""After the last request, what is still held must be free within this virtual time."""
+
+
+class Simulation:
+    """One run; see the module docstring.
+
+    Args:
+        pools: The cluster.
+        workload: What arrives.
+        options: Everything else.
+        progress: Called with (virtual seconds, requests done, events) now and then.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        workload: Workload,
+        options: SimulationOptions,
+        progress: Callable[[float, int, int], None] = lambda _now_s, _done, _events: None,
+    ) -> None:
+        self._pools = list(pools)
+        self._workload = workload
+        self._options = options
+        self._progress = progress
+        self.loop = VirtualLoop(-_SETTLE_S)  # type: ignore[abstract]
+        self._rng = np.random.Generator(np.random.Philox(options.seed))
+        self.network = Network(self.loop, options.network, self._rng)
+        self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
+        self.lives = Lives(self._pools, options, self.network, self.recorder, self._lose)
+        self._invariants: Invariants | None = None
+        if options.checks:
+            lease_s = max(spec.transfer.lease_s for spec in self._pools)
+            self._invariants = Invariants(
+                self.network,
+                self.lives.hosts,
+                self.recorder,
+                LeaseMonitor(self.loop, lease_s, KEYS),
+            )
+        self._transfer_ids = itertools.count(1)
+        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
+        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
+        # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
+        tickets = TicketOffice(KEYS, longest, self._new_transfer_id, self.loop.time)
+        self.ingresses = [
+            VirtualIngress(
+                name,
+                options.router,
+                functools.partial(
+                    VirtualClient,
+                    name,
+                    self.network,
+                    self.lives.directory.hosts,
+                    self._invariants.monitor(name) if self._invariants else self.recorder,
+                ),
+                tickets,
+                self._on_lost,
+            )
+            for name in (f"ingress/{i}" for i in range(options.ingresses))
+        ]
+        self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
+        self._max_model_len = 0
+        if self._invariants is not None:
+            for ingress in self.ingresses:
+                self._invariants.watch(ingress)
+        self._num_done = 0
+
+    # --- the run -------------------------------------------------------------------------------
+
+    def run(self) -> SimulationResult:
+        """Run the workload to its end.
+
+        Raises:
+            AssertionError: An invariant is broken.
+        """
+        started = time.perf_counter()
+        try:
+            end_s = self.loop.run(self._main())
+        except BaseException:
+            self._invariants = None
+            self.recorder.stop()
+            self.loop.abandon()
+            raise
+        options = self._options
+        return SimulationResult(
+            workload=self._workload.name,
+            policy=options.router.policy,
+            num_replicas=len(self.lives.names),
+            seed=options.seed,
+            duration_s=end_s,
+            records=self.recorder.records(),
+            replicas=[self.recorder.replica_record(host) for host in self.lives.hosts],
+            events=self.recorder.events,
+            num_events=self.loop.num_events,
+            wall_s=time.perf_counter() - started,
+        )
+
+    async def _main(self) -> float:
+        self.lives.start()
+        hosts = self.lives.hosts
+        self._max_model_len = min(h.engine.description.max_model_len for h in hosts)
+        following = [
+            self.loop.create_task(ingress.fleet.follow(self.lives.directory))
+            for ingress in self.ingresses
+        ]
+        for follower in following:
+            follower.add_done_callback(_raise_failure)
+        await asyncio.sleep(-self.loop.time())
+        self.lives.schedule_faults()
+        tasks: list[asyncio.Task[None]] = []
+        for i, request in enumerate(self._workload.requests):
+            await asyncio.sleep(request.arrival_s - self.loop.time())
+            task = self.loop.create_task(self._request(i))
+            task.add_done_callback(_raise_failure)
+            if self._invariants is not None:
+                self._watch_deadline(i, task)
+            abort_s = self._options.aborts.get(i)
+            if abort_s is not None:
+                self.loop.call_later(abort_s, task.cancel)
+            tasks.append(task)
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        end_s = self.loop.time()
+        if self._invariants is not None:
+            await self._drain()
+            self._invariants.check_end()
+            self._check_requests()
+        for host in hosts:
+            host.finish()
+        for follower in following:
+            follower.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        return end_s
+
+    async def _drain(self) -> None:
+        """Let every fault pass, and wait until every engine that runs has given everything back."""
+        ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
+        await self._sleep_until(max((s for s in ends_s if s != float("inf")), default=0.0))
+        warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
+        await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
+        deadline_s = self.loop.time() + _DRAIN_S
+        while held := self._held():
+            assert self.loop.time() < deadline_s, f"still held after {_DRAIN_S:g} s: {held}"
+            await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(_SETTLE_S)
+
+    async def _sleep_until(self, when_s: float) -> None:
+        await asyncio.sleep(when_s - self.loop.time())
+
+    def _held(self) -> list[VirtualHost]:
+        running = [h for h in self.lives.hosts if h.is_alive and not h.is_frozen]
+        return [h for h in running if h.engine.num_live or h.num_open_transfers]
+
+    # --- checks --------------------------------------------------------------------------------
+
+    def _watch_deadline(self, i: int, task: asyncio.Task[None]) -> None:
+        timer = self.loop.call_later(self._options.deadline_s, self._hang, i, task)
+        task.add_done_callback(lambda _task: timer.cancel())
+
+    def _hang(self, i: int, task: asyncio.Task[None]) -> None:
+        """A request has lasted too long: tell who waits for what."""
+        assert self._invariants is not None
+        ingress = self.ingresses[i % len(self.ingresses)]
+        raise AssertionError(
+            f"r{i} has lasted {self._options.deadline_s:g} s and waits in {waits_for(task)}; "
+            f"it is on {self._invariants.monitor(ingress.name).waits_for(f'r{i}')}; "
+            f"{ingress.name} has {ingress.router.queue!r} and {ingress.fleet!r}"
+        )
+
+    def _check_requests(self) -> None:
+        """Every request ended once, rightly, and with the right tokens."""
+        options = self._options
+        expectations = Expectations(
+            options.router,
+            options.faults,
+            [
+                f"{spec.role}/{rank}"
+                for spec in self._pools
+                if spec.role != "prefill"
+                for rank in range(spec.replicas)
+            ],
+            min(spec.engine.reservation_timeout_s for spec in self._pools),
+            options.aborts,
+        )
+        records = self.recorder.records()
+        assert len(records) == len(self._workload.requests)
+        facts = self._pools[0].facts
+        for i, record in enumerate(records):
+            room = self._max_model_len - record.num_prompt_tokens
+            expectations.check(i, record, records, has_room=room > 0)
+            if options.models_kv:
+                check_tokens(
+                    record,
+                    self.recorder.outputs[record.request_id],
+                    self._workload.prompt(i, self._vocab_size),
+                    room,
+                    (facts.vocab_size, facts.eos_token_ids),
+                )
+
+    # --- requests ------------------------------------------------------------------------------
+
+    async def _request(self, i: int) -> None:
+        """One request, from its arrival to its one end."""
+        asked = self._workload.requests[i]
+        prompt = self._workload.prompt(i, self._vocab_size)
+        entry = self.recorder.arrive(i, asked)
+        ingress = self.ingresses[i % len(self.ingresses)]
+        try:
+            room = self._max_model_len - len(prompt)
+            if room <= 0:
+                raise BadRequestError(
+                    f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
+                )
+            request = EngineRequest(
+                entry.request_id,
+                prompt,
+                SamplingParams(
+                    max_tokens=min(asked.num_output_tokens, room),
+                    temperature=0.0,
+                    seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
+                    ignore_eos=True,
+                ),
+            )
+
+            async def emit(output: TokenOutput) -> bool:
+                times_s = ingress.fleet.client.token_times_s.pop(entry.request_id, None)
+                latency_s = self._options.network.latency_s
+                self.recorder.tokens(entry, output, times_s, latency_s)
+                return True
+
+            await ingress.router.run(request, emit)
+        except ServingError as error:
+            self.recorder.end(entry, type(error).__name__)
+        except asyncio.CancelledError:
+            self.recorder.end(entry, ABORTED)
+            raise
+        else:
+            self.recorder.end(entry, OK)
+        finally:
+            ingress.fleet.client.token_times_s.pop(entry.request_id, None)
+            if self._invariants is not None:
+                self._invariants.monitor(ingress.name).ended(entry.request_id)
+            self._num_done += 1
+            if not self._num_done % 64:
+                self._progress(self.loop.time(), self._num_done, self.loop.num_events)
+
+    def _new_transfer_id(self) -> bytes:
+        return next(self._transfer_ids).to_bytes(16, "little")
+
+    def _lose(self, incarnation: str, reason: str) -> None:
+        """Every connection to an engine is over."""
+        for ingress in self.ingresses:
+            ingress.fleet.client.lose(incarnation, reason)
+
+    def _on_lost(self, ingress: VirtualIngress, incarnation: str) -> None:
+        self.recorder.event("lost", ingress.name, incarnation)
+        if self._invariants is not None:
+            self._invariants.monitor(ingress.name).lost(incarnation)
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    """Let what a request raised by mistake end the run at once, not when it is awaited."""
+    if not task.cancelled():
+        task.result()

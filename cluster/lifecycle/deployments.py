@@ -1,0 +1,346 @@
+"""The Serve deployments: replicas of a pool, each with its engine process, and the ingress.
+
+Only the control plane passes here: life cycle, health, drain, and finding each other. Requests
+and tokens go from the ingress to the engines over ZMQ. Owner: a `PoolReplica` owns one engine
+process; when the engine dies the replica dies with it at once and Serve starts a new one, so what
+a replica says of itself never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import ray.util
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from cluster.config.environment import process_environment
+from cluster.config.resolve import replica_engine, resolve
+from cluster.config.schema import NODE_HOST
+from cluster.edge.routes import create_app
+from cluster.ingress import Ingress
+from cluster.lifecycle.drain import drain_engine
+from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
+from cluster.routing.pools import Member
+from cluster.routing.tickets import key_ring
+from replicas.boards import RESOURCE
+from replicas.launch import start_engine, stop_timeout_s
+from replicas.messages import EngineDescription
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from ray.serve import Deployment
+    from ray.serve.handle import DeploymentHandle
+    from starlette.applications import Starlette
+
+    from cluster.config.resolve import ClusterConfig
+    from cluster.config.schema import PoolConfig
+    from replicas.config import EngineConfig, Role
+    from replicas.launch import EngineHandle
+
+logger = logging.getLogger(__name__)
+
+INGRESS = "ingress"
+"""Name of the ingress deployment; a pool's deployment is named after its role."""
+
+HEALTH_PERIOD_S = 1.0
+_HEALTH_TIMEOUT_S = 10.0
+_CONSTRUCTOR_TRIES = 2
+"""A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class PoolReplica:
+    """A replica of a pool: starts an engine, watches it, says what it is, drains it.
+
+    Args:
+        args: The application's `args`.
+        role: The pool that it belongs to.
+        made_secrets: What seals tickets, where no file says it.
+
+    Raises:
+        EngineStartError: The engine could not start; carries its reason.
+        ClusterConfigError: The file of secrets cannot be used.
+    """
+
+    _engine: EngineHandle | None = None
+    _is_stopping = False
+
+    def __init__(self, args: Mapping[str, Any], role: Role, made_secrets: Sequence[bytes]) -> None:
+        config = resolve(args)
+        self._role: Role = role
+        self._drain_timeout_s = config.pools[role].drain_timeout_s
+        self._stage = ""
+        host, environment = config.data_host, process_environment()
+        if host == NODE_HOST:
+            host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        rank = serve.get_replica_context().rank.rank if config.fault_plan.faults else 0
+        keys = key_ring(config.kv_key_file, made_secrets)
+        engine = replica_engine(config, role, rank, host=host, keys=keys, environment=environment)
+        self._engine = start_engine(
+            engine,
+            host=host,
+            env=engine_environment(engine, environment),
+            progress=self._show_progress,
+        )
+        self._engine.call_at_exit(self._on_engine_exit)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the engine is, as plain values of `EngineDescription`."""
+        assert self._engine is not None
+        description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
+        return description
+
+    async def check_health(self) -> None:
+        """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
+
+        Raises:
+            RuntimeError: It does not, or hangs.
+        """
+        if self._engine is None:
+            raise RuntimeError("the engine process is gone")
+        if not self._engine.is_alive:
+            raise RuntimeError(str(self._engine.failure or "the engine process is gone"))
+
+    async def __del__(self) -> None:
+        """Drain, then stop the engine. Serve awaits this before it ends the replica."""
+        if self._engine is None or self._is_stopping:
+            return
+        self._is_stopping = True
+        if not await drain_engine(self._engine.description, self._drain_timeout_s):
+            logger.warning("stopped with requests running role=%s", self._role)
+        await asyncio.to_thread(self._engine.stop)
+
+    def _show_progress(self, stage: str, fraction: float) -> None:
+        """Write one line per stage and quarter; Ray shows a worker's output to its driver."""
+        line = f"{self._role}: {stage} {int(fraction * 4) * 25} %"
+        if line != self._stage:
+            self._stage = line
+            _tell(line)
+
+    def _on_engine_exit(self, code: int) -> None:
+        """End this process with its engine: Serve notices that within a second."""
+        if not self._is_stopping:
+            failure = self._engine.failure if self._engine is not None else None
+            _tell(f"{self._role}: {failure or f'the engine process ended with code {code}'}")
+            os._exit(1)
+
+
+class IngressReplica:
+    """An ingress: the ASGI app over a router that has found the pools' engines.
+
+    Serve calls `__serve_build_asgi_app__` once after the constructor, runs the app's lifespan
+    around the replica's life, and cancels a request's task the moment its client is gone.
+
+    Args:
+        args: The application's `args`.
+        made_secrets: What seals tickets, where no file says it.
+        **pools: Handle of each pool's deployment, by role.
+
+    Raises:
+        ClusterConfigError: The file of secrets cannot be used.
+    """
+
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        made_secrets: Sequence[bytes],
+        **pools: DeploymentHandle[Any],
+    ) -> None:
+        self._config = resolve(args)
+        self._keys = key_ring(self._config.kv_key_file, made_secrets)
+        self._directory = PoolDirectory(pools)
+        self._following: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Tell Serve whether this ingress still finds replicas.
+
+        Raises:
+            RuntimeError: It does not; Serve starts another one.
+        """
+        if self._following is not None and self._following.done():
+            raise RuntimeError("discovery has ended")
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        service = Ingress(self._config, self._keys)
+        app = create_app(
+            service,
+            version=importlib.metadata.version("ttserve"),
+            max_body_bytes=self._config.ingress.max_body_bytes,
+        )
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+            following = asyncio.create_task(service.fleet.follow(self._directory))
+            self._following = following
+            try:
+                yield
+            finally:
+                following.cancel()
+                await service.close()
+
+        app.router.lifespan_context = lifespan
+        return app
+
+
+class PoolDirectory:
+    """Finds the replicas that run now, by asking each through its pool's handle: a `Discovery`.
+
+    Args:
+        handles: Handle of each pool's deployment, by its name.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self._handles = dict(handles)
+
+    async def find(self) -> list[Member]:
+        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
+        pools = await asyncio.gather(
+            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items())
+        )
+        return [member for members in pools for member in members]
+
+    async def num_wanted(self) -> int:
+        """Replicas that Serve runs or starts now, whatever the configuration said."""
+        status = await asyncio.to_thread(serve.status)
+        application = status.applications.get(serve.get_replica_context().app_name)
+        if application is None:
+            return 0
+        return sum(
+            count
+            for pool in self._handles
+            for state, count in application.deployments[pool].replica_states.items()
+            if state != "STOPPING"
+        )
+
+    async def _find_in_pool(self, pool: str, handle: DeploymentHandle[Any]) -> list[Member]:
+        try:
+            answers = await handle.broadcast("describe").results_async(
+                timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
+            )
+            descriptions = [
+                msgspec.convert(answer, EngineDescription)
+                for answer in answers
+                if not isinstance(answer, BaseException)
+            ]
+        except (
+            RayServeException, RayError, TimeoutError, asyncio.TimeoutError,
+            msgspec.ValidationError,
+        ) as error:  # fmt: skip
+            logger.info("pool %s has no replica that answers: %s", pool, error)
+            return []
+        return [Member(pool, f"{pool}-{d.incarnation}", d) for d in descriptions]
+
+
+def _tell(line: str) -> None:
+    """Write to the worker's own standard error, which Ray shows to its driver.
+
+    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet.
+    """
+    os.write(2, f"{line}\n".encode())
+
+
+def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of an engine: its parent's, with the thread counts that its config asks for.
+
+    Ray gives every worker one thread; an engine's own setting must not be capped by that. What a
+    mesh needs beside it is for `start_engine` to add.
+
+    Args:
+        config: The engine's configuration.
+        inherited: The replica's environment, with what Ray bound its devices with.
+    """
+    environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
+    if config.num_threads is not None:
+        environment |= dict.fromkeys(_THREAD_VARIABLES, str(config.num_threads))
+        if config.num_threads >= (os.cpu_count() or 1):
+            # Threads that wait busily for each other would hold up whoever brings the next step's
+            # work, and each other: a first token then takes ten times as long now and then.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return environment
+
+
+def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
+    """The deployment of one pool.
+
+    An engine with a mesh has its boards set aside: Ray binds the replica to them through
+    `TT_VISIBLE_DEVICES`, and they are all of one host.
+    """
+    pool, engine = config.pools[role], config.engines[role]
+    resources = pool_resources(pool, engine)
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "resources": resources}
+    placement: dict[str, Any] = {}
+    if engine.mesh is not None and resources:
+        # The replica's actor takes all of the one bundle.
+        placement["placement_group_bundles"] = [{"CPU": pool.num_cpus, **resources}]
+        placement["placement_group_strategy"] = "STRICT_PACK"
+    return serve.deployment(
+        name=role,
+        num_replicas=pool.replicas,
+        ray_actor_options=options,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=_shutdown_timeout_s(config, role),
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        **placement,
+    )(PoolReplica)
+
+
+def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
+    """Ray resources of each replica: the boards of its mesh, unless the pool says otherwise.
+
+    A pool says `{TTNPU: 0}` where its mesh is no board that Ray knows of, for one a mock cluster.
+    """
+    boards = {} if engine.mesh is None else {RESOURCE: engine.mesh.spec.num_pcie_devices}
+    return {name: count for name, count in {**boards, **pool.resources}.items() if count}
+
+
+def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
+    """What the pools ask Ray for beyond what there is; empty if they can all start.
+
+    Args:
+        config: The cluster's configuration.
+        found: Ray's resources, of all nodes together.
+    """
+    wanted: defaultdict[str, float] = defaultdict(float)
+    for role, pool in config.pools.items():
+        for name, count in pool_resources(pool, config.engines[role]).items():
+            wanted[name] += count * pool.replicas
+    return ", ".join(
+        f"{count:g} {name} and there are {found.get(name, 0):g}"
+        for name, count in wanted.items()
+        if count > found.get(name, 0)
+    )
+
+
+def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
+    """How long Serve waits for a replica that is told to stop: its drain, and twice the stop."""
+    return config.pools[role].drain_timeout_s + 2 * stop_timeout_s(config.engines[role])
+
+
+def ingress_deployment(config: ClusterConfig) -> Deployment:
+    """The deployment of the HTTP edge."""
+    return serve.deployment(
+        name=INGRESS,
+        num_replicas=config.ingress.replicas,
+        max_ongoing_requests=config.ingress.max_ongoing_requests,
+        max_queued_requests=config.router.max_queued_requests,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        # As long as the pools let their requests run, or streams would be cut here.
+        graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+    )(serve.ingress()(IngressReplica))

@@ -1,0 +1,470 @@
+"""What can run on this host, and what is missing for more: the report of `ttserve doctor`.
+
+`findings` and `check_pools` judge what `replicas.boards` found; nothing here opens a device.
+
+Sources: hugepages from Tenstorrent's system setup. Unsure: how many of them ttnn takes of a device
+(four is Tenstorrent's own setting), and that a driver since 1.29 needs none behind an IOMMU on
+every board.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cluster.config.environment import process_environment
+from cluster.lifecycle import haproxy
+from replicas.boards import (
+    HUGEPAGES_FILE,
+    METAL_HOME,
+    MOCK_DESCRIPTOR,
+    PACKAGE,
+    RESOURCE,
+    VISIBLE_DEVICES,
+    HostReport,
+    MeshChoice,
+    is_named,
+    mesh_choices,
+    mesh_problem,
+    num_devices,
+    read_host,
+)
+
+if TYPE_CHECKING:
+    from cluster.config.resolve import ClusterConfig
+    from cluster.config.schema import PoolConfig
+    from replicas.meshes import MeshSpec
+
+HUGEPAGES_PER_DEVICE = 4
+WHEEL_PYTHONS = ((3, 10), (3, 12))
+
+_NO_HUGEPAGES_DRIVER = (1, 29)
+
+Level = Literal["ok", "note", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a diagnosis.
+
+    Attributes:
+        level: "ok"; "note" for what is worth knowing; "missing" for what must be mended first.
+        subject: What it is about, in a word or two.
+        text: What is so.
+        advice: What to do; one step an entry.
+    """
+
+    level: Level
+    subject: str
+    text: str
+    advice: tuple[str, ...] = ()
+
+
+def can_run_mesh(report: HostReport) -> bool:
+    """Whether an engine on some mesh can start here, as far as can be told without trying."""
+    has_boards = bool(report.usable) or report.mock_descriptor is not None
+    return has_boards and all(f.level != "missing" for f in findings(report))
+
+
+def findings(report: HostReport) -> tuple[Finding, ...]:
+    """What is there and what is missing, board first; software only matters with a board."""
+    if not report.devices:
+        boards: list[Finding] = [_no_boards(report)]
+    else:
+        boards = [
+            _boards(report),
+            _driver_finding(report),
+            *_nodes(report),
+            _firmware(report),
+            _hugepages(report),
+            *_ray_count(report),
+            *_holders(report),
+        ]
+    return (*boards, *_software(report))
+
+
+def _no_boards(report: HostReport) -> Finding:
+    if report.mock_descriptor is not None and not report.has_mock_descriptor:
+        return Finding(
+            "missing",
+            "boards",
+            f"none, and the mock cluster {report.mock_descriptor} is no file",
+            (f"unset {MOCK_DESCRIPTOR}, or point it at a cluster descriptor",),
+        )
+    if report.mock_descriptor is not None:
+        return Finding(
+            "note",
+            "boards",
+            f"none; ttnn's mock cluster {report.mock_descriptor} stands in: it computes nothing",
+        )
+    return Finding(
+        "note",
+        "boards",
+        "none: no PCI device of Tenstorrent's (vendor 1e52)",
+        ("if there should be one: check its slot and power, then `lspci -d 1e52:`",),
+    )
+
+
+def _boards(report: HostReport) -> Finding:
+    counts = Counter(d.board or f"unnamed {d.arch or 'unknown'}" for d in report.devices)
+    text = ", ".join(f"{n} {board} {_devices_word(n)}" for board, n in sorted(counts.items()))
+    num_foreign = sum(d.arch is None for d in report.devices)
+    if num_foreign:
+        level: Level = "missing" if num_foreign == len(report.devices) else "note"
+        return Finding(level, "boards", text, ("ttnn runs Wormhole and Blackhole chips only",))
+    if any(d.board is None for d in report.devices):
+        return Finding(
+            "note", "boards", text, ("install tt-smi, or a newer driver, to have them named",)
+        )
+    return Finding("ok", "boards", text)
+
+
+def _driver_finding(report: HostReport) -> Finding:
+    if report.driver is None:
+        return Finding(
+            "missing",
+            "driver",
+            "the boards are there and no driver is loaded",
+            (
+                "if tt-kmd is installed: `sudo modprobe tenstorrent`",
+                "if not: install it with DKMS from github.com/tenstorrent/tt-kmd",
+            ),
+        )
+    return Finding("ok", "driver", f"tt-kmd {report.driver or 'of unknown version'}")
+
+
+def _nodes(report: HostReport) -> list[Finding]:
+    if report.driver is None:
+        return []
+    absent = [d for d in report.devices if not d.has_node]
+    closed = [d for d in report.devices if d.has_node and not d.is_usable]
+    found = []
+    if len(absent) == len(report.devices):
+        found.append(
+            Finding(
+                "missing",
+                "device nodes",
+                "none under /dev/tenstorrent",
+                (
+                    "in a container: give it the nodes, for one `--device /dev/tenstorrent`",
+                    "else: look at `dmesg | grep tenstorrent`",
+                ),
+            )
+        )
+    elif absent:
+        text = f"{len(report.devices) - len(absent)} of {len(report.devices)} are given to us"
+        found.append(Finding("note", "device nodes", text))
+    if closed:
+        names = ", ".join(f"/dev/tenstorrent/{d.index}" for d in closed)
+        found.append(
+            Finding(
+                "note" if report.usable else "missing",
+                "device nodes",
+                f"this user may not read and write {names}",
+                ("install tt-kmd's udev rules, or `sudo chmod 666` the nodes",),
+            )
+        )
+    return found
+
+
+def _firmware(report: HostReport) -> Finding:
+    versions = sorted({d.firmware for d in report.devices if d.firmware is not None})
+    if not versions:
+        return Finding("note", "firmware", "version unknown", ("`tt-smi` shows it",))
+    if len(versions) > 1:
+        return Finding(
+            "note",
+            "firmware",
+            f"bundles {', '.join(versions)} side by side",
+            ("bring all boards to one bundle with tt-flash",),
+        )
+    return Finding("ok", "firmware", f"bundle {versions[0]}")
+
+
+def _hugepages(report: HostReport) -> Finding:
+    text = f"{report.num_hugepages} of 1 GiB"
+    if report.has_iommu and _version(report.driver) >= _NO_HUGEPAGES_DRIVER:
+        return Finding("ok", "hugepages", f"{text}; none are needed behind the IOMMU")
+    wanted = HUGEPAGES_PER_DEVICE * len(report.devices)
+    advice = []
+    if report.num_hugepages < wanted:
+        advice.append(f"`echo {wanted} | sudo tee /{HUGEPAGES_FILE}`, at best right after boot")
+    if not report.has_hugepage_mount:
+        text += ", not mounted on /dev/hugepages-1G"
+        advice.append(
+            "`sudo mkdir -p /dev/hugepages-1G && sudo mount -t hugetlbfs -o pagesize=1G,mode=777 "
+            "hugetlbfs-1G /dev/hugepages-1G`"
+        )
+    if report.num_hugepages < len(report.devices) or not report.has_hugepage_mount:
+        return Finding("missing", "hugepages", text, tuple(advice))
+    return Finding("note" if advice else "ok", "hugepages", text, tuple(advice))
+
+
+def _ray_count(report: HostReport) -> list[Finding]:
+    num_nodes = sum(d.has_node for d in report.devices)
+    if report.num_ray_devices == num_nodes:
+        return [Finding("ok", "Ray", f"counts {num_nodes} {RESOURCE}")]
+    return [
+        Finding(
+            "note",
+            "Ray",
+            f"counts {report.num_ray_devices} {RESOURCE} (everything in /dev/tenstorrent), and "
+            f"there are {num_nodes}",
+            (f"`ray start --resources '{{\"{RESOURCE}\": {num_nodes}}}'`",),
+        )
+    ]
+
+
+def _holders(report: HostReport) -> list[Finding]:
+    held = [d for d in report.devices if d.holders]
+    if not held:
+        return []
+    text = "; ".join(
+        f"{d.index} by "
+        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
+        for d in held
+    )
+    return [Finding("note", "in use", text, ("two processes on one board hang each other",))]
+
+
+def _software(report: HostReport) -> list[Finding]:
+    is_wanted = bool(report.devices) or report.mock_descriptor is not None
+    lack: Level = "missing" if is_wanted else "note"
+    return [_ttnn_finding(report, lack), *_sfpi_finding(report, lack), *_settings(report)]
+
+
+def _ttnn_finding(report: HostReport, lack: Level) -> Finding:
+    python = ".".join(map(str, report.python))
+    if report.ttnn is not None:
+        return Finding("ok", "ttnn", f"{report.ttnn} on Python {python}")
+    fits = " or ".join(".".join(map(str, version)) for version in WHEEL_PYTHONS)
+    if report.python in WHEEL_PYTHONS:
+        return Finding(lack, "ttnn", "not installed", (f"`pip install {PACKAGE}`",))
+    return Finding(
+        lack,
+        "ttnn",
+        f"not installed, and has no wheel for Python {python}",
+        (
+            f"make an environment with Python {fits}, install ttserve there, and "
+            f"`pip install {PACKAGE}`",
+        ),
+    )
+
+
+def _sfpi_finding(report: HostReport, lack: Level) -> list[Finding]:
+    if report.ttnn is None and report.sfpi is None:
+        return []
+    install = "install SFPI from github.com/tenstorrent/sfpi, in the version that ttnn asks for"
+    if report.sfpi is None:
+        return [Finding(lack, "SFPI", "the compiler for kernels is not there", (install,))]
+    if report.is_sfpi_real:
+        return [Finding("ok", "SFPI", report.sfpi)]
+    is_enough = report.mock_descriptor is not None or not report.devices
+    return [
+        Finding(
+            "note" if is_enough else "missing",
+            "SFPI",
+            f"{report.sfpi} is a stand-in: enough for a mock device, not for a board",
+            () if is_enough else (install,),
+        )
+    ]
+
+
+def _settings(report: HostReport) -> list[Finding]:
+    found = []
+    if report.metal_home is not None:
+        text = f"{METAL_HOME} is {report.metal_home}"
+        if report.has_metal_home:
+            found.append(Finding("ok", "tt-metal", text))
+        else:
+            advice = ("unset it, or point it at a tt-metal checkout",)
+            found.append(Finding("missing", "tt-metal", f"{text}, which is no folder", advice))
+    if report.visible_devices is not None:
+        found.append(_visible(report))
+    if report.mock_descriptor is not None and report.devices:
+        found.append(
+            Finding(
+                "note",
+                "mock cluster",
+                f"{MOCK_DESCRIPTOR} is set: ttnn opens no board",
+                ("unset it to use the boards",),
+            )
+        )
+    return found
+
+
+def _visible(report: HostReport) -> Finding:
+    """What TT_VISIBLE_DEVICES leaves of the boards."""
+    subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
+    opened = [d for d in report.devices if d.is_usable]
+    if not opened or not report.visible_names or report.mock_descriptor is not None:
+        return Finding("note", subject, text)
+    here = ", ".join(str(d.index) for d in opened)
+    advice = f"unset it, or name boards that are here: {here}"
+    if not report.usable:
+        return Finding("missing", subject, f"{text}, which is no board here", (advice,))
+    strays = [n for n in report.visible_names if not any(is_named(d, n) for d in report.devices)]
+    if strays:
+        text += f", and there is no {', '.join(strays)}"
+        return Finding("note", subject, text, (advice,))
+    return Finding("note", subject, f"{text}: {len(report.usable)} of {len(opened)} boards")
+
+
+def _devices_word(count: int) -> str:
+    return "device" if count == 1 else "devices"
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCheck:
+    """Whether one pool of a configuration can run here.
+
+    Attributes:
+        pool: Its role.
+        mesh: What its engines run on.
+        problem: Why not even one of its engines can start here; None if one can.
+        note: What else to know; "" for nothing.
+    """
+
+    pool: str
+    mesh: str
+    problem: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything that `ttserve doctor` says.
+
+    Attributes:
+        host: What was found.
+        findings: What it means, the boards first.
+        meshes: Mesh names that the boards make.
+        can_run_mesh: Whether an engine can open a mesh here.
+        http_front: "haproxy", or "python" for Serve's own proxy.
+        pools: Of the configuration that was asked about.
+    """
+
+    host: HostReport
+    findings: tuple[Finding, ...]
+    meshes: tuple[MeshChoice, ...]
+    can_run_mesh: bool
+    http_front: Literal["haproxy", "python"]
+    pools: tuple[PoolCheck, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything that was asked about can run: without a configuration, always."""
+        return all(pool.problem is None for pool in self.pools)
+
+
+def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
+    """Look at this host, and at what a configuration wants of it."""
+    report = read_host(process_environment())
+    return Diagnosis(
+        host=report,
+        findings=findings(report),
+        meshes=mesh_choices(report),
+        can_run_mesh=can_run_mesh(report),
+        http_front="python" if haproxy.find_script() is None else "haproxy",
+        pools=() if config is None else check_pools(config, report),
+    )
+
+
+def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, ...]:
+    """Whether the meshes that a configuration asks for are on this host, pool by pool.
+
+    Replicas may be on other hosts too, so a pool fails only if not one of its engines fits here.
+    """
+    checks = []
+    num_left = len(report.usable)
+    for role, pool in config.pools.items():
+        engine = config.engines[role]
+        if engine.mesh is None:
+            simulated = engine.simulated_mesh
+            checks.append(
+                PoolCheck(role, "CPU" if simulated is None else f"simulated {simulated.board}")
+            )
+            continue
+        spec = engine.mesh.spec
+        problem = mesh_problem(report, spec)
+        devices = num_devices(report, spec)
+        if problem is None:
+            problem = _count_problem(pool, spec, devices, report)
+        if problem is None and not can_run_mesh(report):
+            lacks = [f.subject for f in findings(report) if f.level == "missing"]
+            problem = f"first mend: {', '.join(lacks)}"
+        num_fitting = min(pool.replicas, num_left // devices)
+        num_left -= num_fitting * devices
+        note = ""
+        if problem is None and report.mock_descriptor is None and num_fitting < pool.replicas:
+            note = f"{num_fitting} of {pool.replicas} replicas fit here; others need further hosts"
+        checks.append(PoolCheck(role, spec.name, problem, note))
+    return tuple(checks)
+
+
+def _count_problem(
+    pool: PoolConfig, spec: MeshSpec, devices: int, report: HostReport
+) -> str | None:
+    """Why Ray would not give a grid's replica the boards that the grid is on this host, or None."""
+    asked = pool.resources.get(RESOURCE, spec.num_pcie_devices)
+    # Without any, Ray binds nothing, and the engine sees all that this host has. More than enough
+    # is the pool's own business, if there are so many.
+    is_enough = not asked or devices <= asked <= max(devices, len(report.usable))
+    if spec.board is not None or report.mock_descriptor is not None or is_enough:
+        return None
+    return (
+        f"{spec.name} is {devices} {_devices_word(devices)} here, and the pool asks Ray for "
+        f"{asked:g}: set its resources: {{{RESOURCE}: {devices}}}"
+    )
+
+
+def doctor_text(diagnosis: Diagnosis) -> str:
+    """The diagnosis for a person, in plain lines that a log can hold."""
+    lines = ["Host"]
+    for finding in diagnosis.findings:
+        lines.append(f"  {finding.level:8}{finding.subject:16}{finding.text}")
+        lines += [f"{'':26}-> {step}" for step in finding.advice]
+    lines.append("Meshes for engine.mesh.name")
+    lines += [f"  {_choice_text(choice)}" for choice in diagnosis.meshes]
+    if not diagnosis.meshes:
+        lines.append("  the name of the boards" if diagnosis.host.usable else "  none")
+    lines.append("What runs here")
+    lines += [f"  {line}" for line in _what_runs(diagnosis)]
+    if diagnosis.pools:
+        lines.append("Configuration")
+        lines += [f"  {_pool_text(check)}" for check in diagnosis.pools]
+    return "\n".join(lines) + "\n"
+
+
+def _choice_text(choice: MeshChoice) -> str:
+    count = f"{choice.num_replicas} replica{'' if choice.num_replicas == 1 else 's'}"
+    return f"{choice.mesh:24}{count}" + (f", if {choice.condition}" if choice.condition else "")
+
+
+def _what_runs(diagnosis: Diagnosis) -> list[str]:
+    lines = []
+    if diagnosis.can_run_mesh and diagnosis.host.mock_descriptor is None:
+        lines.append("engines on a mesh of these boards")
+    elif diagnosis.can_run_mesh:
+        lines.append("engines on ttnn's mock cluster: every call is checked, nothing is computed")
+    else:
+        lines.append("no engine on a mesh")
+    lines.append("engines on the CPU, with torch: any supported model folder (`ttserve serve`)")
+    lines.append("engines on simulated meshes: times and memory of a board, no real text")
+    if diagnosis.http_front == "haproxy":
+        lines.append("HTTP through HAProxy")
+    else:
+        lines.append("HTTP through Serve's Python proxy, which is slower: HAProxy is not installed")
+        lines.append("-> install ray[serve] on Linux, or haproxy, and ttserve beside it")
+    return lines
+
+
+def _pool_text(check: PoolCheck) -> str:
+    verdict = "cannot run here: " + check.problem if check.problem is not None else "can run here"
+    return f"{check.pool:8}{check.mesh:16}{verdict}" + (f"; {check.note}" if check.note else "")

@@ -1,0 +1,255 @@
+"""The driver of a local server: starts Ray and Serve, deploys one Serve config file, waits, stops.
+
+Started by `cluster.lifecycle.supervisor` in a session of its own, with Serve's settings in its
+environment; stops when its standard input closes: the supervisor asks so, or is gone. Prints
+progress and where the endpoint is. Not the way to production: there `serve deploy` gives the same
+file to a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+import msgspec
+import ray
+import typer
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+
+from cluster.config.resolve import resolve
+from cluster.errors import ClusterConfigError
+from cluster.lifecycle.application import bind
+from cluster.lifecycle.deployments import lacking_resources
+from cluster.lifecycle.supervisor import ServeOptions
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+    from cluster.config.serve_file import ServeFile
+
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray's shared memory; no token and no KV block goes through it."""
+
+DRAIN_S = 8.0
+"""How long running requests may go on after a stop, whatever the pools' own drain times."""
+
+_POLL_S = 0.2
+_WAIT_NOTE_S = 10.0
+
+
+class DeploymentFailedError(Exception):
+    """The application did not start; the message holds each deployment's reason."""
+
+
+def main() -> int:
+    """Serve until told to stop.
+
+    Returns:
+        Exit code: 0 after a stop, 1 if the application did not start, 2 if the config cannot work.
+    """
+    options = msgspec.json.decode(sys.argv[1], type=ServeOptions)
+    stop = _stop_event()
+    try:
+        file = options.read()
+        _require_local(file)
+        config = resolve(file.args)
+        application = bind(file.args, config)
+    except ClusterConfigError as error:
+        _say(f"{options.config}: {error}")
+        return 2
+    try:
+        _start_ray(options)
+        lacking = lacking_resources(config, _resources())
+        if lacking:
+            # Ray would wait for a node to bring them, and a local cluster gets none.
+            _say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
+            return 1
+        try:
+            _deploy(file, application)
+            if _wait_until_running(file, stop):
+                _announce(file.url, config.served_model_name, options.has_haproxy)
+                stop.wait()
+            return 0
+        except DeploymentFailedError as error:
+            _say(str(error))
+            return 1
+        finally:
+            _stop_serve(file.name)
+    finally:
+        ray.shutdown()
+        # The supervisor does this too, unless it was killed.
+        shutil.rmtree(options.folder, ignore_errors=True)
+
+
+def _require_local(file: ServeFile) -> None:
+    """Refuse what only a Ray cluster's own Serve would apply.
+
+    Raises:
+        ClusterConfigError: The file has such a key.
+    """
+    for key, value in (
+        ("applications[0].deployments", file.applications[0].deployments),
+        ("applications[0].runtime_env", file.applications[0].runtime_env),
+        ("applications[0].route_prefix", file.applications[0].route_prefix != "/"),
+        ("applications[0].logging_config", file.applications[0].logging_config),
+        ("applications[0].external_scaler_enabled", file.applications[0].external_scaler_enabled),
+        ("http_options.root_path", file.http_options.root_path),
+        ("proxy_location", file.proxy_location == "Disabled"),
+        ("logging_config", file.logging_config),
+        ("target_capacity", file.target_capacity is not None),
+        ("grpc_options", file.grpc_options),
+        ("controller_options", file.controller_options),
+        ("tracing_config", file.tracing_config),
+    ):
+        if value:
+            raise ClusterConfigError(
+                f"{key} has no effect on a local server; remove it, or use `serve deploy`"
+            )
+
+
+def _stop_event() -> threading.Event:
+    """Set when standard input ends. Why no signal: Ray installs handlers of its own that abort."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        # Unbuffered: a buffered read would hold the stream's lock when the interpreter ends.
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+    return stop
+
+
+def _start_ray(options: ServeOptions) -> None:
+    _say("Starting a local Ray cluster.")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=True,
+        logging_level=logging.ERROR,
+        _temp_dir=options.folder,
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
+def _deploy(file: ServeFile, application: serve.Application) -> None:
+    _say("Starting Ray Serve.")
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(
+            host=file.http_options.host,
+            port=file.http_options.port,
+            request_timeout_s=file.http_options.request_timeout_s,
+            keep_alive_timeout_s=file.http_options.keep_alive_timeout_s,
+        ),
+    )
+    serve.run_many(
+        [serve.RunTarget(target=application, name=file.name, route_prefix="/")],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
+    """Wait until every deployment is healthy and the endpoint answers.
+
+    Returns:
+        False if the stop came first.
+
+    Raises:
+        DeploymentFailedError: Serve has given up.
+    """
+    shown = ""
+    started_s = noted_s = time.monotonic()
+    while not stop.wait(_POLL_S):
+        application = serve.status().applications.get(file.name)
+        if application is None:
+            continue
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise DeploymentFailedError(_reasons(application))
+        progress = _progress(application)
+        now_s = time.monotonic()
+        if progress != shown or now_s - noted_s > _WAIT_NOTE_S:
+            _say(f"[{now_s - started_s:4.0f} s] {progress}")
+            shown, noted_s = progress, now_s
+        if application.status == "RUNNING" and _is_healthy(file):
+            return True
+    return False
+
+
+def _progress(application: ApplicationStatusOverview) -> str:
+    return ", ".join(
+        f"{name} {deployment.status.lower()}"
+        for name, deployment in sorted(application.deployments.items())
+    )
+
+
+def _reasons(application: ApplicationStatusOverview) -> str:
+    """Serve's messages are tracebacks; the reason is the last line of each."""
+    messages = {"application": application.message} | {
+        f"deployment {name}": deployment.message
+        for name, deployment in sorted(application.deployments.items())
+    }
+    lines = [
+        f"  {name}: {message.strip().splitlines()[-1]}"
+        for name, message in messages.items()
+        if message.strip()
+    ]
+    return "\n".join(["The application did not start:", *lines])
+
+
+def _is_healthy(file: ServeFile) -> bool:
+    with contextlib.suppress(OSError):
+        reply = urllib.request.urlopen(f"{file.url}/health", timeout=2)
+        with reply:
+            return bool(reply.status == 200)
+    return False
+
+
+def _announce(url: str, model: str, has_haproxy: bool) -> None:
+    if not has_haproxy:
+        _say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
+    fields = {"model": model, "prompt": "Return the", "max_tokens": 48, "stream": True}
+    body = json.dumps(fields)
+    typer.echo(
+        f"\nReady: {url}/v1 serves the model {model!r}. Try:\n\n"
+        f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n\nCtrl-C stops everything."
+    )
+
+
+def _stop_serve(name: str) -> None:
+    """Let running requests end, up to `DRAIN_S`.
+
+    Why not `serve.shutdown`: it takes HAProxy away first, which cuts the streams that still run.
+    """
+    deadline_s = time.monotonic() + DRAIN_S
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+        serve.delete(name, _blocking=False)
+        while name in serve.status().applications and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

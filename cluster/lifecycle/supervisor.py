@@ -1,0 +1,271 @@
+"""Runs the local server in a session of its own, passes signals on, and leaves nothing behind.
+
+Ray's daemons belong to the process group of the process that starts them, so a SIGTERM to that
+group ends them before the applications on top, which then hang. Therefore `ttserve serve` is two
+processes: this one, in the terminal's group, and the driver (`cluster.lifecycle.driver`) with all
+that Ray starts in a new session. Whatever happens to the driver, the session's processes and the
+private folder are gone when this returns.
+
+Owner: the driver process and the private folder of one `ttserve serve`. Not a restarter: a server
+that fails says why and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+from cluster.config.environment import process_environment
+from cluster.config.serve_file import read_faults, read_serve_file
+from cluster.errors import ClusterConfigError
+from cluster.lifecycle import haproxy
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from cluster.config.serve_file import ServeFile
+
+STOP_DEADLINE_S = 14.0
+"""Seconds that the driver has for a clean stop after the first signal."""
+
+_KILL_DEADLINE_S = 4.0
+_POLL_S = 0.1
+_FIRST_PORT, _LAST_PORT = 20000, 29999
+# Unix socket paths end at 107 bytes. The longest below the folder are Ray's object-store socket and
+# HAProxy's admin socket while it is being replaced: 82 bytes, counted from the folder's own end.
+_MAX_FOLDER_BYTES = 107 - 82
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver is told, as one JSON argument.
+
+    Attributes:
+        config: Serve config file, absolute.
+        model: Model folder or "demo", instead of the file's; None keeps the file's.
+        host: Address of the HTTP endpoint, instead of the file's.
+        port: Port of the HTTP endpoint, instead of the file's.
+        faults: Fault plan, absolute; None keeps the file's.
+        folder: Private folder of this server: Ray's session, HAProxy's files.
+        has_haproxy: Whether HAProxy stands in front; else it is Serve's own proxy.
+    """
+
+    config: str
+    model: str | None = None
+    host: str | None = None
+    port: int | None = None
+    faults: str | None = None
+    folder: str = ""
+    has_haproxy: bool = True
+
+    def read(self) -> ServeFile:
+        """The file, saying what is to be served.
+
+        Raises:
+            ClusterConfigError: A file cannot be read, or something outside of its `args` cannot be.
+        """
+        file = read_serve_file(self.config)
+        faults = None if self.faults is None else read_faults(self.faults)
+        return file.override(
+            args={"model": self.model, "faults": faults},
+            http_options={"host": self.host, "port": self.port},
+        )
+
+
+def serve(options: ServeOptions, host: str, port: int) -> int:
+    """Run the server until it ends or a signal arrives.
+
+    The first SIGINT, SIGTERM or SIGHUP asks for a clean stop; a second one, or `STOP_DEADLINE_S`,
+    kills.
+
+    Args:
+        options: What to serve; `folder` and `has_haproxy` are filled in here.
+        host: Address that the endpoint will have.
+        port: Port that the endpoint will have.
+
+    Returns:
+        The exit code: the driver's, 0 after a clean stop.
+
+    Raises:
+        ClusterConfigError: The port is taken.
+    """
+    require_free_port(host, port)
+    folder = _private_folder()
+    script = haproxy.find_script()
+    options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
+    signals = _SignalCount()
+    try:
+        # The pipe is the driver's life line: closing it is how a stop is asked for, and whatever
+        # kills this process closes it too.
+        told = msgspec.json.encode(options).decode()
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "cluster.lifecycle.driver", told],
+            stdin=subprocess.PIPE,
+            env={**process_environment(), **environment(folder, script)},
+            start_new_session=True,
+        )
+        try:
+            return _wait(driver, signals)
+        finally:
+            _end_session(driver)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        signals.restore()
+
+
+def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
+    """Variables that Ray Serve reads when a local cluster starts; it has no other way to be told.
+
+    Args:
+        folder: Private folder for HAProxy's files.
+        haproxy_script: Path of `ttserve-haproxy`, or None without HAProxy.
+
+    Returns:
+        Variables to add to the environment of the process that starts Ray.
+    """
+    variables = {
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        # Wait for running requests only: nothing outside this machine has to notice the stop.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+    if haproxy_script is not None:
+        files = folder / "h"
+        variables |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            haproxy.BINARY_VARIABLE: haproxy_script,
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "m.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "state"),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        }
+    return variables
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now.
+
+    Why a range: ports above it are where Ray's processes, and every outgoing connection, land by
+    chance; those below are the defaults of Ray, Serve and its workers.
+
+    Raises:
+        ClusterConfigError: Every port of the range is taken.
+    """
+    first = random.randint(_FIRST_PORT, _LAST_PORT)
+    for port in itertools.chain(range(first, _LAST_PORT + 1), range(_FIRST_PORT, first)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ClusterConfigError(f"no free port on 127.0.0.1 from {_FIRST_PORT} to {_LAST_PORT}")
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Check that the endpoint's address can be bound.
+
+    Raises:
+        ClusterConfigError: It cannot; names the address and what to pass instead.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As HAProxy does it: a connection of an earlier server that lingers is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ClusterConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+            ) from error
+
+
+def session_processes(session_id: int) -> list[int]:
+    """Process ids of a session, zombies left out; empty where there is no /proc."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    stat = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                    if int(stat[3]) == session_id and stat[0] != "Z":
+                        found.append(int(entry.name))
+    return found
+
+
+class _SignalCount:
+    """Counts the signals that ask for an end; puts the former handlers back."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._former = {number: signal.signal(number, self._on_signal) for number in self._NUMBERS}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+
+def _private_folder() -> Path:
+    base = tempfile.gettempdir()
+    if len(base) + len("/ttserve-12345678") > _MAX_FOLDER_BYTES:
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="ttserve-", dir=base))
+
+
+def _wait(driver: subprocess.Popen[bytes], signals: _SignalCount) -> int:
+    """Wait for the driver's end, or for the moment to kill it."""
+    deadline_s: float | None = None
+    while (code := _poll(driver)) is None:
+        if signals.count and deadline_s is None:
+            _say("Stopping.")
+            assert driver.stdin is not None
+            driver.stdin.close()
+            deadline_s = time.monotonic() + STOP_DEADLINE_S
+        if signals.count > 1 or (deadline_s is not None and time.monotonic() > deadline_s):
+            return 1
+    return code
+
+
+def _poll(driver: subprocess.Popen[bytes]) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return driver.wait(_POLL_S)
+    return None
+
+
+def _end_session(driver: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the driver's session, new arrivals included."""
+    deadline_s = time.monotonic() + _KILL_DEADLINE_S
+    if driver.poll() is None:
+        driver.kill()
+        driver.wait(_KILL_DEADLINE_S)
+    while (left := session_processes(driver.pid)) and time.monotonic() < deadline_s:
+        for process_id in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        time.sleep(_POLL_S / 2)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)

@@ -1,0 +1,151 @@
+"""The engines that one ingress knows: found, connected, believed, lost.
+
+Owner: one ingress's event loop. Discovery says who is there, connections say who answers, and what
+comes over them feeds the pool state: the one place where these three meet, for the ingress of a
+cluster, for the simulator and for tests. What a member does, and whether it drains, its snapshots
+say; it leaves when its connection breaks, not before: a replica that drains is listed no more, and
+still has requests to finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from cluster.routing.leg import EngineClient
+from cluster.routing.pools import PoolState
+from replicas.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cluster.routing.pools import Member
+    from replicas.messages import EngineDescription, EngineSnapshot
+
+logger = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 2.0
+"""How long a replica may take to say what it is."""
+DISCOVERY_S = 0.5
+"""How often it is asked who is there while members are missing."""
+DISCOVERY_IDLE_S = 2.0
+"""And how often when none is."""
+
+
+class Discovery(Protocol):
+    """Knows which replicas there are, and how many there should be."""
+
+    async def find(self) -> list[Member]:
+        """The replicas that answer now."""
+        ...
+
+    async def num_wanted(self) -> int:
+        """How many there should be now; costs more, and is asked when something has changed."""
+        ...
+
+
+class Connections(EngineClient, Protocol):
+    """What a fleet needs of its client; see `AsyncMPClient`."""
+
+    async def connect(self, description: EngineDescription) -> None:
+        """Connect, and wait for the first snapshot.
+
+        Raises:
+            EngineDeadError: The engine does not answer.
+        """
+        ...
+
+    @property
+    def incarnations(self) -> frozenset[str]:
+        """Engines that are connected."""
+        ...
+
+
+ClientT_co = TypeVar("ClientT_co", bound=Connections, covariant=True)
+
+
+class Fleet(Generic[ClientT_co]):
+    """See the module docstring.
+
+    Args:
+        make_client: Makes the connections, from what to call with (incarnation, snapshot) and
+            what to call with (incarnation, reason) once when an engine is lost.
+
+    Attributes:
+        client: The connections.
+        pools: What their snapshots say.
+        on_change: Called when there may be more room, or less; whoever places requests sets it.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[
+            [Callable[[str, EngineSnapshot], None], Callable[[str, str], None]], ClientT_co
+        ],
+    ) -> None:
+        self.client = make_client(self._take_snapshot, self._lose)
+        self.pools = PoolState()
+        self.on_change: Callable[[], None] = lambda: None
+        self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._has_lost = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
+
+    async def follow(self, discovery: Discovery) -> None:
+        """Take in whoever comes, for ever; looks at once when somebody was lost."""
+        is_complete = False
+        while True:
+            is_complete = is_complete and not self._has_lost.is_set()
+            self._has_lost.clear()
+            if self.add(await discovery.find()) or not is_complete:
+                is_complete = len(self.pools.members()) >= await discovery.num_wanted()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(
+                    self._has_lost.wait(), DISCOVERY_IDLE_S if is_complete else DISCOVERY_S
+                )
+
+    def add(self, members: Iterable[Member]) -> int:
+        """Begin to connect to engines that are new; says how many these are."""
+        new = [member for member in members if self._is_new(member.description.incarnation)]
+        for member in new:
+            task = asyncio.create_task(self.connect(member))
+            self._connecting[member.description.incarnation] = task
+        return len(new)
+
+    async def connect(self, member: Member) -> None:
+        """Connect to one engine; it takes requests from its first snapshot on."""
+        incarnation = member.description.incarnation
+        self.pools.add(member)
+        try:
+            await self.client.connect(member.description)
+            logger.info("connected replica=%s", member.replica_id)
+        except EngineDeadError as error:
+            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
+            self._forget(incarnation)
+        finally:
+            self._connecting.pop(incarnation, None)
+
+    def close(self) -> None:
+        """Connect to nobody any more; whoever made the client closes it."""
+        for task in self._connecting.values():
+            task.cancel()
+
+    def _is_new(self, incarnation: str) -> bool:
+        return incarnation not in self._connecting and incarnation not in self.client.incarnations
+
+    def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
+        self.pools.take_snapshot(incarnation, snapshot)
+        self.on_change()
+
+    def _lose(self, incarnation: str, reason: str) -> None:
+        member = self.pools.member(incarnation)
+        logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
+        self._forget(incarnation)
+        self._has_lost.set()
+
+    def _forget(self, incarnation: str) -> None:
+        self.pools.remove(incarnation)
+        self.on_change()

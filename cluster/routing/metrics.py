@@ -1,0 +1,347 @@
+"""Every metric once: name, unit, labels, help; vLLM's names where they exist, else `ttserve_`.
+
+An ingress counts its own requests; engines count theirs and are asked when somebody scrapes, so
+any ingress shows every engine, labelled by pool, replica and DP group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from kv_transfer.connector import STAGE_BOUNDS_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from prometheus_client.core import Metric
+
+    from cluster.routing.pools import Member
+    from replicas.messages import EngineMetrics, GroupCounters
+
+    _Kind = type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
+    _Samples = Iterable[tuple[Any, ...]]
+
+_TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+_ENGINE_LABELS = ("model_name", "pool", "replica")
+
+
+class RouterMetrics:
+    """What one ingress counts itself.
+
+    Args:
+        model_name: The served model's name, a label of every series.
+
+    Attributes:
+        queue_time: Seconds that a request waited for a decode slot.
+        time_to_first_token: Seconds from arrival to the first token.
+        inter_token_latency: Seconds between the outputs of a request.
+        e2e_latency: Seconds from arrival to the end.
+        requests: Requests that ended, by reason; "error" counts those that failed, "abort" those
+            whose client left.
+        refusals: Placements that an engine refused, by reason.
+        retries: Parts of requests that were tried again, by reason.
+        lost: Engines that died with a part of a request on them, by its leg.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.queue_time = self._histogram(
+            "vllm:request_queue_time_seconds",
+            "Time a request waited for a decode slot",
+            _REQUEST_BUCKETS,
+        )
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "Time from arrival to the first token",
+            _TTFT_BUCKETS,
+        )
+        self.inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds", "Time between outputs of a request", _ITL_BUCKETS
+        )
+        self.e2e_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_BUCKETS
+        )
+        self.requests = self._counter(
+            "ttserve_ingress_requests", "Requests that ended at this ingress", "finished_reason"
+        )
+        self.refusals = self._counter(
+            "ttserve_router_refusals", "Placements that an engine refused", "reason"
+        )
+        self.retries = self._counter(
+            "ttserve_router_retries", "Parts of requests that were tried again", "reason"
+        )
+        self.lost = self._counter(
+            "ttserve_router_lost_legs", "Parts of requests whose engine died", "leg"
+        )
+        self.num_queued = Gauge(
+            "ttserve_router_queued_requests",
+            "Requests that wait for a decode slot at this ingress",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, [label], registry=self.registry)
+
+
+def render(
+    router: RouterMetrics, engines: Sequence[tuple[Member, EngineMetrics]], model_name: str
+) -> bytes:
+    """All metrics in Prometheus' text format: this ingress's own, then every engine's."""
+    registry = CollectorRegistry()
+    registry.register(_EngineCollector(engines, model_name))
+    return generate_latest(router.registry) + generate_latest(registry)
+
+
+class _EngineCollector(Collector):
+    """Turns engines' counters into metric families."""
+
+    def __init__(self, engines: Sequence[tuple[Member, EngineMetrics]], model_name: str) -> None:
+        self._engines = [_Engine(member, metrics) for member, metrics in engines]
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        for family in _FAMILIES:
+            metric = family.kind(family.name, family.text, labels=_ENGINE_LABELS + family.labels)
+            for engine in self._engines:
+                own = (self._model_name, engine.member.pool, engine.member.replica_id)
+                for labels, *values in family.samples(engine):
+                    metric.add_metric((*own, *labels), *values)
+            yield metric
+
+
+class _Engine(NamedTuple):
+    """Whom samples are taken of."""
+
+    member: Member
+    metrics: EngineMetrics
+
+
+class _Family(NamedTuple):
+    """One family of metrics of engines.
+
+    Attributes:
+        kind: Its class.
+        name: Without the suffixes of its kind.
+        text: Its help.
+        samples: Of one engine: values of `labels`, and what else `kind.add_metric` takes.
+        labels: Besides those that every family of engines has.
+    """
+
+    kind: _Kind
+    name: str
+    text: str
+    samples: Callable[[_Engine], _Samples]
+    labels: tuple[str, ...] = ()
+
+
+def _of_groups(kind: _Kind, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+    """A family for each row of (name, text, field of each DP group)."""
+    for name, text, field in rows:
+        yield _Family(kind, name, text, partial(_each_group, attrgetter(field)), ("dp_group",))
+
+
+def _of_engines(kind: _Kind, owner: str, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+    """A family for each row of (name, text, field); `owner` says whose, from an `_Engine` on."""
+    for name, text, field in rows:
+        yield _Family(kind, name, text, partial(_alone, attrgetter(f"{owner}.{field}")))
+
+
+def _each_group(value: Callable[[GroupCounters], float], engine: _Engine) -> _Samples:
+    for index, group in enumerate(engine.metrics.groups):
+        yield (str(index),), value(group)
+
+
+def _alone(value: Callable[[_Engine], float], engine: _Engine) -> _Samples:
+    yield (), value(engine)
+
+
+def _kv_usage(group: GroupCounters) -> float:
+    return 1.0 - group.num_free_blocks / group.num_blocks
+
+
+def _finished(engine: _Engine) -> _Samples:
+    for index, group in enumerate(engine.metrics.groups):
+        for reason, count in group.requests_finished.items():
+            yield (str(index), reason), count
+
+
+def _transfers(engine: _Engine) -> _Samples:
+    stats = engine.metrics.transfer
+    for path, counts in stats.paths.items():
+        yield ("producer", path, "ok"), counts.num_sent
+        yield ("consumer", path, "ok"), counts.num_received
+    # One that failed may never have had a path.
+    yield ("producer", "", "failed"), sum(stats.send_failures.values())
+    yield ("consumer", "", "failed"), sum(stats.receive_failures.values())
+
+
+def _failures(engine: _Engine) -> _Samples:
+    stats = engine.metrics.transfer
+    for role, reasons in (("producer", stats.send_failures), ("consumer", stats.receive_failures)):
+        for reason, count in reasons.items():
+            yield (role, reason), count
+
+
+def _transferred_bytes(engine: _Engine) -> _Samples:
+    for path, counts in engine.metrics.transfer.paths.items():
+        yield ("producer", path), counts.bytes_sent
+        yield ("consumer", path), counts.bytes_received
+
+
+def _leases(engine: _Engine) -> _Samples:
+    for event, count in engine.metrics.transfer.leases.items():
+        yield (event,), count
+
+
+def _stages(engine: _Engine) -> _Samples:
+    """Of each stage: bounds with cumulative counts, as the format has them, and the sum."""
+    bounds = [*map(floatToGoString, STAGE_BOUNDS_S), "+Inf"]
+    for stage, histogram in engine.metrics.transfer.stages.items():
+        counts = itertools.accumulate(histogram.counts)
+        yield (stage,), list(zip(bounds, counts, strict=True)), histogram.total_s
+
+
+def _inflight(engine: _Engine) -> _Samples:
+    yield ("producer",), engine.metrics.transfer.num_inflight_sends
+    yield ("consumer",), engine.metrics.transfer.num_inflight_loads
+
+
+_FAMILIES = (
+    *_of_groups(
+        GaugeMetricFamily, ("vllm:num_requests_running", "Sequences that run", "num_running")
+    ),
+    _Family(
+        GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1",
+        partial(_each_group, _kv_usage), ("dp_group",),
+    ),
+    *_of_groups(
+        CounterMetricFamily,
+        ("vllm:prompt_tokens", "Prompt tokens of requests that got their first token here",
+         "prompt_tokens"),
+        ("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache",
+         "prefix_cache_queries"),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
+        ("vllm:num_preemptions", "Sequences that lost their blocks", "num_preemptions"),
+    ),
+    *_of_groups(
+        GaugeMetricFamily,
+        ("ttserve_slots", "Decode slots", "num_slots"),
+        ("ttserve_empty_slots", "Decode slots that are free", "num_empty_slots"),
+        ("ttserve_reserved_slots", "Decode slots that wait for their KV", "num_reserved"),
+        ("ttserve_kv_blocks", "Usable KV blocks", "num_blocks"),
+        ("ttserve_kv_free_blocks", "KV blocks that are free or evictable", "num_free_blocks"),
+    ),
+    _Family(
+        CounterMetricFamily, "vllm:request_success", "Sequences that ended",
+        _finished, ("dp_group", "finished_reason"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "metrics",
+        ("vllm:num_requests_waiting", "Sequences in the engine's queue", "num_waiting"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics",
+        ("ttserve_steps", "Engine steps", "num_steps"),
+        ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
+        ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
+        ("ttserve_step_host_seconds", "Time of steps outside the model", "host_seconds"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended",
+        _transfers, ("role", "path", "outcome"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfer_failures", "KV transfers that failed",
+        _failures, ("role", "reason"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_transfer_bytes", "KV bytes delivered",
+        _transferred_bytes, ("role", "path"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_kv_leases", "Leases on KV blocks, by what happened",
+        _leases, ("event",),
+    ),
+    _Family(
+        HistogramMetricFamily, "ttserve_kv_transfer_stage_seconds",
+        "Time of the stages of a KV transfer", _stages, ("stage",),
+    ),
+    _Family(
+        GaugeMetricFamily, "ttserve_kv_inflight_transfers", "KV transfers that have not ended",
+        _inflight, ("role",),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.transfer",
+        ("ttserve_kv_retransmits", "KV chunks that were asked for again", "num_retransmits"),
+        ("ttserve_kv_checksum_failures", "KV chunks that arrived damaged",
+         "num_checksum_failures"),
+        ("ttserve_kv_dropped_chunks", "KV chunks that came late, twice or for another attempt",
+         "num_dropped_chunks"),
+        ("ttserve_kv_unknown_ids", "Messages about KV transfers that nobody here knows",
+         "num_unknown_ids"),
+        ("ttserve_kv_malformed_messages", "Frames that are no message", "num_malformed"),
+        ("ttserve_kv_bad_tickets", "Fetches with a forged, foreign or old ticket",
+         "num_bad_tickets"),
+        ("ttserve_kv_credit_stalled_seconds",
+         "Time in which computed KV waited for credit, summed over transfers", "credit_stalled_s"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "metrics.transfer",
+        ("ttserve_kv_leased_blocks", "KV blocks kept for transfers that send", "num_leased_blocks"),
+        ("ttserve_kv_reserved_blocks", "KV blocks that wait for KV to come", "num_reserved_blocks"),
+        ("ttserve_kv_quarantined_blocks",
+         "KV blocks that nobody may have yet, for a write may still land there",
+         "num_quarantined_blocks"),
+        ("ttserve_kv_oldest_lease_seconds", "Age of the oldest transfer that sends",
+         "oldest_lease_s"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.transfer.store",
+        ("ttserve_kv_store_hits", "Units of KV that a load got from the store", "hits"),
+        ("ttserve_kv_store_misses", "Units of KV that the store was asked for in vain", "misses"),
+        ("ttserve_kv_store_puts", "Units of KV that were saved in the store", "puts"),
+        ("ttserve_kv_store_drops",
+         "Units of KV that were not saved: the store was slow, full or away", "drops"),
+        ("ttserve_kv_store_errors", "Calls that the store did not answer as it should", "errors"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics",
+        ("ttserve_kv_recompute_tokens",
+         "Prompt tokens computed because their KV did not come", "kv_recompute_tokens"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "member.description",
+        ("ttserve_kv_block_bytes", "Bytes of one KV block", "bytes_per_block"),
+    ),
+)  # fmt: skip

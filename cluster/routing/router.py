@@ -1,0 +1,488 @@
+"""Router: which engines run a request, in which order, and what happens when one is lost.
+
+Owner: one ingress's event loop. Two stories tell what happens to a disaggregated request, and read
+from top to bottom: `decode_first`, in which a finished prefill never waits for a decoder, and
+`prefill_first`, in which no decode slot waits for a prefill. Both are made of the words of `Run`.
+
+A prefill engine that refuses or dies before the first token costs another ticket, at last a local
+prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
+engine that dies costs a new reservation as long as it has generated nothing: the story begins
+again, and what the client has stays. Its KV stays only if it was offered to whichever decode engine
+comes and none has begun to fetch it: the end of a consumer ends its transfer, and the next decode
+engine computes the prompt again, or ends the request where its configuration forbids that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from cluster.errors import (
+    BadRequestError,
+    InternalError,
+    KVTransferFailedError,
+    QueueTimeoutError,
+    ReplicaLostError,
+    SaturatedError,
+)
+from cluster.routing.demand import Demand
+from cluster.routing.leg import Leg
+from cluster.routing.placement import ANY_GROUP, make_policies, place
+from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
+from cluster.routing.slot_waits import SlotWaits
+from replicas.errors import EngineDeadError
+from replicas.messages import (
+    KV_TRANSFER_FAILED,
+    LAPSED,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from cluster.config.schema import RouterConfig
+    from cluster.errors import ServingError
+    from cluster.routing.fleet import Connections, Fleet
+    from cluster.routing.metrics import RouterMetrics
+    from cluster.routing.placement import Placement
+    from cluster.routing.tickets import TicketOffice, Transfer
+    from replicas.messages import EngineEvent, EngineRequest, RequestMode
+    from replicas.streams import EngineStream, Inbox
+
+    Emit = Callable[[TokenOutput], Awaitable[bool]]
+    """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
+    Story = Callable[["Run"], Awaitable[None]]
+
+_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
+"""Refusals that mean that somebody else was faster: the request waits on, where it stood."""
+
+
+class Router:
+    """Places requests and runs them; see the module docstring.
+
+    Args:
+        fleet: The engines of this ingress.
+        config: Bounds and thresholds.
+        metrics: Counts what is decided.
+        tickets: Seals what lets a decode engine fetch from a prefill engine.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet[Connections],
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        tickets: TicketOffice,
+    ) -> None:
+        self.fleet = fleet
+        self.config = config
+        self.metrics = metrics
+        self.tickets = tickets
+        self.policies = make_policies(config.policy)
+        self.queue = SlotQueue(
+            fleet.pools, self.policies.decode, config.max_queued_requests, config.queue_timeout_s
+        )
+        self.waits = SlotWaits(self.queue, fleet.pools)
+        fleet.on_change = self.waits.capacity_changed
+
+    async def run(self, request: EngineRequest, emit: Emit) -> None:
+        """Run a request; its outputs go to `emit` in order, each choice's last with its reason.
+
+        When it ends early, cancelled or because no more is wanted, the request is aborted
+        wherever it is.
+
+        Raises:
+            ServingError: It cannot run, or stopped midway.
+        """
+        run = Run(self, request, emit)
+        story = prefill_first if self.config.order == "prefill_first" else decode_first
+        try:
+            for _ in range(self.config.max_attempts):
+                if await run.survives(story):
+                    return
+            raise ReplicaLostError(
+                f"{self.config.max_attempts} decode replicas were lost one after the other",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        finally:
+            run.close()
+            self.waits.capacity_changed()
+
+
+async def decode_first(run: Run) -> None:
+    """Slot, prompt, first token, the rest: nothing is computed for whoever finds no slot."""
+    decode = await run.reserve()
+    first = await run.prefill(decode) if run.leaves_prompt(decode) else []
+    run.activate(decode)
+    await run.deliver(first)
+    await run.follow(decode)
+
+
+async def prefill_first(run: Run) -> None:
+    """Prompt, first token, slot, the rest: the KV waits with prefill, the client does not."""
+    if run.is_remote and not run.has_tokens:
+        run.check_open()
+        await run.deliver(await run.prefill(None))
+    if not run.is_over:
+        decode = await run.reserve()
+        run.activate(decode)
+        await run.follow(decode)
+
+
+class DecodeLostError(Exception):
+    """The engine that holds the request's decode slot is gone."""
+
+
+class Run:
+    """One request on its way through the engines: its legs, its inbox, what its client has.
+
+    Owner: the coroutine of the request. It has at most one decode leg and one prefill leg at a
+    time; a decode leg of mode "decode" waits to be activated, once.
+
+    Args:
+        router: What this ingress places requests with.
+        request: What to run.
+        emit: Gets its outputs.
+
+    Attributes:
+        tokens: For each choice, the tokens that the client has, or gets next: with them another
+            engine can go on from where a lost one was.
+        is_over: Whether there is nothing left to do.
+    """
+
+    def __init__(self, router: Router, request: EngineRequest, emit: Emit) -> None:
+        self._router = router
+        self._pools = router.fleet.pools
+        self._request = request
+        self._emit = emit
+        self._demand = Demand.of(request, asyncio.get_running_loop().time())
+        self._inbox: Inbox = asyncio.Queue()
+        self._decode: Leg | None = None
+        self._prefill: Leg | None = None
+        # Of the last transfer: news of an earlier one must not end the one under way.
+        self._epoch = -1
+        self._num_unfinished = request.sampling.n
+        self._has_decoded = False
+        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self.is_over = False
+
+    def __repr__(self) -> str:
+        return f"Run({self._request.request_id}, {self._prefill!r}, {self._decode!r})"
+
+    # --- the words of the stories --------------------------------------------------------------
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the prompt has been computed, and the client has something."""
+        return any(self.tokens)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a prefill engine takes prompts, and this one is long enough to move."""
+        is_long = self._demand.num_prompt_tokens >= self._router.config.min_remote_prefill_tokens
+        return is_long and self._pools.can_prefill
+
+    def leaves_prompt(self, decode: Leg) -> bool:
+        """Whether the engine of a reservation waits for somebody else to compute the prompt."""
+        return decode.mode == "decode" and not self.has_tokens
+
+    def check_open(self) -> None:
+        """Raise, before any work is done, if there will be no decode slot.
+
+        Raises:
+            ServingError: See `SlotQueue.check_open`.
+        """
+        self._router.queue.check_open()
+
+    async def reserve(self) -> Leg:
+        """Get a decode slot; its engine computes the prompt at once if nobody else will.
+
+        Raises:
+            ServingError: There is none to be had.
+        """
+        now_s = asyncio.get_running_loop().time
+        started_s = now_s()
+        waiter = self._router.queue.new_waiter(self._demand, is_promised=self.has_tokens)
+        num_failures = 0
+        while True:
+            placement = await self._router.waits.wait(waiter)
+            answer = await self._ask_to_decode(placement)
+            if isinstance(answer, Leg):
+                self._router.metrics.queue_time.observe(now_s() - started_s)
+                return answer
+            self._router.queue.refuse(waiter, placement)
+            if isinstance(answer, Refused):
+                self._router.metrics.refusals.labels(answer.reason).inc()
+                if answer.reason == "invalid":
+                    raise BadRequestError(answer.message, param="prompt")
+                if answer.reason in _NO_ROOM:
+                    continue
+            num_failures += 1
+            if num_failures == self._router.config.max_attempts:
+                why = answer.message if isinstance(answer, Refused) else str(answer)
+                raise SaturatedError(
+                    f"{num_failures} placements were refused or lost; the last: {why}",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+
+    async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
+        """Have the prompt computed by the prefill pool.
+
+        Args:
+            consumer: The decode leg that its KV is for; None: whichever comes.
+
+        Returns:
+            The first tokens of every choice, for `deliver`; none when no prefill engine gave any.
+
+        Raises:
+            DecodeLostError: The consumer's engine died.
+            ServingError: An engine gave the request up.
+        """
+        tried: set[Placement] = set()
+        for _ in range(self._router.config.max_attempts):
+            views = self._pools.prefill_views()
+            placement = place(self._router.policies.prefill, self._demand, views, tried)
+            if placement is None:
+                break
+            outputs = await self._ask_to_prefill(placement, consumer)
+            if outputs:
+                return outputs
+            tried.add(placement)
+            self._router.metrics.retries.labels("prefill").inc()
+        return []
+
+    def activate(self, decode: Leg) -> None:
+        """Let a reservation go on from the tokens so far, with the KV if prefill offers it.
+
+        An engine that gets no KV, or finds that the transfer is over, computes the prompt itself.
+        """
+        if decode.mode != "decode" or self.is_over:
+            return
+        offer = self._prefill.offer if self._prefill is not None else None
+        if offer is not None:
+            ticket = self._router.tickets.seal(offer, decode.incarnation)
+            decode.send(LoadKV(self._request.request_id, ticket, offer.epoch))
+        tokens = self.tokens if self.has_tokens else []
+        decode.send(Activate(self._request.request_id, tokens))
+
+    async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """Pass on what prefill gave."""
+        for output in outputs:
+            if not await self._emit(output):
+                self.is_over = True
+
+    async def follow(self, decode: Leg) -> None:
+        """Pass on the decode engine's outputs to the end; meanwhile let go of the prefill side.
+
+        Raises:
+            DecodeLostError: The decode engine died.
+            ServingError: It says that the request failed.
+        """
+        while not self.is_over:
+            event = await self._next_of(decode)
+            if isinstance(event, TokenOutput):
+                self._has_decoded = True
+                if self._note(event):
+                    self._drop_decode(abort=False)
+                if not await self._emit(event):
+                    return
+            elif isinstance(event, KVLoaded) and event.epoch == self._epoch:
+                self._drop_prefill(abort=event.failure is not None)
+                if event.failure is not None:
+                    self._router.metrics.retries.labels("kv_" + event.failure).inc()
+
+    async def survives(self, story: Story) -> bool:
+        """Live a story to its end; False if the decode engine died and another may take over.
+
+        Raises:
+            ServingError: The request cannot run, or stopped midway.
+        """
+        try:
+            await story(self)
+        except DecodeLostError as error:
+            self._lose_decode(error)
+            return False
+        return True
+
+    def _lose_decode(self, error: DecodeLostError) -> None:
+        """Drop a decode engine that died, and the transfer that only it could fetch.
+
+        Raises:
+            ReplicaLostError: It had generated something.
+        """
+        self._router.metrics.lost.labels("decode").inc()
+        self._drop_decode()
+        if self._prefill is not None and self._prefill.offer is None:
+            self._drop_prefill(abort=True)
+        if self._has_decoded:
+            raise ReplicaLostError(f"the decode replica was lost mid-request: {error}") from None
+        self._router.metrics.retries.labels("decode_lost").inc()
+
+    def close(self) -> None:
+        """Abort what is still open and drop every hold. Idempotent."""
+        self._drop_decode()
+        self._drop_prefill(abort=True)
+
+    # --- questions to engines ------------------------------------------------------------------
+
+    async def _ask_to_decode(self, placement: Placement) -> Leg | Refused | Exception:
+        """Send the request to a decode engine, and wait for its answer: or why there is none."""
+        message = AddRequest(self._request, self._mode(placement), placement.dp_group)
+        try:
+            leg = self._decode = self._open(placement, message)
+            answer = await self._answer(leg)
+        except (EngineDeadError, DecodeLostError) as error:
+            self._router.metrics.lost.labels("decode").inc()
+            self._drop_decode(abort=False)
+            return error
+        if isinstance(answer, Refused):
+            # Nobody else is placed there before this request stands in the queue again.
+            self._drop_decode(abort=False)
+            return answer
+        leg.answered()
+        self._router.waits.capacity_changed()
+        return leg
+
+    def _mode(self, placement: Placement) -> RequestMode:
+        """Whether a decode engine waits to be activated or computes the prompt at once."""
+        if self.has_tokens:
+            return "decode"
+        snapshot = self._pools.snapshot(placement.incarnation)
+        is_decode = snapshot is not None and snapshot.role == "decode"
+        # In the other order prefill engines have been asked, and gave nothing.
+        is_first = self._router.config.order == "decode_first"
+        return "decode" if is_decode and is_first and self.is_remote else "local"
+
+    async def _answer(self, leg: Leg) -> Accepted | Refused:
+        while True:
+            event = await self._next_of(leg)
+            if isinstance(event, Accepted | Refused):
+                return event
+
+    async def _ask_to_prefill(
+        self, placement: Placement, consumer: Leg | None
+    ) -> list[TokenOutput]:
+        """Ask one prefill engine; nothing when it refuses or dies."""
+        member = self._pools.member(placement.incarnation)
+        if member is None or not member.description.kv_endpoints:
+            return []
+        tickets, request = self._router.tickets, self._request
+        self._epoch += 1
+        transfer = tickets.begin(request, self._epoch, member.description)
+        ticket = tickets.seal(transfer, consumer.incarnation if consumer is not None else "")
+        message = AddRequest(request, "prefill", ANY_GROUP, ticket)
+        self._pools.hold(self._demand, placement)
+        try:
+            leg = self._open(placement, message, transfer if consumer is None else None)
+            self._prefill = leg
+            if consumer is not None:
+                consumer.send(LoadKV(request.request_id, ticket, transfer.epoch))
+            outputs = await self._first_tokens(leg)
+        except EngineDeadError:
+            self._router.metrics.lost.labels("prefill").inc()
+            outputs = []
+        if not outputs:
+            self._drop_prefill(abort=True)
+        return outputs
+
+    async def _first_tokens(self, leg: Leg) -> list[TokenOutput]:
+        """Wait for the first tokens of every choice; none if the engine refuses."""
+        outputs: list[TokenOutput] = []
+        while len({output.choice for output in outputs}) < len(self.tokens):
+            event = await self._next_of(leg)
+            leg.answered()
+            if isinstance(event, Refused):
+                self._router.metrics.refusals.labels(event.reason).inc()
+                return []
+            if isinstance(event, TokenOutput):
+                outputs.append(event)
+        for output in outputs:
+            self._note(output)
+        return outputs
+
+    # --- events --------------------------------------------------------------------------------
+
+    async def _next_of(self, wanted: Leg) -> EngineEvent:
+        """The next event of one leg; what the decode engine says meanwhile is kept for later.
+
+        Raises:
+            DecodeLostError: The decode engine died.
+            EngineDeadError: The wanted prefill engine died.
+            ServingError: An engine gave the request up.
+        """
+        if wanted.early:
+            return wanted.early.popleft()
+        while True:
+            stream, event = await self._inbox.get()
+            leg = self._leg_of(stream)
+            if leg is None:
+                continue  # It was dropped; this was on its way.
+            if isinstance(event, EngineDeadError):
+                if leg is self._decode:
+                    raise DecodeLostError(str(event))
+                if leg is wanted:
+                    raise event
+                self._drop_prefill(abort=False)
+            elif isinstance(event, TokenOutput) and event.finish_reason == "error":
+                is_waiting = leg is self._decode and wanted is self._prefill
+                raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
+            elif leg is wanted:
+                return event
+            elif leg is self._decode:
+                leg.early.append(event)
+
+    def _leg_of(self, stream: EngineStream) -> Leg | None:
+        for leg in (self._decode, self._prefill):
+            if leg is not None and leg.stream is stream:
+                return leg
+        return None
+
+    def _note(self, output: TokenOutput) -> bool:
+        """Keep what the client gets; says whether that was all."""
+        tokens = self.tokens[output.choice]
+        tokens += output.token_ids[len(tokens) - output.index :]
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+            self.is_over = not self._num_unfinished
+        return self.is_over
+
+    # --- legs ----------------------------------------------------------------------------------
+
+    def _open(
+        self, placement: Placement, message: AddRequest, offer: Transfer | None = None
+    ) -> Leg:
+        client = self._router.fleet.client
+        return Leg(client, self._pools, placement, message, self._inbox, offer)
+
+    def _drop_decode(self, *, abort: bool = True) -> None:
+        if self._decode is not None:
+            self._decode.close(abort=abort)
+            self._decode = None
+
+    def _drop_prefill(self, *, abort: bool) -> None:
+        if self._prefill is not None:
+            self._prefill.close(abort=abort)
+            self._prefill = None
+
+
+def _error(text: str, *, is_waiting: bool) -> ServingError:
+    """What a client is told of a request that an engine gave up.
+
+    Args:
+        text: What the engine said.
+        is_waiting: Whether it was a reservation that had not been activated.
+    """
+    # It may be heard of only after the activation was sent.
+    if is_waiting or text == LAPSED:
+        return QueueTimeoutError(
+            f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
+        )
+    if text.startswith(KV_TRANSFER_FAILED):
+        return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
+    return InternalError(text)

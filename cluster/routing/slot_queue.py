@@ -1,0 +1,206 @@
+"""The queue in front of the decode slots: whoever came first is placed first. Pure.
+
+Owner: one ingress's event loop. It decides who is next and who has waited too long; where there is
+room, placement says over the pools' views. Nobody is woken here: `assign` says who has a place now,
+`slot_waits` tells them. A replica may still refuse what was held here: then the request comes back
+to the place that it had.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.errors import NotReadyError, SaturatedError
+from cluster.routing.placement import fits, place
+
+if TYPE_CHECKING:
+    from cluster.routing.demand import Demand
+    from cluster.routing.placement import Placement, PlacementPolicy
+    from cluster.routing.pools import PoolState
+
+RETRY_AFTER_S = 1
+"""What a client that is turned away is told to wait."""
+
+
+def not_ready() -> NotReadyError:
+    """What everybody is told who wants a slot while nobody decodes."""
+    return NotReadyError("no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S)
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that wants a slot, and keeps its place when an engine has no room after all.
+
+    Owner: the queue that made it.
+
+    Attributes:
+        demand: The request.
+        order: When it came, among the requests of this ingress.
+        is_promised: Whether it was let in by `check_open`: work has been done for it, and it may
+            wait whoever has come since.
+        deadline_s: When it has waited too long; None before it waits.
+        refused: Placements that had no room for it just now.
+        num_snapshots: Snapshots that the pools had taken when it was last placed.
+        num_changes: Changes of the pools since which a refusal may be out of date.
+    """
+
+    demand: Demand
+    order: int
+    is_promised: bool
+    deadline_s: float | None = None
+    refused: set[Placement] = field(default_factory=set)
+    num_snapshots: int = 0
+    num_changes: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place: the lowest is next."""
+        return self.demand.priority, self.order
+
+
+class SlotQueue:
+    """See the module docstring.
+
+    Args:
+        pools: What this ingress believes of the replicas; holds are taken there.
+        policy: Which DP group a request gets.
+        max_queued_requests: How many may wait.
+        timeout_s: How long one may wait.
+
+    Attributes:
+        timeout_s: As given.
+    """
+
+    def __init__(
+        self,
+        pools: PoolState,
+        policy: PlacementPolicy,
+        max_queued_requests: int,
+        timeout_s: float,
+    ) -> None:
+        self._pools = pools
+        self._policy = policy
+        self._max_queued_requests = max_queued_requests
+        self.timeout_s = timeout_s
+        self._waiters: list[Waiter] = []
+        self._orders = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __repr__(self) -> str:
+        return f"SlotQueue({self._waiters})"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica can decode now."""
+        return self._pools.can_decode
+
+    def check_open(self) -> None:
+        """Whether a request that will want a slot later should be let in.
+
+        Raises:
+            NotReadyError: No replica can decode now.
+            SaturatedError: The queue is full.
+        """
+        self._check_ready()
+        if self._waiters:
+            self._check_room()
+
+    def new_waiter(self, demand: Demand, *, is_promised: bool = False) -> Waiter:
+        """A place behind everybody who came before; see `Waiter`."""
+        return Waiter(demand, next(self._orders), is_promised)
+
+    def enter(self, waiter: Waiter, now_s: float) -> Placement | None:
+        """Place a request at once if it is its turn and there is room, else let it wait.
+
+        Raises:
+            NotReadyError: No replica can decode now.
+            SaturatedError: The queue is full.
+        """
+        if not self._waiters or waiter.key < self._waiters[0].key:
+            self._check_ready()
+            placement = self._place(waiter)
+            if placement is not None:
+                return placement
+        if waiter.deadline_s is None:
+            if not waiter.is_promised:
+                self._check_room()
+            deadline_s = now_s + self.timeout_s
+            asked_s = waiter.demand.deadline_s
+            waiter.deadline_s = deadline_s if asked_s is None else min(asked_s, deadline_s)
+        bisect.insort(self._waiters, waiter, key=lambda w: w.key)
+        return None
+
+    def refuse(self, waiter: Waiter, placement: Placement) -> None:
+        """A replica had no room for what was placed there, and its hold has been dropped."""
+        waiter.refused.add(placement)
+        if waiter.num_snapshots == self._pools.num_snapshots:
+            # All that has changed is the hold; otherwise whoever refused may have room by now.
+            waiter.num_changes = self._pools.num_changes
+
+    def leave(self, waiter: Waiter) -> None:
+        """Let a request wait no longer. Idempotent."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+
+    def assign(self) -> list[tuple[Waiter, Placement]]:
+        """Place whoever is next, as long as there is room; they wait no longer, and hold it.
+
+        Call it whenever the pools have changed or somebody has left.
+        """
+        assigned = []
+        while self._waiters:
+            placement = self._place(self._waiters[0])
+            if placement is None:
+                break
+            assigned.append((self._waiters.pop(0), placement))
+        return assigned
+
+    def expire(self, now_s: float) -> list[Waiter]:
+        """Take out everybody who has waited too long."""
+        late = [w for w in self._waiters if w.deadline_s is not None and w.deadline_s <= now_s]
+        for waiter in late:
+            self._waiters.remove(waiter)
+        return late
+
+    def clear(self) -> list[Waiter]:
+        """Take out everybody."""
+        waiters, self._waiters = self._waiters, []
+        return waiters
+
+    def check_invariants(self) -> None:
+        """The queue is in order, and after every `assign` its head has no room."""
+        keys = [waiter.key for waiter in self._waiters]
+        assert keys == sorted(set(keys)), f"{keys=}"
+        if self._waiters:
+            head = self._waiters[0]
+            for view in self._pools.decode_views():
+                has_room = fits(head.demand, view) and view.placement not in head.refused
+                assert not has_room, f"{head!r} waits although {view} has room"
+
+    def _place(self, waiter: Waiter) -> Placement | None:
+        views = self._pools.decode_views()
+        placement = place(self._policy, waiter.demand, views, waiter.refused)
+        if placement is None and waiter.refused and self._pools.num_changes != waiter.num_changes:
+            waiter.refused.clear()
+            placement = place(self._policy, waiter.demand, views)
+        if placement is not None:
+            self._pools.hold(waiter.demand, placement)
+            waiter.num_snapshots = self._pools.num_snapshots
+            waiter.num_changes = self._pools.num_changes
+        return placement
+
+    def _check_ready(self) -> None:
+        if not self.is_ready:
+            raise not_ready()
+
+    def _check_room(self) -> None:
+        if len(self._waiters) >= self._max_queued_requests:
+            raise SaturatedError(
+                f"all decode slots are taken and {len(self._waiters)} requests wait; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )

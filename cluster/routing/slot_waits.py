@@ -1,0 +1,84 @@
+"""Waiting for a decode slot: the shell around the slot queue that wakes whoever has a place.
+
+Owner: one ingress's event loop; of the futures of those who wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from cluster.errors import QueueTimeoutError
+from cluster.routing.slot_queue import RETRY_AFTER_S, not_ready
+
+if TYPE_CHECKING:
+    from cluster.routing.placement import Placement
+    from cluster.routing.pools import PoolState
+    from cluster.routing.slot_queue import SlotQueue, Waiter
+
+
+class SlotWaits:
+    """See the module docstring.
+
+    Args:
+        queue: Who is next.
+        pools: Where the queue holds what it assigns.
+    """
+
+    def __init__(self, queue: SlotQueue, pools: PoolState) -> None:
+        self._queue = queue
+        self._pools = pools
+        self._futures: dict[Waiter, asyncio.Future[Placement]] = {}
+
+    async def wait(self, waiter: Waiter) -> Placement:
+        """Wait, in order, for a DP group with room; it is held for the request from then on.
+
+        Raises:
+            NotReadyError: No replica can decode now.
+            SaturatedError: The queue is full.
+            QueueTimeoutError: No room within the deadline.
+        """
+        loop = asyncio.get_running_loop()
+        placement = self._queue.enter(waiter, loop.time())
+        if placement is not None:
+            # Whoever comes back from a replica that refused it has left room there.
+            self.capacity_changed()
+            return placement
+        future: asyncio.Future[Placement] = loop.create_future()
+        self._futures[waiter] = future
+        assert waiter.deadline_s is not None
+        # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+        timer = loop.call_at(waiter.deadline_s, self._expire, waiter.deadline_s)
+        self.capacity_changed()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # It was assigned a place in the moment in which its client left.
+                self._pools.release(waiter.demand.request_id, future.result().incarnation)
+            raise
+        finally:
+            timer.cancel()
+            self._futures.pop(waiter, None)
+            self._queue.leave(waiter)
+            self.capacity_changed()
+
+    def capacity_changed(self) -> None:
+        """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
+        if not self._queue:
+            return
+        if not self._queue.is_ready:
+            for waiter in self._queue.clear():
+                self._futures.pop(waiter).set_exception(not_ready())
+        for waiter, placement in self._queue.assign():
+            self._futures.pop(waiter).set_result(placement)
+
+    def _expire(self, deadline_s: float) -> None:
+        # A timer may come early by the clock's resolution.
+        now_s = max(asyncio.get_running_loop().time(), deadline_s)
+        for waiter in self._queue.expire(now_s):
+            error = QueueTimeoutError(
+                f"no decode slot became free within {self._queue.timeout_s:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            )
+            self._futures.pop(waiter).set_exception(error)

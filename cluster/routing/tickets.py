@@ -1,0 +1,159 @@
+"""Permits to fetch KV: the secrets that seal them, and the one place that makes them.
+
+Only a router makes tickets, and only they let an engine fetch another one's KV. A request's body
+brings neither tickets nor endpoints: `cluster.edge.openai_fields` refuses whatever looks like one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.errors import ClusterConfigError
+from kv_transfer.config import TransferConfig
+from kv_transfer.ticket import MIN_KEY_BYTES, KeyRing, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from replicas.messages import EngineDescription, EngineRequest
+
+_NEW_KEY_BYTES = 32
+_TRANSFER_ID_BYTES = 16
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
+
+
+def new_secret() -> bytes:
+    """A secret for a cluster that was given none; nobody can guess it.
+
+    No configuration shows it, but Serve keeps it: see `cluster.app`.
+    """
+    return secrets.token_bytes(_NEW_KEY_BYTES)
+
+
+def key_ring(key_file: str | None, made_secrets: Sequence[bytes] = ()) -> KeyRing:
+    """The keys of this process: those of the file, if there is one.
+
+    Args:
+        key_file: One secret a line, in hexadecimal or base64; the first seals, each of them opens.
+            Empty lines and lines that begin with # are passed over.
+        made_secrets: For a cluster without a file: what was made for it.
+
+    Raises:
+        ClusterConfigError: The file cannot be used; says where and why, and shows nothing of it.
+    """
+    if key_file is None:
+        return KeyRing(tuple(made_secrets))
+    try:
+        lines = Path(key_file).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        # The error of a decoder has what it could not decode.
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise ClusterConfigError(f"args.kv_key_file: cannot read {key_file}: {reason}") from None
+    found = [
+        _secret(line.strip(), f"args.kv_key_file: {key_file}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not found:
+        raise ClusterConfigError(f"args.kv_key_file: {key_file} holds no secret")
+    return KeyRing(tuple(found))
+
+
+def _secret(text: str, where: str) -> bytes:
+    """One line's secret: hexadecimal if it can be, else base64."""
+    if _HEX.fullmatch(text):
+        secret = bytes.fromhex(text)
+    else:
+        try:
+            secret = base64.b64decode(text, validate=True)
+        except binascii.Error:
+            raise ClusterConfigError(f"{where} is neither hexadecimal nor base64") from None
+    if len(secret) < MIN_KEY_BYTES:
+        raise ClusterConfigError(
+            f"{where} has {len(secret)} bytes; a secret has at least {MIN_KEY_BYTES}: make one "
+            "with `openssl rand -hex 32`"
+        )
+    return secret
+
+
+class Transfer(NamedTuple):
+    """What a prefill engine is asked to keep for one attempt of a request.
+
+    Attributes:
+        transfer_id: Names it to both ends.
+        epoch: Counts the attempts of the request.
+        request: Whose KV moves.
+        producer: The prefill engine.
+    """
+
+    transfer_id: bytes
+    epoch: int
+    request: EngineRequest
+    producer: EngineDescription
+
+
+def _random_transfer_id() -> bytes:
+    return secrets.token_bytes(_TRANSFER_ID_BYTES)
+
+
+class TicketOffice:
+    """Begins transfers and seals their tickets.
+
+    Args:
+        keys: What seals; the engines need the same.
+        config: How long a hand-over may take: a ticket is good for the time in which a producer
+            waits for its consumer, and for one lease.
+        new_transfer_id: Makes 16 bytes that nobody can guess.
+        unix_now_s: The wall clock.
+    """
+
+    def __init__(
+        self,
+        keys: KeyRing,
+        config: TransferConfig | None = None,
+        new_transfer_id: Callable[[], bytes] = _random_transfer_id,
+        unix_now_s: Callable[[], float] = time.time,
+    ) -> None:
+        config = config or TransferConfig()
+        self._keys = keys
+        self._lifetime_s = config.rendezvous_s + config.lease_s
+        self._new_transfer_id = new_transfer_id
+        self._unix_now_s = unix_now_s
+
+    def __repr__(self) -> str:
+        return f"TicketOffice({self._keys!r})"
+
+    def begin(self, request: EngineRequest, epoch: int, producer: EngineDescription) -> Transfer:
+        """A new transfer from a prefill engine."""
+        return Transfer(self._new_transfer_id(), epoch, request, producer)
+
+    def seal(self, transfer: Transfer, consumer: str = "") -> bytes:
+        """A ticket of a transfer, sealed.
+
+        Args:
+            transfer: Which.
+            consumer: Incarnation of the engine that may fetch; "" while it is not chosen: good for
+                the prefill engine to keep the KV, and for nobody to fetch it.
+
+        Raises:
+            TicketError: There is no key to seal it with, or it is too long to travel.
+        """
+        producer = transfer.producer
+        ticket = Ticket(
+            transfer_id=transfer.transfer_id,
+            request_id=transfer.request.request_id,
+            epoch=transfer.epoch,
+            producer_endpoints=producer.kv_endpoints or (),
+            producer_incarnation=producer.incarnation,
+            consumer=consumer,
+            num_tokens=len(transfer.request.prompt_token_ids),
+            layout_hash=producer.kv_layout_hash or "",
+            expires_ms=int((self._unix_now_s() + self._lifetime_s) * 1000),
+        )
+        return self._keys.seal(ticket)

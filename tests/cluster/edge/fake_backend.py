@@ -1,0 +1,85 @@
+"""A `Backend` without engines: byte tokens, an echo of the prompt, or a script."""
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.transfers import ReplicaView, TransfersView
+from replicas.messages import TokenLogprob, TokenOutput
+from replicas.output_processor import OutputProcessor
+from replicas.tokenizer import Tokenizer
+
+TEMPLATE = """{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def make_tokenizer():
+    """One token for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(
+        backend,
+        vocab_size=256,
+        eos_token_ids=frozenset(),
+        special_tokens={},
+        chat_template=TEMPLATE,
+    )
+
+
+def likely(token_id, count):
+    """A token that was the likeliest, and the `count` likeliest ones: those that follow it."""
+    likeliest = [TokenLogprob(token_id + i, -0.5 - i, 1 + i) for i in range(count)]
+    return [TokenLogprob(token_id, -0.5, 1), *likeliest]
+
+
+class FakeBackend:
+    """Every choice is the prompt's own tokens, in turns; `script` runs a request otherwise."""
+
+    max_model_len = 64
+
+    def __init__(self, script=None, adapters=()):
+        self.tokenizer = make_tokenizer()
+        self.script = script
+        self.adapters = adapters
+        self.requests = []
+        self.num_open = 0
+        self.ready = (True, "")
+
+    def models(self):
+        adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
+        return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
+
+    async def generate(self, request, emit):
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            return await (self.script or self._echo)(request, emit)
+        finally:
+            self.num_open -= 1
+
+    async def _echo(self, request, emit):
+        processor = OutputProcessor(self.tokenizer, request, frozenset())
+        sampling = request.sampling
+        echo = request.prompt_token_ids[: sampling.max_tokens]
+        for i, token_id in enumerate(echo):
+            reason = "length" if i + 1 == len(echo) else None
+            logprobs = None if sampling.logprobs is None else [likely(token_id, sampling.logprobs)]
+            for choice in range(sampling.n):
+                output = TokenOutput(
+                    request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
+                )
+                delta = processor.take(output)
+                if delta is not None:
+                    await emit(delta)
+        return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
+
+    def is_ready(self):
+        return self.ready
+
+    async def metrics_text(self):
+        return b"vllm:num_requests_running 0\n"
+
+    async def transfers(self):
+        return TransfersView(replicas=[ReplicaView(replica="decode-d", pool="decode")])

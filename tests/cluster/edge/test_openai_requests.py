@@ -1,0 +1,382 @@
+import contextlib
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.edge.openai import ModelCard
+from cluster.edge.openai_requests import (
+    ChatPrompt,
+    TextPrompt,
+    TokenPrompt,
+    build_request,
+    check_vocabulary,
+    encode_prompt,
+    parse_body,
+    parse_chat_completion,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+    resolve_model,
+    response_spec,
+)
+from cluster.errors import BadRequestError, NotFoundError
+from replicas.sampling_params import SamplingParams
+from tests.cluster.edge.test_openai_fields import turn_on
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+SEED = 2**62
+"""What the ingress mints in these tests."""
+
+
+def build(body, num_prompt_tokens=4, max_model_len=64, parse=None):
+    parse = parse or (parse_chat_completion if "messages" in body else parse_completion)
+    return build_request(
+        parse(body),
+        [7] * num_prompt_tokens,
+        ModelCard("demo", "demo-folder", max_model_len, 17),
+        vocab_size=100,
+        request_id="unique",
+        seed=SEED,
+    )
+
+
+def outcome(body):
+    try:
+        return build(body), None
+    except BadRequestError as error:
+        return None, error
+
+
+def refusal(body, **options):
+    with pytest.raises(BadRequestError) as refused:
+        build(body, **options)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"{'a': 1}", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}',
+        b'{"a": 1e999}', b'{"a": -1e999}', b'{"a": "\\ud800"}', b'{"a": "\xff"}', b"[" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"{} {}",
+    ],
+)  # fmt: skip
+def test_a_body_that_is_not_standard_json_is_refused(raw):
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        parse_body(raw)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b'"x"', b"1", b"null", b"true"])
+def test_a_body_that_is_not_an_object_is_refused(raw):
+    with pytest.raises(BadRequestError, match="must be a JSON object"):
+        parse_body(raw)
+
+
+@given(st.binary())
+def test_any_bytes_are_an_object_or_a_typed_refusal(raw):
+    with contextlib.suppress(BadRequestError):
+        assert isinstance(parse_body(raw), dict)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.floats(),
+    lambda child: st.lists(child, max_size=3) | st.dictionaries(st.text(), child, max_size=3),
+    max_leaves=8,
+)
+NAMES = [
+    "temperature", "top_k", "stop", "max_tokens", "n", "stream", "stream_options", "seed",
+    "logit_bias", "stop_token_ids", "response_format", "user", "tools", "nonsense",
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from([{"prompt": "x"}, CHAT]), st.dictionaries(st.sampled_from(NAMES), JSON), JSON
+)
+def test_any_values_give_a_valid_request_or_a_refusal_that_names_a_field(base, extra, content):
+    bodies = [{**base, **extra}, {"prompt": content}, {"messages": content}]
+    for body in [*bodies, {"messages": [{"role": "user", "content": content}]}]:
+        request, error = outcome(body)
+        assert request is not None or error.param
+
+
+def test_a_request_without_options_has_the_documented_defaults():
+    assert build({"prompt": "x"}).sampling == SamplingParams(max_tokens=16, seed=SEED)
+    assert build(CHAT).sampling == SamplingParams(max_tokens=60, seed=SEED)
+
+
+def test_every_supported_field_reaches_the_request():
+    body = {
+        "prompt": "x", "stream": True, "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 3,
+        "seed": 2**63 - 1, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
+        "skip_special_tokens": False, "include_stop_str_in_output": True, "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    assert build(body).sampling == SamplingParams(
+        max_tokens=5, temperature=0, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
+        stop_token_ids=(3,), ignore_eos=True, skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )  # fmt: skip
+    spec = response_spec(parse_completion(body), "demo", request_id="r1", created=17)
+    flags = (spec.stream, spec.include_usage, spec.continuous_usage_stats)
+    assert (*flags, spec.return_token_ids) == (True,) * 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "words"),
+    [
+        ({"temperature": "1"}, "temperature", "must be a number"),
+        ({"temperature": True}, "temperature", "must be a number"),
+        ({"temperature": 2.01}, "temperature", "[0, 2]"),
+        ({"temperature": -0.1}, "temperature", "[0, 2]"),
+        ({"temperature": math.nan}, "temperature", "[0, 2]"),
+        ({"top_p": 0}, "top_p", "(0, 1]"),
+        ({"top_p": 1.1}, "top_p", "(0, 1]"),
+        ({"top_k": -2}, "top_k", "-1, 0 or at least 1"),
+        ({"top_k": 1.0}, "top_k", "must be an integer"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": -3}, "max_tokens", "at least 1"),
+        ({"max_tokens": 65}, "max_tokens", "65 and max_model_len is 64"),
+        ({"max_tokens": 1e3}, "max_tokens", "must be an integer"),
+        ({"seed": 2**63}, "seed", "64 bits"),
+        ({"seed": 1.5}, "seed", "must be an integer"),
+        ({"stop": ""}, "stop", "empty string"),
+        ({"stop": ["a", ""]}, "stop", "empty string"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ["a", 1]}, "stop[1]", "must be a string"),
+        ({"stop": 1}, "stop", "a string or an array of strings"),
+        ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]", "must be an integer"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]", "must be an integer"),
+        ({"stop_token_ids": [3, 100]}, "stop_token_ids[1]", "outside the vocabulary"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {}}, "stream_options", "needs stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a field"),
+        (
+            {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "true or false",
+        ),
+        ({"n": 2}, "n", "not supported yet"),
+        ({"n": "2"}, "n", "must be an integer"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        ({"max_token": 5}, "max_token", "not a field"),
+        ({"x" * 500: 5}, "x" * 64, "not a field"),
+    ],
+)
+@pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT], ids=["completions", "chat"])
+def test_a_bad_field_is_refused_by_its_path(base, extra, param, words):
+    error = refusal({**base, **extra})
+    assert error.status == 400
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize("k", [-1, 0, 1, 100, 2**63])
+def test_any_top_k_from_minus_one_up_is_taken(k):
+    assert build({"prompt": "x", "top_k": k}).sampling.top_k == min(k, 100)
+
+
+def test_a_seed_of_minus_one_is_no_seed():
+    assert build({"prompt": "x", "seed": -1}).sampling.seed == SEED
+
+
+@pytest.mark.parametrize("seed", [0, 7, -2, -(2**63)])
+def test_a_seed_of_the_body_is_taken_instead_of_the_minted_one(seed):
+    assert build({"prompt": "x", "seed": seed}).sampling.seed == seed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", TextPrompt("hello")),
+        (["hello"], TextPrompt("hello")),
+        ([1, 2], TokenPrompt([1, 2])),
+        ([[1, 2]], TokenPrompt([1, 2], "prompt[0]")),
+    ],
+)
+def test_the_four_forms_of_one_prompt(prompt, expected):
+    assert parse_completion({"prompt": prompt}).prompt == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "words"),
+    [
+        ("", "prompt", "empty"),
+        ([], "prompt", "empty"),
+        ([""], "prompt[0]", "empty"),
+        ([[]], "prompt[0]", "empty"),
+        (["a", "b"], "prompt", "2 entries: several prompts"),
+        ([[1], [2]], "prompt", "2 entries: several prompts"),
+        ([1, "a"], "prompt[1]", "must be an integer"),
+        ([1, True], "prompt[1]", "must be an integer"),
+        ([1.0], "prompt[0]", "must be an integer"),
+        (5, "prompt", "must be a string or an array"),
+        ({}, "prompt", "must be a string or an array"),
+        (False, "prompt", "must be a string or an array"),
+        (None, "prompt", "required"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_its_path(prompt, param, words):
+    error = refusal({"prompt": prompt})
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 2**40])
+def test_a_token_id_outside_the_vocabulary_is_named(bad):
+    with pytest.raises(BadRequestError) as refused:
+        check_vocabulary([1, bad, 2], 100, "prompt")
+    assert refused.value.param == "prompt[1]"
+    assert f"is {bad}, outside the vocabulary of 0 to 99" in refused.value.message
+
+
+def test_max_tokens_is_clipped_to_the_room_left():
+    assert build({"prompt": "x", "max_tokens": 64}).sampling.max_tokens == 60
+    assert build({"prompt": "x"}, num_prompt_tokens=63).sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65])
+@pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT], ids=["prompt", "messages"])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(base, num_tokens):
+    error = refusal(base, num_prompt_tokens=num_tokens)
+    assert error.param == next(iter(base))
+    assert f"has {num_tokens} tokens and max_model_len is 64" in error.message
+
+
+def test_a_prompt_that_encodes_to_nothing_is_refused():
+    assert refusal({"prompt": "x"}, num_prompt_tokens=0).param == "prompt"
+
+
+def test_max_completion_tokens_wins_over_max_tokens():
+    request = build({**CHAT, "max_completion_tokens": 3, "max_tokens": 9})
+    assert request.sampling.max_tokens == 3
+    assert refusal({**CHAT, "max_completion_tokens": 0}).param == "max_completion_tokens"
+    assert refusal({**CHAT, "max_completion_tokens": 99}).param == "max_completion_tokens"
+
+
+def test_text_parts_become_the_lines_of_a_content():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = {"role": "user", "content": parts, "name": "ann"}
+    prompt = parse_chat_completion({"messages": [message]}).prompt
+    assert prompt == ChatPrompt([{"role": "user", "content": "a\nb", "name": "ann"}])
+
+
+def test_an_answer_can_be_sent_back_as_it_came():
+    answer = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [],
+              "audio": None, "function_call": None, "tool_calls": None}  # fmt: skip
+    prompt = parse_chat_completion({"messages": [answer]}).prompt
+    assert prompt == ChatPrompt([{"role": "assistant", "content": "yes"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "words"),
+    [
+        (None, "messages", "at least one"),
+        ([], "messages", "at least one"),
+        ("hi", "messages", "must be an array"),
+        (["hi"], "messages[0]", "must be an object"),
+        ([{"content": "x"}], "messages[0].role", "must be one of"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role", "must be one of"),
+        ([{"role": [], "content": "x"}], "messages[0].role", "must be a string"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role", "not supported yet"),
+        ([{"role": "user"}], "messages[0].content", "required"),
+        ([{"role": "user", "content": 5}], "messages[0].content", "must be an array"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]", "must be an object"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0].type",
+            "not supported yet",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "req"),
+        ([{"role": "user", "content": "a", "mood": 1}], "messages[0].mood", "not a field"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}],
+            "messages[1].tool_calls",
+            "not supported yet",
+        ),
+    ],
+)
+def test_a_bad_message_is_refused_by_its_path(messages, param, words):
+    error = refusal({"messages": messages}, parse=parse_chat_completion)
+    assert error.param == param
+    assert words in error.message
+
+
+def test_unknown_and_unnamed_models():
+    served = [ModelCard(name, name, 64, 17) for name in ("a", "b")]
+    assert resolve_model(None, served).id == "a"
+    assert resolve_model("b", served).id == "b"
+    with pytest.raises(NotFoundError, match=r'"c" does not exist; served here: a, b'):
+        resolve_model("c", served)
+
+
+def test_tokenize_takes_one_of_two_forms():
+    assert parse_tokenize({"prompt": "x"}).prompt == TextPrompt("x")
+    chat = parse_tokenize({**CHAT, "add_generation_prompt": False}).prompt
+    assert chat == ChatPrompt(CHAT["messages"], add_generation_prompt=False)
+    for body in ({}, {"prompt": "x", **CHAT}):
+        with pytest.raises(BadRequestError, match="either prompt or messages"):
+            parse_tokenize(body)
+
+
+def test_detokenize_needs_tokens():
+    assert parse_detokenize({"tokens": [1]}) == (None, [1])
+    with pytest.raises(BadRequestError, match="tokens is required"):
+        parse_detokenize({"model": "m"})
+
+
+def test_a_large_list_of_token_ids_is_parsed_and_checked_as_it_is():
+    body = parse_body(json.dumps({"prompt": [5] * 200_000}).encode())
+    prompt = parse_completion(body).prompt
+    assert encode_prompt(prompt, _Vocabulary) is body["prompt"]
+
+
+class _Vocabulary:
+    vocab_size = 6
+
+
+def test_choices_and_priority_act_as_soon_as_the_table_lets_them(monkeypatch):
+    turn_on(monkeypatch, "n", "priority")
+    for base in ({"prompt": "x"}, CHAT):
+        request = build({**base, "n": 3, "priority": -2})
+        assert (request.sampling.n, request.priority) == (3, -2)
+        assert build(base).sampling.n == 1
+        assert refusal({**base, "n": 0}).param == "n"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": "x", "logprobs": 0}, 0),
+        ({"prompt": "x", "logprobs": 5}, 5),
+        (CHAT, None),
+        ({**CHAT, "logprobs": False}, None),
+        ({**CHAT, "logprobs": False, "top_logprobs": 0}, None),
+        ({**CHAT, "logprobs": True}, 0),
+        ({**CHAT, "logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_log_probabilities_act_as_soon_as_the_table_lets_them(monkeypatch, body, count):
+    turn_on(monkeypatch, "logprobs", "top_logprobs")
+    assert build(body).sampling.logprobs == count
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({**CHAT, "logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_a_bad_number_of_log_probabilities_is_refused_by_its_path(monkeypatch, body, param):
+    turn_on(monkeypatch, "logprobs", "top_logprobs")
+    assert refusal(body).param == param

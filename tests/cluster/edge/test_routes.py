@@ -1,0 +1,544 @@
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from cluster.edge import routes
+from cluster.edge.openai import Usage
+from cluster.edge.routes import create_app
+from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
+from replicas.errors import InvalidRequestError
+from replicas.output_processor import OutputDelta
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_openai_fields import turn_on
+
+GENERATE = ["/v1/completions", "/v1/chat/completions"]
+PROMPTS = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+MAX_BODY_BYTES = 2**20
+
+
+class Client:
+    """One ASGI request at a time, with the client's side of the connection in the test's hand."""
+
+    def __init__(self, app):
+        self._app = app
+        self.gone = asyncio.Event()
+        self.status = None
+        self.headers = {}
+        self.chunks = []
+
+    async def request(self, method, path, body=b"", headers=()):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        parts = [body[i : i + 1000] for i in range(0, len(body), 1000)] or [b""]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers],
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "scheme": "http",
+        }
+
+        async def receive():
+            if parts:
+                part = parts.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(parts)}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+            else:
+                self.chunks.append(message["body"])
+
+        await self._app(scope, receive, send)
+        return self
+
+    @property
+    def body(self):
+        return json.loads(b"".join(self.chunks))
+
+    @property
+    def events(self):
+        lines = b"".join(self.chunks).decode().split("\n\n")
+        assert lines.pop() == ""
+        assert all(line.startswith("data: ") for line in lines)
+        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def make_app(service, max_body_bytes=MAX_BODY_BYTES):
+    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes)
+
+
+def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
+    app = make_app(service, max_body_bytes)
+    return asyncio.run(Client(app).request(method, path, body, headers))
+
+
+def generate(service, path, **fields):
+    return call(service, "POST", path, {**PROMPTS[path], **fields})
+
+
+async def poll(predicate):
+    deadline = asyncio.get_running_loop().time() + 5
+    while not predicate():
+        assert asyncio.get_running_loop().time() < deadline, "the predicate never became true"
+        await asyncio.sleep(0.001)
+
+
+def test_a_completion_answers_with_text_and_usage():
+    response = generate(FakeBackend(), "/v1/completions", model="demo")
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/json"
+    assert response.body["choices"][0]["text"] == "hi"
+    assert response.body["usage"]["total_tokens"] == 4
+
+
+def test_a_conversation_goes_through_the_chat_template():
+    response = generate(FakeBackend(), "/v1/chat/completions")
+    assert response.body["choices"][0]["message"]["content"] == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_stream_gives_the_same_text_and_ends_with_done(path):
+    whole = generate(FakeBackend(), path).body["choices"][0]
+    response = generate(FakeBackend(), path, stream=True)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    *chunks, done = response.events
+    assert done == "[DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+    assert text == (whole["text"] if "text" in whole else whole["message"]["content"])
+    assert choices[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize("given", [None, "job-7", "a b\tc\xe9\x01d", "x" * 500])
+def test_a_request_id_is_made_safe_and_echoed(path, given):
+    service = FakeBackend()
+    headers = [] if given is None else [("x-request-id", given)]
+    for _ in range(2):
+        response = call(service, "POST", path, PROMPTS[path], headers=headers)
+        echoed = response.headers["x-request-id"]
+        expected = {"job-7": "job-7", "a b\tc\xe9\x01d": "abcd", "x" * 500: "x" * 128}
+        assert echoed == expected.get(given, echoed)
+        assert response.body["id"].endswith(f"-{echoed}")
+        assert service.requests[-1].request_id.startswith(f"{echoed}-")
+    assert len({request.request_id for request in service.requests}) == 2
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize(
+    ("extra", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"max_tokens": 65}, 400, "max_tokens"),
+        ({"nonsense": 1}, 400, "nonsense"),
+        ({"tools": [{}], "n": 3}, 400, None),
+    ],
+)
+def test_a_bad_request_reaches_no_replica(path, extra, status, param):
+    service = FakeBackend()
+    response = generate(service, path, **extra, stream=True)
+    error = response.body["error"]
+    assert response.status == status
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param or param is None
+    assert service.requests == []
+
+
+def test_a_long_prompt_is_refused_with_both_numbers():
+    service = FakeBackend()
+    response = call(service, "POST", "/v1/completions", {"prompt": "x" * 64})
+    assert response.status == 400
+    assert "64 tokens and max_model_len is 64" in response.body["error"]["message"]
+    assert service.requests == []
+
+
+def test_a_template_that_refuses_is_a_bad_request():
+    body = {**PROMPTS["/v1/chat/completions"], "chat_template_kwargs": {"tools": 1}}
+    response = call(FakeBackend(), "POST", "/v1/chat/completions", body)
+    assert response.status == 400
+    assert response.body["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("path", [*GENERATE, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"prompt": NaN}', b"[" * 60_000])
+def test_a_malformed_body_is_a_bad_request(path, raw):
+    assert call(FakeBackend(), "POST", path, raw).status == 400
+
+
+@pytest.mark.parametrize("headers", [[], [("content-length", "3000")], [("content-length", "x")]])
+def test_a_large_body_is_refused(headers):
+    body = {"prompt": "x" * 3000}
+    response = call(
+        FakeBackend(), "POST", "/v1/completions", body, headers=headers, max_body_bytes=2000
+    )
+    assert response.status == 413
+    assert "2000 bytes" in response.body["error"]["message"]
+
+
+def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
+    inline = [generate(FakeBackend(), path).body["choices"] for path in GENERATE]
+    monkeypatch.setattr(routes, "INLINE_ENCODE_CHARS", 1)
+    assert [generate(FakeBackend(), path).body["choices"] for path in GENERATE] == inline
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (SaturatedError("every slot is taken"), 429, "1"),
+        (SaturatedError("every slot is taken", retry_after_s=7), 429, "7"),
+        (QueueTimeoutError("waited too long"), 408, None),
+        (NotReadyError("no replica is ready", retry_after_s=3), 503, "3"),
+        (ReplicaLostError("gone"), 503, None),
+        (InvalidRequestError("prompt", "too large for the KV pool"), 400, None),
+        (RuntimeError("a secret detail"), 500, None),
+    ],
+)
+def test_an_error_before_the_first_event_has_its_status(error, status, retry_after, stream):
+    async def script(request, emit):
+        raise error
+
+    response = generate(FakeBackend(script), "/v1/completions", stream=stream)
+    assert response.status == status
+    assert response.headers.get("retry-after") == retry_after
+    assert "x-request-id" in response.headers
+    assert "secret" not in response.body["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [ReplicaLostError("the replica died"), ValueError("a secret")])
+def test_an_error_mid_stream_is_the_last_event(error):
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
+        raise error
+
+    service = FakeBackend(script)
+    response = generate(service, "/v1/completions", stream=True)
+    first, last = response.events
+    assert response.status == 200
+    assert first["choices"][0]["text"] == "he"
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in last["error"]["message"]
+    assert service.num_open == 0
+
+
+def test_an_error_after_the_first_of_three_choices_is_the_last_event(monkeypatch):
+    turn_on(monkeypatch, "n")
+
+    async def script(request, emit):
+        for choice in range(3):
+            await emit(OutputDelta(choice, "he", [1]))
+        await emit(OutputDelta(1, "llo", [2], "stop"))
+        raise ReplicaLostError("the replica died")
+
+    service = FakeBackend(script)
+    response = generate(service, "/v1/completions", stream=True, n=3)
+    *chunks, last = response.events
+    ends = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert ends == [(0, None), (1, None), (2, None), (1, "stop")]
+    assert last["error"]["code"] == "replica_lost"
+    assert service.num_open == 0
+    whole = generate(FakeBackend(script), "/v1/completions", n=3)
+    assert (whole.status, whole.body["error"]) == (503, last["error"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_the_end_of_one_of_its_choices_is_an_error(monkeypatch, stream):
+    turn_on(monkeypatch, "n")
+
+    async def script(request, emit):
+        for choice in range(3):
+            await emit(OutputDelta(choice, "he", [1], None if choice == 1 else "stop"))
+        return Usage(2, 3)
+
+    response = generate(FakeBackend(script), "/v1/completions", stream=stream, n=3)
+    error = response.events[-1] if stream else response.body
+    assert error["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_an_end_is_an_error(stream):
+    async def script(request, emit):
+        await emit(OutputDelta(0, "he", [1]))
+        return Usage(2, 1)
+
+    response = generate(FakeBackend(script), "/v1/completions", stream=stream)
+    error = response.events[-1] if stream else response.body
+    assert error["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_events", [0, 2])
+def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
+    reached = asyncio.Event()
+
+    async def script(request, emit):
+        for i in range(num_events):
+            await emit(OutputDelta(0, "x", [i]))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeBackend(script)
+        client = Client(make_app(service))
+        body = {"prompt": "hi", "stream": stream}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        assert service.num_open == 1
+        client.gone.set()
+        await asyncio.wait_for(running, 5)
+        assert service.num_open == 0
+        assert client.status == (200 if stream and num_events else 499)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
+    turn_on(monkeypatch, "n")
+    reached = asyncio.Event()
+
+    async def script(request, emit):
+        await emit(OutputDelta(0, "x", [1], "stop"))
+        await emit(OutputDelta(2, "y", [1]))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeBackend(script)
+        client = Client(make_app(service))
+        body = {"prompt": "hi", "stream": True, "n": 3}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        client.gone.set()
+        await asyncio.wait_for(running, 5)
+        assert service.num_open == 0
+        assert len(asyncio.all_tasks()) == 1
+        assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_ends_the_request():
+    reached = asyncio.Event()
+
+    async def script(request, emit):
+        await emit(OutputDelta(0, "x", [1]))
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        service = FakeBackend(script)
+        client = Client(make_app(service))
+        body = {"prompt": "hi", "stream": True}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(reached.wait(), 5)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert service.num_open == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_stops_reading_and_leaves_ends_the_request():
+    async def script(request, emit):
+        while True:
+            await emit(OutputDelta(0, "x", [1]))
+
+    async def scenario():
+        service = FakeBackend(script)
+        app = make_app(service)
+        is_stuck = asyncio.Event()
+
+        async def app_with_full_socket(scope, receive, send):
+            async def send_nothing(message):
+                is_stuck.set()
+                await asyncio.Event().wait()
+
+            await app(scope, receive, send_nothing)
+
+        client = Client(app_with_full_socket)
+        body = {"prompt": "hi", "stream": True}
+        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+        await asyncio.wait_for(is_stuck.wait(), 5)
+        assert service.num_open == 1
+        client.gone.set()
+        await poll(lambda: service.num_open == 0)
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_models_are_listed_and_found_by_id():
+    listed = call(FakeBackend(), "GET", "/v1/models").body
+    assert [card["id"] for card in listed["data"]] == ["demo"]
+    card = call(FakeBackend(), "GET", "/v1/models/demo").body
+    assert card == listed["data"][0]
+    assert (card["root"], card["max_model_len"], card["created"]) == ("demo-folder", 64, 17)
+    assert call(FakeBackend(), "GET", "/v1/models/org/other").status == 404
+
+
+def test_tokenize_and_detokenize_are_inverse():
+    service = FakeBackend()
+    tokenized = call(service, "POST", "/tokenize", {"prompt": "hé", "return_token_strs": True}).body
+    assert (tokenized["count"], tokenized["max_model_len"]) == (3, 64)
+    assert tokenized["token_strs"] == ["h", "Ã", "©"]
+    body = {"tokens": tokenized["tokens"], "model": "demo"}
+    assert call(service, "POST", "/detokenize", body).body == {"prompt": "hé"}
+    chat = call(service, "POST", "/tokenize", PROMPTS["/v1/chat/completions"]).body
+    assert service.tokenizer.decode(chat["tokens"]) == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "temperature": 1}, 400, "temperature"),
+        ("/detokenize", {"tokens": [1, 256]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, "2"]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ],
+)
+def test_bad_tokenize_bodies_are_refused(path, body, status, param):
+    response = call(FakeBackend(), "POST", path, body)
+    assert (response.status, response.body["error"]["param"]) == (status, param)
+
+
+def test_health_says_why_it_is_not_ready_while_live_stays_well():
+    service = FakeBackend()
+    assert call(service, "GET", "/health").status == 200
+    service.ready = (False, "draining")
+    response = call(service, "GET", "/health")
+    assert (response.status, response.body["reason"]) == (503, "draining")
+    assert call(service, "GET", "/live").status == 200
+
+
+def test_metrics_and_version():
+    response = call(FakeBackend(), "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"".join(response.chunks) == b"vllm:num_requests_running 0\n"
+    assert call(FakeBackend(), "GET", "/version").body == {"version": "1.2.3"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)]
+)
+def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, path, status):
+    response = call(FakeBackend(), method, path)
+    assert response.status == status
+    assert set(response.body["error"]) == {"message", "type", "param", "code"}
+    assert "x-request-id" in response.headers
+
+
+def test_kv_says_what_moves_between_the_replicas():
+    client = call(FakeBackend(), "GET", "/kv")
+    assert client.status == 200
+    assert client.headers["content-type"] == "application/json"
+    [replica] = client.body["replicas"]
+    assert (replica["replica"], replica["is_silent"], replica["transfers"]) == (
+        "decode-d",
+        False,
+        [],
+    )
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
+        {"ec_transfer_params": {}},
+        {"vllm_xargs": {"kv_transfer_params": "{}"}},
+        {"ticket": "AAAA"},
+        {"kv_ticket": "AAAA"},
+        {"do_remote_prefill": True},
+        {"do_remote_decode": False},
+        {"remote_block_ids": [1]},
+        {"remote_engine_id": "x"},
+        {"bootstrap_room": 1},
+        {"transfer_id": "0" * 32},
+        {"producer_endpoints": ["tcp://10.0.0.1:1"]},
+        {"stream_options": {"kv_transfer_params": {}}, "stream": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_body_cannot_bring_a_ticket_or_an_endpoint(path, field):
+    service = FakeBackend()
+    client = call(service, "POST", path, {**PROMPTS[path], **field})
+    assert client.status == 400
+    assert next(iter(field)) in client.body["error"]["message"]
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_salt_of_the_cache_is_passed_on_as_it_is(path):
+    service = FakeBackend()
+    assert call(service, "POST", path, PROMPTS[path]).status == 200
+    for salt in ("s", "tenant ü", "x" * 256):
+        assert call(service, "POST", path, {**PROMPTS[path], "cache_salt": salt}).status == 200
+    assert [request.cache_salt for request in service.requests] == [
+        "",
+        "s",
+        "tenant ü",
+        "x" * 256,
+    ]
+
+
+@pytest.mark.parametrize("salt", ["", "secret" * 43, 7, ["s"], {}, True])
+def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
+    client = call(FakeBackend(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
+    assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
+    assert "secret" not in client.body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_seed_is_minted_for_a_request_that_has_none(path):
+    service = FakeBackend()
+    for extra in ({}, {}, {"seed": -1}, {"seed": 7}):
+        generate(service, path, **extra)
+    *minted, given = [request.sampling.seed for request in service.requests]
+    assert given == 7
+    assert len(set(minted)) == 3
+    assert all(0 <= seed < 2**63 for seed in minted)
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_the_name_of_an_adapter_asks_for_it_and_that_of_its_base_model_for_none(path):
+    service = FakeBackend(adapters=["pirate"])
+    for model in ("pirate", "demo", None):
+        response = generate(service, path, model=model)
+        assert response.body["model"] == (model or "demo")
+    assert [request.adapter for request in service.requests] == ["pirate", "", ""]
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_a_delta_is_one_message(path):
+    async def script(request, emit):
+        for i in range(5):
+            await emit(OutputDelta(0, "x", [i]))
+        await emit(OutputDelta(0, "x", [5], "length"))
+        return Usage(2, 6)
+
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = generate(FakeBackend(script), path, **options)
+    assert len(response.chunks) == 6
+    assert len(response.events) == 8, "the counts and [DONE] go out with the last delta"

@@ -1,0 +1,223 @@
+"""Bugs planted into the production's cores, one at a time: chaos has to find every one of them.
+
+Each is found from seed 0 on within some ten thousand events, its shrunk scenario shows it too, and
+the code as it is passes that scenario.
+"""
+
+import heapq
+import itertools
+import logging
+
+import pytest
+
+import kv_transfer.consumer
+from cluster.lab.simulation.chaos import investigate
+from cluster.lab.simulation.scenario import Scenario, random_scenario, run_scenario
+from cluster.routing.leg import Leg
+from cluster.routing.pools import PoolState
+from cluster.routing.router import Run
+from cluster.routing.slot_waits import SlotWaits
+from kv_transfer.errors import FailureReason
+from kv_transfer.lease import LeaseTable
+from kv_transfer.p2p_worker import P2PConnectorWorker
+from replicas.engine.block_pool import BlockPool
+from replicas.engine.groups import DPGroups
+from replicas.engine.scheduler import Scheduler
+from replicas.engine.slots import SlotTable
+from replicas.messages import Activate, TokenOutput
+from replicas.streams import StreamTable
+
+MOST_EVENTS = 100_000
+SHRINK_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    for name in ("replicas", "cluster"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    yield
+    for name in ("replicas", "cluster"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def block_pool_loses_a_block(patch):
+    free = BlockPool.free
+    patch.setattr(BlockPool, "free", lambda self, ids: free(self, ids[:-1]))
+
+
+def slot_is_granted_twice(patch):
+    take = SlotTable.take
+
+    def take_and_keep(self, group):
+        slot = take(self, group)
+        heapq.heappush(self._empty[group], slot)
+        return slot
+
+    patch.setattr(SlotTable, "take", take_and_keep)
+
+
+def older_snapshot_is_believed(patch):
+    def take_snapshot(self, incarnation, snapshot):
+        replica = self._replicas.get(incarnation)
+        if replica is None or (replica.snapshot and snapshot.seq > replica.snapshot.seq + 1):
+            return
+        replica.snapshot = snapshot
+        self.num_snapshots += 1
+        self._relist()
+
+    patch.setattr(PoolState, "take_snapshot", take_snapshot)
+
+
+def hold_is_not_dropped(patch):
+    release = PoolState.release
+
+    def forgets(self, request_id, incarnation):
+        if not request_id.endswith("5"):
+            release(self, request_id, incarnation)
+
+    patch.setattr(PoolState, "release", forgets)
+
+
+def blocks_are_freed_under_a_transfer(patch):
+    retire = Scheduler._retire
+    patch.setattr(Scheduler, "_retire", lambda self, seq, hold: retire(self, seq, hold=False))
+
+
+def expired_lease_is_served(patch):
+    patch.setattr(
+        LeaseTable, "is_live", lambda self, transfer_id, _now_s: transfer_id in self._live
+    )
+
+
+def wrong_checksum_is_accepted(patch):
+    class Anything:
+        def __ne__(self, other):
+            return False
+
+        __hash__ = None
+
+    patch.setattr(kv_transfer.consumer, "chunk_checksum", lambda *_: Anything())
+
+
+def block_is_indexed_before_it_is_computed(patch):
+    admit = DPGroups.admit
+
+    def admit_and_index(self, seq, group, hits, num_tokens):
+        admit(self, seq, group, hits, num_tokens)
+        computed, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
+        self.cache_full_blocks(seq)
+        seq.num_computed_tokens = computed
+
+    patch.setattr(DPGroups, "admit", admit_and_index)
+
+
+def request_is_activated_twice(patch):
+    send = Leg.send
+
+    def send_twice(self, message):
+        send(self, message)
+        if isinstance(message, Activate):
+            send(self, message)
+
+    patch.setattr(Leg, "send", send_twice)
+
+
+def client_that_leaves_is_not_told_of(patch):
+    def close(self):
+        self._drop_decode(abort=False)
+        self._drop_prefill(abort=False)
+
+    patch.setattr(Run, "close", close)
+
+
+def prefill_that_waits_for_a_slot_is_forgotten(patch):
+    close = Leg.close
+    patch.setattr(Leg, "close", lambda self, abort: close(self, abort=abort and not self.offer))
+
+
+def first_token_is_given_twice(patch):
+    deliver = Run.deliver
+
+    async def again(self, outputs):
+        await deliver(self, outputs)
+        if self.has_tokens:
+            await deliver(self, [TokenOutput(self._request.request_id, 0, self.tokens[0][:1])])
+
+    patch.setattr(Run, "deliver", again)
+
+
+def wake_up_is_lost(patch):
+    wake = SlotWaits.capacity_changed
+
+    def sometimes(self):
+        if len(self._queue) != 2:
+            wake(self)
+
+    patch.setattr(SlotWaits, "capacity_changed", sometimes)
+
+
+def cancelled_load_still_writes(patch):
+    cancel = P2PConnectorWorker._cancel
+
+    def keeps_writing(self, request_id):
+        transfer_id = self._transfer_ids.get(request_id, b"")
+        if transfer_id in self._loading and request_id not in self._failed:
+            self._failed[request_id] = FailureReason.CANCELLED
+        else:
+            cancel(self, request_id)
+
+    patch.setattr(P2PConnectorWorker, "_cancel", keeps_writing)
+
+
+def dead_engine_is_not_reported(patch):
+    patch.setattr(StreamTable, "fail", lambda self, _reason: self._streams.clear())
+
+
+BUGS = [
+    block_pool_loses_a_block,
+    slot_is_granted_twice,
+    older_snapshot_is_believed,
+    hold_is_not_dropped,
+    blocks_are_freed_under_a_transfer,
+    expired_lease_is_served,
+    wrong_checksum_is_accepted,
+    block_is_indexed_before_it_is_computed,
+    request_is_activated_twice,
+    client_that_leaves_is_not_told_of,
+    prefill_that_waits_for_a_slot_is_forgotten,
+    first_token_is_given_twice,
+    wake_up_is_lost,
+    cancelled_load_still_writes,
+    dead_engine_is_not_reported,
+]
+
+
+def first_failing(most_events):
+    """The first seed that fails, and how many events that took."""
+    num_events = 0
+    for seed in itertools.count():
+        outcome = run_scenario(random_scenario(seed))
+        num_events += outcome.num_events
+        if outcome.failure is not None:
+            return random_scenario(seed), num_events
+        if num_events > most_events:
+            return None, num_events
+    raise AssertionError
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_planted_bug_is_found_and_shrunk(plant, monkeypatch):
+    with monkeypatch.context() as patch:
+        plant(patch)
+        scenario, num_events = first_failing(MOST_EVENTS)
+        assert scenario is not None, f"not found in {num_events} events"
+        find = investigate(scenario, SHRINK_S)
+        assert find is not None, "a failure that does not come back"
+        assert find.outcome.failure is not None
+        assert len(find.shrunk.requests) <= len(scenario.requests)
+        print(
+            f"{plant.__name__}: {num_events} events, {len(scenario.requests)} requests shrunk to "
+            f"{len(find.shrunk.requests)}: {find.outcome.failure[:160]}"
+        )
+        kept = Scenario.from_json(find.shrunk.to_json())
+    assert run_scenario(kept).failure is None

@@ -1,0 +1,313 @@
+"""What `ttserve doctor` says of a host, and of a configuration on it."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.config.resolve import resolve
+from cluster.lifecycle import doctor, haproxy
+from cluster.lifecycle.doctor import can_run_mesh, check_pools, findings
+from replicas.meshes import mesh_spec
+from tests.hosts import FakeHost
+
+
+@pytest.fixture
+def host(tmp_path):
+    return FakeHost(tmp_path)
+
+
+def found(host, subject):
+    """Level, text and all advice about one thing; None if nothing was said."""
+    matches = [f for f in findings(host.report()) if f.subject == subject]
+    assert len(matches) < 2
+    return (matches[0].level, matches[0].text, " ".join(matches[0].advice)) if matches else None
+
+
+def lacks(host):
+    return [f.subject for f in findings(host.report()) if f.level == "missing"]
+
+
+def test_a_host_without_boards_lacks_nothing(host):
+    assert lacks(host) == []
+    assert not can_run_mesh(host.report())
+    assert found(host, "boards")[1].startswith("none")
+    assert found(host, "hugepages") is None
+
+
+@pytest.mark.parametrize(
+    "cards", [["n150"], ["n300"] * 2, ["n300"] * 4, ["p150b"] * 4], ids=["n150", "2", "T3K", "p4"]
+)
+def test_boards_with_all_they_need_can_run(host, cards):
+    host.add_everything(*cards)
+    assert lacks(host) == []
+    assert can_run_mesh(host.report())
+    assert found(host, "Ray") == ("ok", f"counts {len(cards)} TTNPU", "")
+    assert {f.level for f in findings(host.report())} == {"ok"}
+
+
+def test_a_missing_driver_is_the_first_thing_to_mend(host):
+    host.add_everything("n150")
+    host.add_board("n150", has_driver=False)
+    (host.root / "sys/module/tenstorrent/version").unlink()
+    (host.root / "sys/module/tenstorrent").rmdir()
+    level, _, advice = found(host, "driver")
+    assert level == "missing"
+    assert "modprobe tenstorrent" in advice
+
+
+def test_missing_hugepages_are_counted_and_mounted(host):
+    host.add_board("n300")
+    host.add_ttnn()
+    level, text, advice = found(host, "hugepages")
+    assert (level, text) == ("missing", "0 of 1 GiB, not mounted on /dev/hugepages-1G")
+    assert "echo 4" in advice
+    assert "mount -t hugetlbfs" in advice
+    assert lacks(host) == ["hugepages"]
+
+
+def test_fewer_hugepages_than_usual_are_worth_a_note(host):
+    host.add_board("n300")
+    host.add_hugepages(1)
+    assert found(host, "hugepages")[0] == "note"
+
+
+@pytest.mark.parametrize(("version", "level"), [("1.29", "ok"), ("2.0", "ok"), ("1.9", "missing")])
+def test_an_iommu_makes_hugepages_needless_with_a_driver_that_uses_it(host, version, level):
+    host.add_board("p150a", iommu="DMA-FQ")
+    host.write("sys/module/tenstorrent/version", version)
+    assert found(host, "hugepages")[0] == level
+
+
+def test_python_without_a_wheel_is_told_where_there_is_one(host):
+    host.add_board("n150")
+    host.python = (3, 11)
+    level, text, advice = found(host, "ttnn")
+    assert (level, text) == ("missing", "not installed, and has no wheel for Python 3.11")
+    assert "Python 3.10 or 3.12" in advice
+    host.python = (3, 12)
+    assert found(host, "ttnn") == ("missing", "not installed", "`pip install ttnn`")
+
+
+def test_a_stand_in_compiler_is_enough_for_a_mock_cluster_only(host):
+    host.add_everything("n150")
+    host.add_ttnn(compiler=b"#!/bin/sh\n")
+    assert lacks(host) == ["SFPI"]
+    descriptor = host.write("n150.yaml")
+    host.environment["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(descriptor)
+    assert lacks(host) == []
+    assert found(host, "mock cluster")[0] == "note"
+
+
+def test_a_compiler_that_is_not_there_is_missing(host):
+    host.add_board("n150")
+    host.add_ttnn(compiler=None)
+    assert found(host, "SFPI")[0] == "missing"
+
+
+def test_a_mock_cluster_runs_without_boards(host):
+    host.add_ttnn(compiler=b"#!/bin/sh\n")
+    host.environment["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(host.root / "n150.yaml")
+    assert lacks(host) == ["boards"]
+    host.write("n150.yaml")
+    assert can_run_mesh(host.report())
+
+
+def test_rays_own_count_is_corrected(host):
+    host.add_board("n150")
+    host.write("dev/tenstorrent/by-id/wormhole-00")
+    _, text, advice = found(host, "Ray")
+    assert "counts 2 TTNPU" in text
+    assert """--resources '{"TTNPU": 1}'""" in advice
+
+
+def test_nodes_that_a_container_was_not_given(host):
+    host.add_board("n150", has_node=False)
+    assert found(host, "device nodes")[0] == "missing"
+    host.add_board("n150")
+    assert found(host, "device nodes")[:2] == ("note", "1 of 2 are given to us")
+
+
+def test_who_holds_a_board_is_said(host):
+    host.add_everything("n150")
+    host.write("proc/driver/tenstorrent/0/pids", "0\n71\n")
+    assert found(host, "in use")[1] == "0 by a process elsewhere, process 71"
+
+
+def test_boards_of_another_make_cannot_run(host):
+    host.add_board("grayskull")
+    assert found(host, "boards")[0] == "missing"
+
+
+def test_differing_firmware_is_noted(host):
+    host.add_board("n150")
+    host.add_board("n150", firmware="18.0.0.0")
+    assert found(host, "firmware")[1] == "bundles 18.0.0.0, 19.4.2.0 side by side"
+
+
+def test_a_tt_metal_that_is_not_there_is_missing(host):
+    host.environment["TT_METAL_HOME"] = str(host.root / "nowhere")
+    assert found(host, "tt-metal")[0] == "missing"
+
+
+@pytest.mark.parametrize(
+    ("visible", "level", "text"),
+    [
+        ("7", "missing", "TT_VISIBLE_DEVICES is '7', which is no board here"),
+        ("0,7", "note", "TT_VISIBLE_DEVICES is '0,7', and there is no 7"),
+        ("1", "note", "TT_VISIBLE_DEVICES is '1': 1 of 2 boards"),
+        ("", "note", "TT_VISIBLE_DEVICES is ''"),
+    ],
+)
+def test_the_environment_may_hide_boards(host, visible, level, text):
+    host.add_everything("n150", "n150")
+    host.environment["TT_VISIBLE_DEVICES"] = visible
+    assert found(host, "visible devices")[:2] == (level, text)
+    assert can_run_mesh(host.report()) == (level != "missing")
+    if "7" in visible:
+        assert "boards that are here: 0, 1" in found(host, "visible devices")[2]
+
+
+def test_a_host_whose_only_board_is_hidden_runs_no_mesh(run, host):
+    host.add_everything("n150")
+    host.environment["TT_VISIBLE_DEVICES"] = "7"
+    output = run().output
+    assert "no engine on a mesh" in output
+    assert "replica" not in output
+
+
+def pools(mesh, replicas=1, resources=None):
+    lanes = mesh_spec(mesh).num_chips
+    engine = {"mesh": {"name": mesh}, "block_size": 64}
+    engine |= {"max_batch_size": lanes, "tt_data_parallel": lanes}
+    pool = {"replicas": replicas, "engine": engine, "resources": resources or {}}
+    return resolve({"pools": {"both": pool}})
+
+
+def test_a_pool_fits_if_one_of_its_replicas_does(host):
+    host.add_everything(*["n300"] * 4)
+    (check,) = check_pools(pools("T3K", replicas=3), host.report())
+    assert (check.pool, check.mesh, check.problem) == ("both", "T3K", None)
+    assert check.note == "1 of 3 replicas fit here; others need further hosts"
+    assert check_pools(pools("N300", replicas=4), host.report())[0].note == ""
+
+
+@pytest.mark.parametrize(
+    ("cards", "resources", "problem"),
+    [
+        (["n150"] * 2, {}, "(1,2) is 2 devices here, and the pool asks Ray for 1: set its "
+         "resources: {TTNPU: 2}"),
+        (["n150"] * 2, {"TTNPU": 2}, None),
+        (["n150"] * 2, {"TTNPU": 0}, None),
+        (["n300"], {}, None),
+        (["n300"], {"TTNPU": 2}, "(1,2) is 1 device here, and the pool asks Ray for 2: set its "
+         "resources: {TTNPU: 1}"),
+        (["n300"] * 2, {"TTNPU": 2}, None),
+    ],
+)  # fmt: skip
+def test_a_grid_takes_as_many_devices_as_its_pool_asks_ray_for(host, cards, resources, problem):
+    host.add_everything(*cards)
+    (check,) = check_pools(pools("(1,2)", resources=resources), host.report())
+    assert check.problem == problem
+    host.environment["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(host.write("n150.yaml"))
+    assert check_pools(pools("(1,2)", resources=resources), host.report())[0].problem is None
+
+
+def test_replicas_on_a_grid_fit_by_the_boards_that_they_take(host):
+    host.add_everything(*["n150"] * 4)
+    config = pools("(1,2)", replicas=3, resources={"TTNPU": 2})
+    (check,) = check_pools(config, host.report())
+    assert check.note == "2 of 3 replicas fit here; others need further hosts"
+
+
+def test_a_pool_whose_mesh_is_not_here_cannot_run(host):
+    host.add_everything("n150")
+    (check,) = check_pools(pools("T3K"), host.report())
+    assert "needs 4 of n300" in check.problem
+
+
+def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
+    host.add_board("n150")
+    (check,) = check_pools(pools("n150"), host.report())
+    assert check.problem == "first mend: hugepages, ttnn"
+
+
+def test_pools_without_a_mesh_run_anywhere(host):
+    simulated = {"simulated_mesh": {"model": "Llama-3.1-8B", "board": "T3K"}, "max_model_len": 512}
+    both = [resolve({"engine": e, "pools": {"both": {}}}).engines["both"] for e in (simulated, {})]
+    config = resolve({"pools": {"prefill": {}, "decode": {}}})
+    config = dataclasses.replace(
+        config, engines=dict(zip(("prefill", "decode"), both, strict=True))
+    )
+    checks = check_pools(config, host.report())
+    assert [(c.pool, c.mesh, c.problem) for c in checks] == [
+        ("prefill", "simulated T3K", None),
+        ("decode", "CPU", None),
+    ]
+
+
+@pytest.fixture
+def run(host, monkeypatch):
+    """The command, on a host of ours."""
+    monkeypatch.setattr(doctor, "read_host", lambda _environment: host.report())
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(cli.app, ["doctor", *map(str, arguments)])
+
+
+CONFIG = """\
+http_options: {host: 127.0.0.1}
+applications:
+- name: ttserve
+  import_path: cluster.app:build
+  args:
+    model: demo
+    pools: {both: {engine: {mesh: {name: T3K}, block_size: 64, tt_data_parallel: 8}}}
+"""
+
+
+def test_the_command_explains_a_host_without_boards(run):
+    result = run()
+    assert result.exit_code == 0
+    assert "none: no PCI device of Tenstorrent's" in result.output
+    assert "engines on the CPU, with torch" in result.output
+    assert "engines on simulated meshes" in result.output
+    assert max(map(len, result.output.splitlines())) < 160
+
+
+def test_the_command_fails_only_for_a_configured_mesh_that_is_not_here(run, host, tmp_path):
+    path = tmp_path / "t3k.yaml"
+    path.write_text(CONFIG)
+    result = run("--config", path)
+    assert result.exit_code == 1
+    assert "cannot run here: it needs 4 of n300" in result.output
+    host.add_everything(*["n300"] * 4)
+    result = run("--config", path)
+    assert result.exit_code == 0
+    assert "can run here" in result.output
+    assert "T3K" in result.output
+
+
+def test_the_command_refuses_a_bad_configuration(run, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(CONFIG.replace("T3K", "T4K"))
+    result = run("--config", path)
+    assert result.exit_code == 2
+    assert "T4K" in result.output
+
+
+def test_the_command_writes_everything_as_json(run, host):
+    host.add_everything("n150")
+    diagnosis = json.loads(run("--json").output)
+    assert diagnosis["can_run_mesh"] is True
+    assert diagnosis["meshes"] == [{"mesh": "N150", "num_replicas": 1, "condition": ""}]
+    assert diagnosis["host"]["devices"][0]["board"] == "n150"
+    assert diagnosis["http_front"] in {"haproxy", "python"}
+
+
+def test_the_http_front_is_named(run, monkeypatch):
+    monkeypatch.setattr(haproxy, "find_script", lambda: "/bin/ttserve-haproxy")
+    assert "HTTP through HAProxy" in run().output
+    monkeypatch.setattr(haproxy, "find_script", lambda: None)
+    assert "HTTP through Serve's Python proxy" in run().output

@@ -1,0 +1,55 @@
+"""What placement is told of a request is what the engines will make of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.routing.demand import Demand
+from replicas.block_hash import chain_start, extend_block_hashes
+from replicas.messages import EngineRequest
+from replicas.sampling_params import SamplingParams
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=200),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from(["", "pepper"]),
+)
+def test_hashes_are_those_of_the_engines_for_each_block_size(prompt, block_size, salt):
+    hashes = []
+    extend_block_hashes(hashes, prompt, block_size, chain_start(salt))
+    demand = Demand("r", prompt, cache_salt=salt)
+    assert demand.block_hashes(block_size) == hashes
+    assert demand.block_hashes(block_size) is demand.block_hashes(block_size), "computed once"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "num_blocks"),
+    [(31, 32, 1), (32, 32, 2), (63, 64, 1), (1, 1, 2), (127, 64, 2)],
+)
+def test_blocks_are_for_the_prompt_and_one_token(num_tokens, block_size, num_blocks):
+    assert Demand("r", [7] * num_tokens).num_blocks(block_size) == num_blocks
+
+
+def test_a_request_is_taken_over_whole():
+    request = EngineRequest(
+        "r",
+        [1, 2, 3],
+        SamplingParams(max_tokens=9, n=2),
+        cache_salt="pepper",
+        adapter="poet",
+        priority=-1,
+        tenant="acme",
+        timeout_s=2.5,
+    )
+    demand = Demand.of(request, now_s=10.0)
+    assert (demand.request_id, demand.num_prompt_tokens, demand.num_choices) == ("r", 3, 2)
+    assert (demand.expected_output_tokens, demand.cache_salt) == (9, "pepper")
+    assert (demand.adapter, demand.priority, demand.tenant) == ("poet", -1, "acme")
+    assert demand.deadline_s == 12.5
+    assert Demand.of(EngineRequest("r", [1], SamplingParams()), now_s=10.0).deadline_s is None
+
+
+def test_a_demand_never_changes():
+    with pytest.raises(AttributeError):
+        Demand("r", [1]).priority = 1

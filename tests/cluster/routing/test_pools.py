@@ -1,0 +1,386 @@
+"""What an ingress believes: snapshots of the replicas, less what it has sent since."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from cluster.routing.demand import Demand
+from cluster.routing.placement import ANY_GROUP, Placement
+from cluster.routing.pools import PoolState
+from replicas.messages import EngineSnapshot, GroupSnapshot
+from tests.cluster.engines import make_member
+
+BLOCK_SIZE = 32
+INCARNATIONS = ("p0", "p1", "d0", "d1", "b0")
+ROLES = {"p": "prefill", "d": "decode", "b": "both"}
+NUM_GROUPS = 2
+COUNTS = st.integers(0, 3)
+
+
+def role_of(incarnation):
+    return ROLES[incarnation[0]]
+
+
+def snapshot(seq, groups, *, role="decode", draining=False, num_waiting=0, num_waiting_tokens=0):
+    return EngineSnapshot(seq, draining, num_waiting, num_waiting_tokens, 0, groups, role)
+
+
+def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
+    return snapshot(seq, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)] * NUM_GROUPS, role=role)
+
+
+def asks(request_id, num_blocks):
+    """A request that takes so many blocks to begin."""
+    return Demand(request_id, [7] * (num_blocks * BLOCK_SIZE - 1))
+
+
+def hold_decode(pools, request_id, placement, num_blocks):
+    pools.hold(asks(request_id, num_blocks), placement)
+
+
+def hold_prefill(pools, request_id, incarnation, num_tokens):
+    pools.hold(Demand(request_id, [7] * num_tokens), Placement(incarnation, ANY_GROUP))
+
+
+class PoolStateMachine(RuleBasedStateMachine):
+    """Against a model that keeps, per replica, the newest snapshot and the open holds."""
+
+    holds = Bundle("holds")
+
+    def __init__(self):
+        super().__init__()
+        self.pools = PoolState()
+        self.snapshots = {}
+        self.held = {}
+        self.num_requests = 0
+
+    @rule(incarnation=st.sampled_from(INCARNATIONS))
+    def add(self, incarnation):
+        self.pools.add(make_member(role_of(incarnation), incarnation))
+        self.snapshots.setdefault(incarnation, None)
+        self.held.setdefault(incarnation, {})
+
+    @rule(incarnation=st.sampled_from(INCARNATIONS))
+    def remove(self, incarnation):
+        self.pools.remove(incarnation)
+        self.snapshots.pop(incarnation, None)
+        self.held.pop(incarnation, None)
+
+    @rule(
+        incarnation=st.sampled_from(INCARNATIONS),
+        seq=st.integers(0, 9),
+        groups=st.lists(
+            st.builds(GroupSnapshot, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS),
+            min_size=NUM_GROUPS,
+            max_size=NUM_GROUPS,
+        ),
+        draining=st.booleans(),
+        waiting=COUNTS,
+        role=st.none() | st.sampled_from(sorted(ROLES.values())),
+    )
+    def take_snapshot(self, incarnation, seq, groups, draining, waiting, role):
+        new = snapshot(
+            seq,
+            groups,
+            role=role or role_of(incarnation),
+            draining=draining,
+            num_waiting=waiting,
+            num_waiting_tokens=waiting * 7,
+        )
+        self.pools.take_snapshot(incarnation, new)
+        old = self.snapshots.get(incarnation)
+        if incarnation in self.snapshots and (old is None or seq >= old.seq):
+            self.snapshots[incarnation] = new
+
+    @rule(
+        target=holds,
+        incarnation=st.sampled_from(INCARNATIONS),
+        group=st.integers(0, NUM_GROUPS - 1),
+        size=st.integers(1, 4),
+    )
+    def hold(self, incarnation, group, size):
+        self.num_requests += 1
+        request_id = f"r{self.num_requests}"
+        if role_of(incarnation) == "prefill":
+            hold_prefill(self.pools, request_id, incarnation, size)
+            kept = (ANY_GROUP, 1, size)
+        else:
+            hold_decode(self.pools, request_id, Placement(incarnation, group), size)
+            kept = (group, size, size * BLOCK_SIZE - 1)
+        if incarnation in self.held:
+            self.held[incarnation][request_id] = kept
+        return request_id, incarnation
+
+    @rule(hold=consumes(holds), times=st.integers(1, 2))
+    def release(self, hold, times):
+        for _ in range(times):
+            self.pools.release(*hold)
+        self.held.get(hold[1], {}).pop(hold[0], None)
+
+    @invariant()
+    def views_are_the_snapshots_less_the_holds(self):
+        self.pools.check_invariants()
+        decode = [
+            (
+                incarnation,
+                g,
+                taken.role,
+                max(group.num_empty_slots - group.num_waiting - len(sizes), 0),
+                max(group.num_free_blocks - sum(sizes), 0),
+                group.num_running + group.num_reserved + group.num_waiting + len(sizes),
+                taken.num_waiting_tokens,
+            )
+            for incarnation, taken in self.open_replicas()
+            if taken.role != "prefill"
+            for g, group in enumerate(taken.groups)
+            for sizes in [[size for at, size, _ in self.held[incarnation].values() if at == g]]
+        ]
+        views = self.pools.decode_views()
+        assert [
+            (v.incarnation, v.dp_group, v.role, v.num_empty_slots, v.num_free_blocks, v.num_active,
+             v.num_queued_tokens)
+            for v in views
+        ] == decode, "also in the order of adding"  # fmt: skip
+        prefill = [
+            (
+                incarnation,
+                taken.num_waiting_tokens + sum(n for _, _, n in self.held[incarnation].values()),
+                taken.num_waiting
+                + sum(g.num_running for g in taken.groups)
+                + len(self.held[incarnation]),
+            )
+            for incarnation, taken in self.open_replicas()
+            if taken.role == "prefill"
+        ]
+        engines = self.pools.prefill_views()
+        assert [(v.incarnation, v.num_queued_tokens, v.num_active) for v in engines] == prefill
+        for listed in (views, engines):
+            assert [v.index for v in listed] == list(range(len(listed)))
+        held = [(i, r) for i, holds in self.held.items() for r in holds]
+        assert sorted(self.pools.holds()) == sorted(held)
+
+    @invariant()
+    def members_are_those_added_and_not_removed(self):
+        assert {m.description.incarnation for m in self.pools.members()} == set(self.snapshots)
+        for pool in ROLES.values():
+            is_open = any(role_of(i) == pool for i, _ in self.open_replicas())
+            assert self.pools.has_open(pool) == is_open
+        roles = {taken.role for _, taken in self.open_replicas()}
+        assert self.pools.can_decode == bool(roles & {"decode", "both"})
+        assert self.pools.can_prefill == ("prefill" in roles)
+
+    def open_replicas(self):
+        return [(i, s) for i, s in self.snapshots.items() if s is not None and not s.draining]
+
+
+TestPoolState = PoolStateMachine.TestCase
+
+
+def decode_pool():
+    pools = PoolState()
+    pools.add(make_member("decode", "d0"))
+    pools.take_snapshot("d0", idle())
+    return pools
+
+
+def test_replica_without_a_snapshot_takes_no_requests():
+    pools = PoolState()
+    pools.add(make_member("decode", "d0"))
+    assert not pools.has_open("decode")
+    assert pools.decode_views() == []
+
+
+def test_stale_snapshot_does_not_replace_a_newer_one():
+    pools = decode_pool()
+    pools.take_snapshot("d0", idle(seq=5, num_slots=1))
+    pools.take_snapshot("d0", idle(seq=4, num_slots=2))
+    assert [v.num_empty_slots for v in pools.decode_views()] == [1, 1]
+
+
+def test_hold_counts_through_snapshots_until_it_is_released():
+    pools = decode_pool()
+    hold_decode(pools, "r", Placement("d0", 1), 3)
+    pools.take_snapshot("d0", idle(seq=1))
+    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
+        (2, 8),
+        (1, 5),
+    ]
+    pools.release("r", "d0")
+    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
+        (2, 8),
+        (2, 8),
+    ]
+
+
+def test_holding_twice_on_one_replica_is_a_bug():
+    pools = decode_pool()
+    hold_decode(pools, "r", Placement("d0", 0), 1)
+    with pytest.raises(AssertionError, match="held twice"):
+        hold_decode(pools, "r", Placement("d0", 1), 1)
+
+
+def test_replica_that_comes_back_starts_without_holds():
+    pools = decode_pool()
+    hold_decode(pools, "r", Placement("d0", 0), 1)
+    pools.remove("d0")
+    pools.add(make_member("decode", "d0"))
+    pools.take_snapshot("d0", idle())
+    assert [v.num_empty_slots for v in pools.decode_views()] == [2, 2]
+
+
+# --- views that are kept -------------------------------------------------------------------------
+
+
+def order(pools):
+    return [(v.incarnation, v.dp_group) for v in pools.decode_views()]
+
+
+def three_replicas():
+    pools = PoolState()
+    for role, incarnation in (("decode", "d0"), ("prefill", "p0"), ("both", "b0")):
+        pools.add(make_member(role, incarnation))
+        pools.take_snapshot(incarnation, idle(role=role))
+    return pools
+
+
+def test_views_keep_the_order_in_which_replicas_came():
+    """Round robin counts in it."""
+    pools = three_replicas()
+    pools.add(make_member("decode", "a9"))
+    assert order(pools) == [("d0", 0), ("d0", 1), ("b0", 0), ("b0", 1)]
+    pools.take_snapshot("a9", idle())
+    assert order(pools)[4:] == [("a9", 0), ("a9", 1)]
+    pools.take_snapshot("d0", idle(seq=1, num_slots=1))
+    pools.add(make_member("decode", "d0"))
+    assert order(pools)[0] == ("d0", 0)
+    pools.remove("d0")
+    pools.add(make_member("decode", "d0"))
+    pools.take_snapshot("d0", idle())
+    assert order(pools) == [("b0", 0), ("b0", 1), ("a9", 0), ("a9", 1), ("d0", 0), ("d0", 1)]
+
+
+def test_a_change_of_one_replica_shows_at_its_place_only():
+    pools = three_replicas()
+    before = list(pools.decode_views())
+    pools.take_snapshot("b0", idle(seq=1, num_slots=1, role="both"))
+    after = list(pools.decode_views())
+    assert after[:2] == before[:2]
+    assert [v.num_empty_slots for v in after] == [2, 2, 1, 1]
+    assert before != after
+
+
+def test_several_changes_between_two_looks_all_show():
+    pools = three_replicas()
+    pools.decode_views()
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_decode(pools, "s", Placement("b0", 1), 2)
+    pools.take_snapshot("b0", idle(seq=1, num_blocks=5, role="both"))
+    pools.release("r", "d0")
+    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
+        (2, 8), (2, 8), (2, 5), (1, 3),
+    ]  # fmt: skip
+
+
+def test_a_replica_that_drains_or_vanishes_leaves_the_views():
+    pools = three_replicas()
+    pools.decode_views()
+    pools.take_snapshot("d0", snapshot(1, idle().groups, draining=True))
+    assert order(pools) == [("b0", 0), ("b0", 1)]
+    assert not pools.has_open("decode")
+    pools.take_snapshot("d0", idle(seq=2))
+    assert order(pools)[:2] == [("d0", 0), ("d0", 1)]
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    pools.remove("d0")
+    pools.take_snapshot("d0", idle(seq=3))
+    assert order(pools) == [("b0", 0), ("b0", 1)]
+    pools.release("r", "d0")
+    pools.check_invariants()
+
+
+def test_a_request_is_held_on_each_side_by_itself():
+    """Its decode slot and its prompt were asked of two replicas at once."""
+    pools = three_replicas()
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_prefill(pools, "r", "p0", 77)
+    hold_decode(pools, "s", Placement("d0", 0), 1)
+    pools.check_invariants()
+    assert sorted(pools.holds()) == [("d0", "r"), ("d0", "s"), ("p0", "r")]
+    assert [v.num_queued_tokens for v in pools.prefill_views()] == [77]
+    pools.release("r", "p0")
+    assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [4, 8, 8, 8]
+    pools.release("r", "d0")
+    pools.release("r", "d0")
+    pools.release("s", "p0")
+    assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
+    pools.check_invariants()
+
+
+def test_a_lost_replica_takes_its_holds_along_and_no_others():
+    pools = three_replicas()
+    hold_decode(pools, "r", Placement("d0", 0), 3)
+    hold_prefill(pools, "r", "p0", 77)
+    pools.remove("p0")
+    pools.check_invariants()
+    assert [v.num_free_blocks for v in pools.decode_views()] == [5, 8, 8, 8]
+    pools.release("r", "p0")
+    pools.release("r", "d0")
+    assert [v.num_free_blocks for v in pools.decode_views()] == [8, 8, 8, 8]
+    assert pools.holds() == []
+    pools.check_invariants()
+
+
+def test_a_hold_on_nobody_is_none():
+    pools = three_replicas()
+    hold_decode(pools, "r", Placement("gone", 0), 3)
+    assert pools.holds() == []
+    pools.release("r", "gone")
+    pools.check_invariants()
+
+
+def test_snapshots_are_counted_when_they_are_taken_over():
+    pools = three_replicas()
+    assert pools.num_snapshots == 3
+    pools.take_snapshot("d0", idle(seq=5))
+    pools.take_snapshot("d0", idle(seq=4))
+    pools.take_snapshot("gone", idle())
+    assert pools.num_snapshots == 4
+
+
+def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
+    pools = PoolState()
+    for incarnation, block_size in (("small", 32), ("large", 64)):
+        pools.add(make_member("decode", incarnation, block_size=block_size))
+        pools.take_snapshot(incarnation, idle())
+        pools.hold(Demand("r", [7] * 127), Placement(incarnation, 0))
+    assert [(v.block_size, v.num_free_blocks) for v in pools.decode_views()] == [
+        (32, 4), (32, 8), (64, 6), (64, 8),
+    ]  # fmt: skip
+
+
+def test_a_replica_that_changes_its_role_changes_sides():
+    pools = three_replicas()
+    assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
+    pools.take_snapshot("p0", idle(seq=1, role="decode"))
+    assert pools.prefill_views() == []
+    assert not pools.can_prefill
+    assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    pools.take_snapshot("d0", idle(seq=1, role="prefill"))
+    assert [v.incarnation for v in pools.prefill_views()] == ["d0"]
+    assert order(pools) == [("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    assert pools.has_open("prefill"), "its pool is the one that it was started in"
+
+
+def test_members_are_known_by_their_incarnation():
+    pools = three_replicas()
+    assert [m.description.incarnation for m in pools.members()] == ["d0", "p0", "b0"]
+    assert pools.member("p0").pool == "prefill"
+    assert pools.member("gone") is None
+
+
+def test_views_that_are_out_of_date_are_noticed():
+    pools = three_replicas()
+    pools.decode_views()
+    pools._replicas["d0"].snapshot = idle(num_slots=1)
+    with pytest.raises(AssertionError):
+        pools.check_invariants()

@@ -1,0 +1,313 @@
+"""The queue of an ingress alone: who is placed, who is woken, and when."""
+
+import asyncio
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
+from cluster.routing.demand import Demand
+from cluster.routing.placement import MostEmptySlots, Placement
+from cluster.routing.pools import PoolState
+from cluster.routing.slot_queue import SlotQueue
+from cluster.routing.slot_waits import SlotWaits
+from replicas.messages import EngineSnapshot, GroupSnapshot
+from tests.cluster.engines import BLOCK_SIZE, make_member
+
+TIMEOUT_S = 5.0
+
+
+def snapshot(seq, num_slots=1, num_blocks=8):
+    return EngineSnapshot(seq, False, 0, 0, 0, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)])
+
+
+def asks(request_id, num_blocks=1, **fields):
+    """A request that takes so many blocks to begin."""
+    return Demand(request_id, [7] * (num_blocks * BLOCK_SIZE - 1), **fields)
+
+
+def one_engine(num_slots=1):
+    pools = PoolState()
+    pools.add(make_member("decode", "one"))
+    pools.take_snapshot("one", snapshot(0, num_slots))
+    return pools
+
+
+def make(pools, max_queued_requests=4, timeout_s=TIMEOUT_S):
+    queue = SlotQueue(pools, MostEmptySlots(), max_queued_requests, timeout_s)
+    return queue, SlotWaits(queue, pools)
+
+
+# --- the core against a model --------------------------------------------------------------------
+
+
+class SlotQueueMachine(RuleBasedStateMachine):
+    """Engines of one slot each, against a list in order and a set of free engines."""
+
+    waiting = Bundle("waiting")
+
+    def __init__(self):
+        super().__init__()
+        self.pools = PoolState()
+        self.queue, _ = make(self.pools, max_queued_requests=3, timeout_s=10.0)
+        self.now_s = 0.0
+        self.seq = 0
+        # The model: slots of each engine as it last said, who holds one there, who waits.
+        self.slots = {}
+        self.held = {}
+        self.line = []
+        self.num_requests = 0
+        for name in ("e0", "e1"):
+            self.pools.add(make_member("decode", name))
+            self.say(name, 0)
+
+    def say(self, engine, num_slots):
+        self.seq += 1
+        self.pools.take_snapshot(engine, snapshot(self.seq, num_slots))
+        self.slots[engine] = num_slots
+
+    def room(self):
+        taken = list(self.held.values())
+        return sum(max(n - taken.count(e), 0) for e, n in self.slots.items())
+
+    def settle(self):
+        """Everybody is placed for whom there is room, in order."""
+        for waiter, placement in self.queue.assign():
+            assert self.line.pop(0) is waiter
+            self.held[waiter] = placement.incarnation
+
+    @rule(target=waiting, priority=st.integers(0, 1), patience_s=st.none() | st.integers(1, 20))
+    def enter(self, priority, patience_s):
+        self.num_requests += 1
+        deadline_s = None if patience_s is None else self.now_s + patience_s
+        demand = asks(f"r{self.num_requests}", priority=priority, deadline_s=deadline_s)
+        waiter = self.queue.new_waiter(demand)
+        is_next = not self.line or waiter.key < self.line[0].key
+        has_room = is_next and self.room() > 0
+        try:
+            placement = self.queue.enter(waiter, self.now_s)
+        except SaturatedError:
+            assert len(self.line) >= 3
+            assert not has_room
+            return waiter
+        assert (placement is not None) == has_room
+        if placement is not None:
+            self.held[waiter] = placement.incarnation
+        else:
+            assert len(self.line) < 3
+            self.line = sorted([*self.line, waiter], key=lambda w: w.key)
+            limit_s = self.now_s + 10.0
+            assert waiter.deadline_s == (
+                limit_s if deadline_s is None else min(deadline_s, limit_s)
+            )
+        return waiter
+
+    @rule(engine=st.sampled_from(["e0", "e1"]), num_slots=st.integers(0, 2))
+    def free(self, engine, num_slots):
+        self.say(engine, num_slots)
+        self.settle()
+
+    @rule(waiter=waiting)
+    def refuse(self, waiter):
+        """The engine says no, its snapshot has not come: back to where it stood."""
+        engine = self.held.pop(waiter, None)
+        if engine is None:
+            return
+        self.pools.release(waiter.demand.request_id, engine)
+        self.queue.refuse(waiter, Placement(engine, 0))
+        placement = self.queue.enter(waiter, self.now_s)
+        if placement is not None:
+            assert placement.incarnation != engine or waiter.num_snapshots < self.pools.num_changes
+            self.held[waiter] = placement.incarnation
+        else:
+            self.line = sorted([*self.line, waiter], key=lambda w: w.key)
+        # What it was refused is there for others.
+        self.settle()
+
+    @rule(waiter=consumes(waiting))
+    def leave(self, waiter):
+        engine = self.held.pop(waiter, None)
+        if engine is not None:
+            self.pools.release(waiter.demand.request_id, engine)
+        self.queue.leave(waiter)
+        self.queue.leave(waiter)
+        if waiter in self.line:
+            self.line.remove(waiter)
+        self.settle()
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds):
+        self.now_s += seconds
+        late = [w for w in self.line if w.deadline_s <= self.now_s]
+        assert self.queue.expire(self.now_s) == late
+        self.line = [w for w in self.line if w not in late]
+        self.settle()
+
+    @invariant()
+    def nobody_waits_for_whom_there_is_room_and_the_order_holds(self):
+        self.queue.check_invariants()
+        assert len(self.queue) == len(self.line)
+        assert sorted(self.pools.holds()) == sorted(
+            (engine, w.demand.request_id) for w, engine in self.held.items()
+        )
+
+
+TestSlotQueue = SlotQueueMachine.TestCase
+
+
+def test_lower_priority_values_are_placed_first():
+    pools = one_engine(num_slots=0)
+    queue, _ = make(pools)
+    waiters = [queue.new_waiter(asks(f"r{p}", priority=p)) for p in (2, 0, 1)]
+    for waiter in waiters:
+        assert queue.enter(waiter, 0.0) is None
+    pools.take_snapshot("one", snapshot(1, num_slots=2))
+    assert [w.demand.request_id for w, _ in queue.assign()] == ["r0", "r1"]
+    queue.check_invariants()
+
+
+# --- the shell: who is woken ---------------------------------------------------------------------
+
+
+def test_slot_that_came_free_while_the_request_was_being_refused_is_found():
+    pools = one_engine()
+
+    async def run():
+        queue, waits = make(pools)
+        waiter = queue.new_waiter(asks("a"))
+        placement = await waits.wait(waiter)
+        # The engine says no; before the request is back in the queue, its snapshot says room.
+        pools.release("a", "one")
+        pools.take_snapshot("one", snapshot(1))
+        waits.capacity_changed()
+        queue.refuse(waiter, placement)
+        assert await waits.wait(waiter) == placement
+
+    asyncio.run(run())
+
+
+def test_refused_request_does_not_ask_again_before_something_has_changed():
+    pools = one_engine()
+
+    async def run():
+        queue, waits = make(pools)
+        waiter = queue.new_waiter(asks("a"))
+        placement = await waits.wait(waiter)
+        pools.release("a", "one")
+        queue.refuse(waiter, placement)
+        waiting = asyncio.ensure_future(waits.wait(waiter))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waits.capacity_changed()
+        assert not waiting.done()
+        pools.take_snapshot("one", snapshot(1))
+        waits.capacity_changed()
+        assert await waiting == placement
+
+    asyncio.run(run())
+
+
+def test_full_queue_lets_nobody_in_but_those_it_has_promised_to():
+    pools = PoolState()
+    pools.add(make_member("decode", "one"))
+
+    async def run():
+        queue, waits = make(pools, max_queued_requests=1)
+        with pytest.raises(NotReadyError):
+            queue.check_open()
+        pools.take_snapshot("one", snapshot(0, num_slots=0))
+        queue.check_open()
+        waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"))))]
+        await asyncio.sleep(0)
+        with pytest.raises(SaturatedError):
+            queue.check_open()
+        with pytest.raises(SaturatedError):
+            await waits.wait(queue.new_waiter(asks("b")))
+        waiter = queue.new_waiter(asks("c"), is_promised=True)
+        waiting.append(asyncio.ensure_future(waits.wait(waiter)))
+        await asyncio.sleep(0)
+        assert len(queue) == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert len(queue) == 0
+
+    asyncio.run(run())
+
+
+def test_queue_without_room_for_anybody_still_lets_in_whoever_need_not_wait():
+    make(one_engine(), max_queued_requests=0)[0].check_open()
+
+
+def test_one_snapshot_wakes_everybody_for_whom_it_brings_room():
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        waiting = [
+            asyncio.ensure_future(waits.wait(queue.new_waiter(asks(f"r{i}")))) for i in range(3)
+        ]
+        await asyncio.sleep(0)
+        pools.take_snapshot("one", snapshot(1, num_slots=2))
+        waits.capacity_changed()
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True, True, False]
+        waiting[2].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_the_last_decoder_that_goes_is_told_to_all_who_wait():
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab"]
+        await asyncio.sleep(0)
+        pools.remove("one")
+        waits.capacity_changed()
+        for task in waiting:
+            with pytest.raises(NotReadyError):
+                await task
+        assert len(queue) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("whose", ["queue", "request"])
+def test_whoever_waits_too_long_is_told_and_the_next_one_is_tried(whose):
+    pools = one_engine(num_slots=1)
+
+    async def run():
+        now_s = asyncio.get_running_loop().time()
+        queue, waits = make(pools, timeout_s=0.05 if whose == "queue" else TIMEOUT_S)
+        large = asks("large", 9, deadline_s=now_s + 0.05 if whose == "request" else None)
+        first = asyncio.ensure_future(waits.wait(queue.new_waiter(large)))
+        await asyncio.sleep(0.02)
+        second = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("small"))))
+        with pytest.raises(QueueTimeoutError):
+            await first
+        assert (await second).incarnation == "one", "the large one was in its way"
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_in_the_moment_it_is_placed_leaves_its_slot_to_the_next():
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
+        await asyncio.sleep(0)
+        pools.take_snapshot("one", snapshot(1))
+        waits.capacity_changed()
+        assert pools.holds() == [("one", "a")]
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        assert (await other).incarnation == "one"
+        assert pools.holds() == [("one", "b")]
+
+    asyncio.run(run())

@@ -1,0 +1,127 @@
+"""Tickets: sealed with the cluster's keys, for as long as a hand-over takes; keys from a file."""
+
+import base64
+import itertools
+
+import msgspec
+import pytest
+
+from cluster.config.resolve import resolve
+from cluster.errors import ClusterConfigError
+from cluster.routing.tickets import TicketOffice, key_ring, new_secret
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import FailureReason, TicketError
+from kv_transfer.ticket import CLOCK_TOLERANCE_S, KeyRing
+from replicas.config import EngineConfig
+from replicas.messages import EngineRequest
+from tests.cluster.engines import KEYS, make_member, sampling
+
+ONE, OTHER = bytes(range(16)), bytes(range(100, 132))
+CONFIG = TransferConfig(rendezvous_s=50.0, lease_s=10.0, renew_s=1.0)
+NOW_S = 1000.0
+
+
+def office(keys=KEYS, now_s=NOW_S):
+    ids = iter([bytes([i]) * 16 for i in range(9)])
+    return TicketOffice(keys, CONFIG, lambda: next(ids), lambda: now_s)
+
+
+def begin(tickets, epoch=3):
+    request = EngineRequest("r", [1, 2, 3], sampling())
+    return tickets.begin(request, epoch, make_member("prefill", "p").description)
+
+
+def test_both_tickets_of_a_transfer_differ_in_the_consumer_alone():
+    tickets = office()
+    transfer = begin(tickets)
+    offer, fetch = (KEYS.unseal(tickets.seal(transfer, c), NOW_S) for c in ("", "d"))
+    assert (offer.consumer, fetch.consumer) == ("", "d")
+    assert msgspec.structs.replace(offer, consumer="d") == fetch
+    assert (fetch.request_id, fetch.epoch, fetch.num_tokens) == ("r", 3, 3)
+    assert begin(tickets).transfer_id != transfer.transfer_id
+
+
+def test_ticket_lasts_as_long_as_a_hand_over_may_take():
+    tickets = office()
+    sealed = tickets.seal(begin(tickets), "d")
+    end_s = NOW_S + CONFIG.rendezvous_s + CONFIG.lease_s
+    assert KEYS.unseal(sealed, end_s).expires_ms == end_s * 1000
+    with pytest.raises(TicketError) as caught:
+        KEYS.unseal(sealed, end_s + CLOCK_TOLERANCE_S + 1)
+    assert caught.value.reason is FailureReason.EXPIRED
+
+
+def test_ticket_of_another_cluster_is_refused():
+    tickets = office(KeyRing((new_secret(),)))
+    with pytest.raises(TicketError) as caught:
+        KEYS.unseal(tickets.seal(begin(tickets), "d"), NOW_S)
+    assert caught.value.reason is FailureReason.AUTH
+
+
+def test_new_secrets_are_long_and_never_the_same():
+    made = {new_secret() for _ in range(20)}
+    assert len(made) == 20
+    assert {len(secret) for secret in made} == {32}
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def test_key_file_is_hex_or_base64_and_its_first_line_seals(tmp_path):
+    path = tmp_path / "keys"
+    text = f"# new\n{ONE.hex().upper()}\n\n  {base64.b64encode(OTHER).decode()}  \n"
+    path.write_text(text)
+    assert key_ring(str(path), [b"made for this deployment, unused"]).secrets == (ONE, OTHER)
+
+
+def test_rotation_never_has_a_ticket_that_is_refused(tmp_path):
+    path = tmp_path / "keys"
+    stages = [(ONE,), (ONE, OTHER), (OTHER, ONE), (OTHER,)]
+    rings = []
+    for secrets in stages:
+        path.write_text("\n".join(secret.hex() for secret in secrets))
+        rings.append(key_ring(str(path)))
+    for one, next_one in itertools.pairwise(rings):
+        for sealing, opening in ((one, next_one), (next_one, one)):
+            tickets = office(sealing)
+            assert opening.unseal(tickets.seal(begin(tickets), "d"), NOW_S).consumer == "d"
+
+
+def test_without_a_file_what_was_made_is_used():
+    assert key_ring(None, [ONE]).secrets == (ONE,)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "holds no secret"),
+        (b"# nothing\n\n", "holds no secret"),
+        (b"%s\nnot a key!\n" % ONE.hex().encode(), "line 2 is neither hexadecimal nor base64"),
+        (b"00112233445566778899aabbccddee\n", "line 1 has 15 bytes; a secret has at least 16"),
+        (b"\xff\xfe\n", "not ASCII"),
+        (None, "cannot read .*No such file"),
+    ],
+)
+def test_key_file_that_cannot_be_used_is_refused_and_shows_nothing_of_it(tmp_path, content, reason):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ClusterConfigError, match=reason) as caught:
+        key_ring(str(path))
+    assert "args.kv_key_file" in str(caught.value)
+    for secret in ("not a key", "00112233", ONE.hex()):
+        assert secret not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_no_text_of_a_cluster_shows_a_secret(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(ONE.hex())
+    ring = key_ring(str(path))
+    shown = [repr(ring), str(ring), repr(office(ring)), f"{ring!r}"]
+    shown += [repr(resolve({"pools": {"both": {}}, "kv_key_file": str(path)}))]
+    shown.append(repr(EngineConfig(model="/x", kv_keys=ring)))
+    for text in shown:
+        assert ONE.hex() not in text
+        assert repr(ONE)[2:-1] not in text
+        assert base64.b64encode(ONE).decode() not in text
