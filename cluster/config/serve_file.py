@@ -111,7 +111,7 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ClusterConfigError: The `http_options` cannot be; `args` are for `resolve` to check.
         """
         new_args = _changed(self.args, args)
-        if args.get("model") is not None:
+        if args.get("model") is not None and "model_name" not in args:
             new_args.pop("model_name", None)
         http = _changed(msgspec.structs.asdict(self.http_options), http_options)
         return msgspec.structs.replace(

@@ -1,0 +1,265 @@
+"""What the seams carry beyond what anything uses today, from an HTTP body to engines and back.
+
+A policy that reads every field of demand and view, an engine that returns three choices with log
+probabilities, a replica that changes its role, and a configuration that was changed after it was
+read: each goes the whole way, over real sockets.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import configs
+from cluster.config.resolve import resolve
+from cluster.config.serve_file import read_serve_file
+from cluster.edge.routes import create_app
+from cluster.ingress import Ingress
+from cluster.routing import router as router_module
+from cluster.routing.demand import Demand
+from cluster.routing.placement import GroupView, Policies
+from replicas.messages import (
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LoadKV,
+    TokenLogprob,
+    TokenOutput,
+)
+from replicas.sampling_params import SamplingParams
+from tests.cluster.edge.test_openai_fields import turn_on
+from tests.cluster.edge.test_routes import Client
+from tests.cluster.engines import KEYS, ScriptedEngine, model_folder, until
+
+pytestmark = pytest.mark.process
+
+PROMPT = "the quick brown fox jumps over the lazy dog"
+A, B, C = (2 + 32 + i for i in range(3))
+"""Three tokens of the byte tokenizer."""
+
+
+@contextlib.asynccontextmanager
+async def serving(*engines, args=None, **fields):
+    """An HTTP client of an ingress that has found these engines."""
+    config = resolve(
+        args
+        or {
+            "model": str(model_folder()),
+            "pools": {engine.role: {} for engine in engines},
+            **fields,
+        }
+    )
+    ingress = Ingress(config, KEYS)
+    try:
+        ingress.fleet.add([engine.member for engine in engines])
+        await until(lambda: ingress.is_ready()[0], "ready")
+        app = create_app(ingress, version="0", max_body_bytes=2**20)
+        yield ingress, lambda *request: Client(app).request(*request)
+    finally:
+        await ingress.close()
+
+
+def ask(post, path="/v1/completions", **fields):
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {}
+    return post("POST", path, {**prompt, "max_tokens": 4, **fields})
+
+
+def accepts(message):
+    return [Accepted(message.request.request_id, 0, 0, 0)]
+
+
+# --- a policy that reads everything --------------------------------------------------------------
+
+
+class Reader:
+    """A policy that reads every field of what it is given, and takes the first in the list."""
+
+    def __init__(self):
+        self.seen = []
+
+    def score(self, demand: Demand, view: GroupView):
+        fields = {f.name: getattr(demand, f.name) for f in dataclasses.fields(demand)}
+        fields |= {
+            "num_prompt_tokens": demand.num_prompt_tokens,
+            "num_blocks": demand.num_blocks(view.block_size),
+            "block_hashes": demand.block_hashes(view.block_size),
+        }
+        self.seen.append((fields, {f: getattr(view, f) for f in view.__struct_fields__}))
+        return (view.index,)
+
+    def placed(self, demand, view):
+        self.seen[-1][0]["placed"] = view.placement
+
+
+def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
+    decode, prefill = Reader(), Reader()
+    monkeypatch.setattr(router_module, "make_policies", lambda _name: Policies(decode, prefill))
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as first,
+            ScriptedEngine("decode", "d", decodes) as second,
+            serving(first, second) as (_, post),
+        ):
+            response = await ask(post, cache_salt="pepper", max_tokens=9)
+            return response.status
+
+    assert asyncio.run(run()) == 200
+    [(asked, view)] = decode.seen
+    assert len(asked["prompt_token_ids"]) == asked["num_prompt_tokens"] == len(PROMPT)
+    assert (asked["num_blocks"], len(asked["block_hashes"])) == (2, 1)
+    assert (asked["num_choices"], asked["expected_output_tokens"]) == (1, 9)
+    assert (asked["cache_salt"], asked["adapter"], asked["tenant"]) == ("pepper", "", "")
+    assert (asked["priority"], asked["deadline_s"]) == (0, None)
+    assert (view["incarnation"], view["dp_group"], view["role"]) == ("d", 0, "decode")
+    assert (view["block_size"], view["num_empty_slots"], view["num_free_blocks"]) == (32, 4, 64)
+    assert (view["num_active"], view["num_queued_tokens"], view["step_s"]) == (0, 0, 0.0)
+    [(of_prefill, engine)] = prefill.seen
+    assert of_prefill["request_id"] == asked["request_id"]
+    assert (engine["incarnation"], engine["dp_group"], engine["role"]) == ("p", -1, "prefill")
+
+
+# --- three choices with log probabilities --------------------------------------------------------
+
+
+def one(token_id, logprob=-0.5):
+    """Log probabilities of one drawn token, with one likelier."""
+    return [[TokenLogprob(token_id, logprob, 2), TokenLogprob(A, -0.25, 1)]]
+
+
+def prefills(message):
+    """The first token of every choice, and nothing more."""
+    if not isinstance(message, AddRequest):
+        return []
+    request = message.request
+    firsts = [
+        TokenOutput(
+            request.request_id, 0, [A + i], choice=i,
+            logprobs=one(A + i) if request.sampling.logprobs is not None else None,
+        )
+        for i in range(request.sampling.n)
+    ]  # fmt: skip
+    return [*accepts(message), *firsts]
+
+
+def decodes(message):
+    """The rest, interleaved: the second choice ends first, the third by a stop token."""
+    match message:
+        case AddRequest():
+            return accepts(message)
+        case LoadKV():
+            return [KVLoaded(message.request_id, message.epoch, None)]
+        case Activate():
+            name, count = message.request_id, len(message.token_ids)
+            outputs = [
+                TokenOutput(name, 1, [B], "length", choice=1, logprobs=one(B)),
+                TokenOutput(name, 1, [C], choice=0, logprobs=one(C)),
+                TokenOutput(name, 1, [A], choice=2, logprobs=one(A)),
+                TokenOutput(name, 2, [B], "stop", B, choice=2, logprobs=one(B)),
+                TokenOutput(name, 2, [B], "length", choice=0, logprobs=one(B)),
+            ]
+            if count == 1:
+                return [TokenOutput(name, 1, [B], "length")]
+            return [output for output in outputs if output.choice < count]
+    return []
+
+
+@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, stream):
+    for name in ("n", "logprobs"):
+        turn_on(monkeypatch, name)
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as prefill,
+            ScriptedEngine("decode", "d", decodes) as decode,
+            serving(prefill, decode, router={"order": order}) as (_, post),
+        ):
+            options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            response = await ask(post, n=3, logprobs=1, return_token_ids=True, **options)
+            return response, decode.received(Activate)[0].token_ids, decode.received(AddRequest)
+
+    response, activated, added = asyncio.run(run())
+    assert response.status == 200
+    assert added[0].request.sampling == SamplingParams(
+        max_tokens=4, n=3, logprobs=1, seed=added[0].request.sampling.seed
+    )
+    assert activated == [[A], [B], [C]], "the decode engine goes on from each choice's first token"
+    bodies = [e for e in response.events if e != "[DONE]"] if stream else [response.body]
+    tokens, reasons, logprobs = {0: [], 1: [], 2: []}, {}, {0: [], 1: [], 2: []}
+    for body in bodies:
+        for choice in body["choices"]:
+            tokens[choice["index"]] += choice["token_ids"]
+            logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+            if choice["finish_reason"]:
+                reasons[choice["index"]] = choice["finish_reason"]
+    assert tokens == {0: [A, C, B], 1: [B, B], 2: [C, A, B]}
+    assert reasons == {0: "length", 1: "length", 2: "stop"}
+    assert {i: len(values) for i, values in logprobs.items()} == {0: 3, 1: 2, 2: 3}
+    counts = [body["usage"] for body in bodies if body.get("usage")]
+    assert [usage["completion_tokens"] for usage in counts] == [8], "once, of the whole request"
+
+
+# --- a replica that changes its role -------------------------------------------------------------
+
+
+def test_replicas_that_trade_roles_are_asked_for_their_new_parts():
+    async def run():
+        def plays_both(engine):
+            def answer(message):
+                is_prefill = isinstance(message, AddRequest) and message.mode == "prefill"
+                return prefills(message) if is_prefill else decodes(message)
+
+            return answer
+
+        async with (
+            ScriptedEngine("prefill", "one", plays_both(1)) as one_,
+            ScriptedEngine("decode", "two", plays_both(2)) as two,
+            serving(one_, two) as (ingress, post),
+        ):
+            assert (await ask(post)).status == 200
+            one_.role, two.role = "decode", "prefill"
+            for engine in (one_, two):
+                await engine.send(snapshot=engine.snapshot(4))
+            await until(
+                lambda: [v.incarnation for v in ingress.fleet.pools.decode_views()] == ["one"],
+                "the ingress believes it",
+            )
+            assert (await ask(post)).status == 200
+            text = (await ingress.metrics_text()).decode()
+            return [[m.mode for m in e.received(AddRequest)] for e in (one_, two)], text
+
+    modes, text = asyncio.run(run())
+    assert modes == [["prefill", "decode"], ["decode", "prefill"]]
+    assert "ttserve_router_refusals_total{" not in text
+
+
+# --- a configuration that arrives by override ----------------------------------------------------
+
+
+def test_a_configuration_that_was_overridden_is_what_is_served():
+    file = read_serve_file(Path(configs.__file__).parent / "single.yaml")
+    changed = file.override(args={"model": str(model_folder()), "model_name": "changed"})
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", finishes) as engine,
+            serving(engine, args=changed.args) as (_, post),
+        ):
+            models = (await post("GET", "/v1/models")).body["data"]
+            by_name = [(await ask(post, model=name)).status for name in ("changed", "demo")]
+            return models, by_name
+
+    models, by_name = asyncio.run(run())
+    assert [(m["id"], m["max_model_len"]) for m in models] == [("changed", 8192)]
+    assert by_name == [200, 404]
+
+
+def finishes(message):
+    if isinstance(message, AddRequest):
+        return [*accepts(message), TokenOutput(message.request.request_id, 0, [A], "length")]
+    return []
