@@ -1,4 +1,4 @@
-"""Errors that reach a client, each with its HTTP status; the one mapping that the ingress uses."""
+"""Errors that reach a client, each with its HTTP status; the one mapping that the edge uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BadRequestError(ServingError):
 
 
 class PayloadTooLargeError(ServingError):
-    """The body is larger than the ingress reads."""
+    """The body is larger than the edge reads."""
 
     status = 413
     type = "BadRequestError"

@@ -49,7 +49,7 @@ class Ingress:
         keys: What seals tickets; the engines have the same.
 
     Attributes:
-        fleet: The engines; whoever starts the service lets it follow a discovery.
+        fleet: The engines; whoever makes the ingress lets it follow a discovery.
     """
 
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:

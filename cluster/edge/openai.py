@@ -1,7 +1,7 @@
 """The values that cross between the HTTP edge and whatever serves it; no JSON, no HTTP.
 
-The ingress turns a body into an `EngineRequest`, the service emits `OutputDelta`s and returns the
-`Usage`, the ingress turns those into a body again. `cluster.edge.openai_requests` and
+The edge turns a body into an `EngineRequest`, the ingress emits `OutputDelta`s and returns the
+`Usage`, the edge turns those into a body again. `cluster.edge.openai_requests` and
 `cluster.edge.openai_responses` do the turning. Nothing here has behaviour.
 """
 

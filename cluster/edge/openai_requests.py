@@ -1,8 +1,8 @@
 """Request bodies to validated requests: every rule that turns bad input into a 400 or 404.
 
 Three stages, cheapest first, so that a bad request costs nothing: `parse_*` checks the fields
-alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the ingress
-moves it to a thread for a long text), `build_request` checks what needs the token count. Which
+alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the routes
+move it to a thread for a long text), `build_request` checks what needs the token count. Which
 fields there are stands in `cluster.edge.openai_fields`. All functions are pure.
 """
 

@@ -1,8 +1,8 @@
 """The HTTP edge: OpenAI routes over a `Backend`, and the one mapping from error to HTTP.
 
 Owner: the ingress's event loop owns every open response; this module keeps nothing between
-requests. It validates before it asks the service for anything, and cancels what the service runs
-the moment the client is gone. How requests are placed and run is the service's business.
+requests. It validates before it asks the backend for anything, and cancels what the backend runs
+the moment the client is gone. How requests are placed and run is the backend's business.
 
 An error before the first byte is a JSON body with its status. An error after it is one
 `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
@@ -151,7 +151,7 @@ def create_app(service: Backend, *, version: str, max_body_bytes: int) -> Starle
 
 
 class _Routes:
-    """The handlers; each reads, validates, asks the service, answers."""
+    """The handlers; each reads, validates, asks the backend, answers."""
 
     def __init__(self, service: Backend, version: str, max_body_bytes: int) -> None:
         self._service = service

@@ -31,7 +31,7 @@ _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 def new_secret() -> bytes:
     """A secret for a cluster that was given none; nobody can guess it.
 
-    No configuration shows it, but Serve keeps it: see `cluster.app`.
+    No configuration shows it, but Serve keeps it: see `cluster.lifecycle.application`.
     """
     return secrets.token_bytes(_NEW_KEY_BYTES)
 

@@ -25,10 +25,11 @@ def run():
     return lambda *arguments: runner.invoke(cli.app, [str(argument) for argument in arguments])
 
 
-def test_help_names_the_three_commands(run):
+def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("serve", "validate", "generate"))
+    names = ("serve", "validate", "generate", "simulate", "kv", "doctor", "chaos")
+    assert all(name in result.output for name in names)
 
 
 def test_validate_names_every_bad_file_and_its_key(run, tmp_path):

@@ -1,4 +1,4 @@
-"""The real OpenAI client over a real socket, against the ingress with a fake service."""
+"""The real OpenAI client over a real socket, against the edge with a fake backend."""
 
 import asyncio
 import contextlib
