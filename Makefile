@@ -7,18 +7,32 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test test-tt check lint types imports chaos clean
+.PHONY: serve test test-slow test-tt check lint types imports chaos clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
+# Exit code 5: none of the asked tests is of this kind.
+PYTEST = $(VENV)/bin/python -m pytest -q $(1) || [ $$? = 5 ]
+# Two processes, as a laptop or a CI machine has two cores at least. Each starts with half of the
+# tests in their order, so that what the tests of a file share is mostly made once, and takes over
+# from the other at the end.
+TWO := -n 2 --dist worksteal
+# What was asked for, or the files that have tests of a kind: to import all the others takes long.
+FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
+
 # TESTS=tests/kv_transfer runs a part.
 test: $(VENV)/.installed-dev
-	@# Exit code 5: none of the asked tests is of this kind. Those that start Ray look for what they
-	@# leave behind on the whole host, and a host has room for one cluster: they run alone.
-	$(VENV)/bin/python -m pytest -q -n 2 -m "not ray" $(TESTS) || [ $$? = 5 ]
-	$(VENV)/bin/python -m pytest -q -m ray $(TESTS) || [ $$? = 5 ]
+	$(call PYTEST,$(TWO) -m "not ray and not slow" $(TESTS))
+	@# Those that start Ray look for what they leave behind on the whole host, and a host has room
+	@# for one cluster: they run alone.
+	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
+
+# What `make test` leaves out: quicker tests show most of it, and only CI has the time.
+test-slow: $(VENV)/.installed-dev
+	$(call PYTEST,$(TWO) -m "slow and not ray" $(call FILES,slow))
+	$(call PYTEST,-m "slow and ray" $(call FILES,slow))
 
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
 test-tt: $(VENV_TTNN)/.installed-dev

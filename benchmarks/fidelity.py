@@ -64,7 +64,7 @@ from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from kv_transfer.ticket import KeyRing
 from replicas.async_client import AsyncMPClient
-from replicas.engine.process import EngineArguments, EngineReport
+from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.launch import EngineHandle
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams

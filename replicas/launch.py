@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from replicas.boards import VISIBLE_DEVICES
-from replicas.engine.process import STOP_S, EngineArguments, EngineReport
+from replicas.engine.reports import STOP_S, EngineArguments, EngineReport
 from replicas.errors import EngineDeadError, EngineStartError
 
 if TYPE_CHECKING:

@@ -1,11 +1,25 @@
-"""Hypothesis profiles: `dev` is quick; `ci` searches longer and always the same examples."""
+"""What holds for all tests: one thread for arithmetic, cheap garbage collections, two profiles.
+
+The profiles are Hypothesis's: `dev` is quick; `ci` searches longer and always the same examples.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import settings
 
+# Read when torch is imported, here and in every process that a test starts: operations this small
+# only lose time to a second thread, and two test processes to each other's.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_finish():
+    """Keep what was imported out of garbage collections, which otherwise go through all of it."""
+    gc.collect()
+    gc.freeze()

@@ -27,13 +27,13 @@ import zmq
 
 from kv_transfer.errors import KVTransferError
 from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
-from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError
-from replicas.messages import EngineDescription, EngineFrame
+from replicas.messages import EngineFrame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,50 +46,12 @@ HEARTBEAT_S = 0.25
 """A client that gets nothing else gets an empty frame this often."""
 BEAT_S = 0.25
 """The parent gets a beat this often, unless nothing in this process moves."""
-STOP_S = 5.0
-"""How long an engine without a mesh may take to end."""
 MAX_MESSAGES_PER_STEP = 4096
 """Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 _SEND_HWM = 100_000
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
-
-
-class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """The line of JSON on stdin.
-
-    Attributes:
-        config: The engine's configuration.
-        incarnation: Random id of this start.
-        host: Address to bind the two client sockets to, on free ports.
-        ready_fd: Inherited descriptor for `EngineReport` lines.
-        stop_timeout_s: How long it may take to end.
-    """
-
-    config: EngineConfig
-    incarnation: str
-    host: str
-    ready_fd: int
-    stop_timeout_s: float = STOP_S
-
-
-class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line on the ready descriptor; exactly one of the fields is set.
-
-    Attributes:
-        stage: What is being done, with `fraction` done of it.
-        fraction: 0 to 1.
-        ready: The engine runs.
-        failed: It does not: why, for a person.
-        beat: What the core thread does, see `Pulse.count`.
-    """
-
-    stage: str | None = None
-    fraction: float = 0.0
-    ready: EngineDescription | None = None
-    failed: str | None = None
-    beat: int | None = None
 
 
 class Pulse:

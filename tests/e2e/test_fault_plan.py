@@ -1,4 +1,9 @@
-"""A simulated cluster whose decode replica is killed by a fault plan, again and again."""
+"""A simulated cluster whose decode replica is killed by a fault plan, again and again.
+
+One server for the module; the last test ends it.
+"""
+
+import signal
 
 import harness
 import pytest
@@ -13,9 +18,10 @@ BODY = {"model": "demo", "prompt": "Return the", "max_tokens": 8, "temperature":
 DEATH = "decode: the engine process ended with code -9"
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     """One prefill and two decode replicas; the same decode replica dies every 15 s."""
+    folder = tmp_path_factory.mktemp("fault-plan")
     port = supervisor.free_port()
     engine = {
         "block_size": 64,
@@ -26,7 +32,7 @@ def server(tmp_path):
     }
     args = {"model": "demo", "engine": engine, "pools": {"prefill": {}, "decode": {"replicas": 2}}}
     application = {"name": "ttserve", "import_path": "cluster.app:build", "args": args}
-    config, plan = tmp_path / "serve.yaml", tmp_path / "faults.yaml"
+    config, plan = folder / "serve.yaml", folder / "faults.yaml"
     config.write_text(
         yaml.safe_dump({"http_options": {"host": "127.0.0.1"}, "applications": [application]})
     )
@@ -38,8 +44,11 @@ def server(tmp_path):
     server = harness.LocalServer(
         ["--config", str(config), "--faults", str(plan), "--port", str(port)], port
     )
-    yield server
-    server.close()
+    try:
+        server.wait_ready(90)
+        yield server
+    finally:
+        server.close()
 
 
 def complete(server):
@@ -49,13 +58,32 @@ def complete(server):
     return answer["choices"][0]["text"]
 
 
-def test_requests_succeed_after_each_death_of_a_decode_replica(server):
-    server.wait_ready(90)
+def assert_requests_succeed_after_deaths(server, num_deaths):
+    """After each of so many deaths of the replica, from now on."""
     text = complete(server)
-    arguments = ["--num-requests", "4", "--concurrency", "4", "--max-tokens", "4"]
-    assert server_client.main(["--url", server.url, *arguments]) == 0
-    for num_deaths in (1, 2):
-        # The second one shows that a replica which is started again has its old rank.
-        harness.wait_for(lambda n=num_deaths: server.log.count(DEATH) >= n, 90, "the replica dies")
+    num_before = server.log.count(DEATH)
+    for num_dead in range(num_before + 1, num_before + num_deaths + 1):
+        harness.wait_for(lambda n=num_dead: server.log.count(DEATH) >= n, 90, "the replica dies")
         assert complete(server) == text
         assert server.process.poll() is None
+
+
+def test_the_example_client_is_served(server):
+    arguments = ["--num-requests", "4", "--concurrency", "4", "--max-tokens", "4"]
+    assert server_client.main(["--url", server.url, *arguments]) == 0
+
+
+def test_requests_succeed_after_the_death_of_a_decode_replica(server):
+    assert_requests_succeed_after_deaths(server, 1)
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_started_again_has_its_old_rank(server):
+    """It dies of the same plan a second time."""
+    assert_requests_succeed_after_deaths(server, 2)
+
+
+def test_second_interrupt_leaves_nothing_either(server):
+    server.signal_group(signal.SIGINT)
+    server.signal_group(signal.SIGINT)
+    server.wait_gone(20)

@@ -1,6 +1,7 @@
 """The stock Ray command line deploys a config file, with token authentication on."""
 
-import signal
+import contextlib
+import copy
 from pathlib import Path
 
 import harness
@@ -12,81 +13,96 @@ from cluster.lifecycle import supervisor
 pytestmark = pytest.mark.ray
 
 DEMO = harness.REPOSITORY / "configs" / "demo.yaml"
+SERVE, RAY_SERVE = ("serve",), ("ray", "serve")
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(interrupted_server):
     """A Ray cluster that starts after a local server has run on the same machine."""
-    port = supervisor.free_port()
-    server = harness.LocalServer(["--port", str(port)], port)
-    try:
-        harness.wait_for(lambda: "Starting Ray Serve" in server.log, 60, "the local server starts")
-        server.signal_group(signal.SIGINT)
-        server.wait_gone()
-    finally:
-        server.close()
+    interrupted_server.wait_gone()
     cluster = harness.RayCluster()
     yield cluster
     cluster.close()
 
 
-@pytest.mark.parametrize("words", [("serve",), ("ray", "serve")])
+@pytest.mark.parametrize("words", [SERVE, pytest.param(RAY_SERVE, marks=pytest.mark.slow)])
 def test_deployed_config_serves_on_its_port_and_is_gone_after_shutdown(cluster, tmp_path, words):
-    path, port = demo_on_free_port(tmp_path)
-    assert "Sent deploy request successfully" in cluster.run(*words, "deploy", str(path))
-    application = wait_for_end(cluster, words)
+    file, port = demo_on_free_port()
+    assert "Sent deploy request successfully" in deploy(cluster, words, tmp_path, file)
+    url = f"http://127.0.0.1:{port}"
+    # Asked first, as each command takes the processor from what starts; what is wrong shows below.
+    with contextlib.suppress(AssertionError):
+        harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
+    application = wait_for_end(cluster, words)["ttserve"]
     assert application["status"] == "RUNNING", application
     assert {d["status"] for d in application["deployments"].values()} == {"HEALTHY"}
-    url = f"http://127.0.0.1:{port}"
-    harness.wait_for(lambda: harness.get_json(f"{url}/health")[0] == 200, 30, "healthy endpoint")
+    harness.wait_for(lambda: is_healthy(url), 30, "healthy endpoint")
     body = {"model": "demo", "prompt": "Return the", "max_tokens": 8, "stream": True}
     assert [*harness.stream_events(url, "/v1/completions", body)][-1] == "[DONE]"
-    cluster.run(*words, "shutdown", "-y")
-    harness.wait_for(lambda: not cluster.applications(*words, "status"), 60, "no application")
+    shut_down(cluster, words)
     harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
 
 
 def test_wrong_args_fail_the_deployment_with_the_reason(cluster, tmp_path):
-    deployed_s = 0.0
+    file, _ = demo_on_free_port()
+    [right] = file["applications"]
+    reasons = {}
+    file["applications"] = []
     for change, reason in (
         ({"poools": {}}, "poools"),
         ({"engine": {"block_size": "many"}}, "args.engine.block_size"),
         ({"model": "/no/such/model"}, "/no/such/model"),
     ):
-        path, _ = demo_on_free_port(tmp_path, change)
-        cluster.run("serve", "deploy", str(path))
-        application = wait_for_end(cluster, ("serve",), deployed_s)
+        name = f"wrong-{len(reasons)}"
+        wrong = copy.deepcopy(right) | {"name": name, "route_prefix": f"/{name}"}
+        wrong["args"].update(change)
+        file["applications"].append(wrong)
+        reasons[name] = reason
+    deploy(cluster, RAY_SERVE, tmp_path, file)
+    applications = wait_for_end(cluster, RAY_SERVE)
+    assert applications.keys() == reasons.keys()
+    for name, application in applications.items():
         assert application["status"] == "DEPLOY_FAILED", application
-        assert reason in application["message"].splitlines()[-1]
-        deployed_s = application["last_deployed_time_s"]
-    cluster.run("serve", "shutdown", "-y")
-    harness.wait_for(lambda: not cluster.applications(), 60, "no application")
+        assert reasons[name] in application["message"].splitlines()[-1]
+    shut_down(cluster, RAY_SERVE)
 
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
     cluster.stop()
 
 
-def demo_on_free_port(folder: Path, change: dict[str, object] | None = None) -> tuple[Path, int]:
-    """A copy of the demo config on a port of its own, its args changed."""
+def demo_on_free_port():
+    """A copy of the demo config on a port of its own, and the port."""
     file = yaml.safe_load(DEMO.read_text())
     port = supervisor.free_port()
     file["http_options"]["port"] = port
-    file["applications"][0]["args"].update(change or {})
+    return file, port
+
+
+def deploy(cluster: harness.RayCluster, words: tuple[str, ...], folder: Path, file: object) -> str:
+    """Deploy a config; returns what the command printed."""
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(file))
-    return path, port
+    return cluster.run(*words, "deploy", str(path))
 
 
-def wait_for_end(
-    cluster: harness.RayCluster, words: tuple[str, ...], after_s: float = 0.0
-) -> dict[str, object]:
-    """Poll until the application of a deploy later than `after_s` runs or has failed."""
+def is_healthy(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return harness.get_json(f"{url}/health")[0] == 200
+    return False
 
-    def ended() -> dict[str, object] | None:
-        application = cluster.applications(*words, "status").get("ttserve")
-        if not application or application["last_deployed_time_s"] <= after_s:
-            return None
-        return application if application["status"] in {"RUNNING", "DEPLOY_FAILED"} else None
+
+def wait_for_end(cluster: harness.RayCluster, words: tuple[str, ...]) -> dict[str, dict]:
+    """Poll until every application runs or has failed; returns them by name."""
+
+    def ended() -> dict[str, dict] | None:
+        applications = cluster.applications(*words, "status")
+        statuses = {application["status"] for application in applications.values()}
+        return applications if statuses and statuses <= {"RUNNING", "DEPLOY_FAILED"} else None
 
     return harness.wait_for(ended, 120, "RUNNING or DEPLOY_FAILED")
+
+
+def shut_down(cluster: harness.RayCluster, words: tuple[str, ...]) -> None:
+    cluster.run(*words, "shutdown", "-y")
+    harness.wait_for(lambda: not cluster.applications(*words, "status"), 60, "no application")

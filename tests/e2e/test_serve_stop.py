@@ -1,7 +1,10 @@
-"""A local server stops whole: no process, port or shared memory is left, however it is told."""
+"""A local server stops whole: no process, port or shared memory is left, however it is told.
+
+Where a test ends a server that other tests have used, it is the last one of their file:
+`test_fault_plan.py` (a second interrupt), `test_serving.py` (a killed supervisor).
+"""
 
 import json
-import os
 import shutil
 import signal
 import threading
@@ -15,14 +18,6 @@ from cluster.lifecycle import supervisor
 pytestmark = pytest.mark.ray
 
 PROMPT = {"model": "demo", "prompt": "Return the", "temperature": 0}
-
-
-@pytest.fixture
-def server():
-    port = supervisor.free_port()
-    server = harness.LocalServer(["--port", str(port)], port)
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -58,23 +53,8 @@ def test_interrupted_server_lets_its_stream_end_and_leaves_nothing(made_server):
     assert not private_folders() & folders
 
 
-def test_second_interrupt_leaves_nothing_either(server):
-    server.wait_ready()
-    server.signal_group(signal.SIGINT)
-    server.signal_group(signal.SIGINT)
-    server.wait_gone(20)
-
-
-def test_interrupt_while_it_starts_leaves_nothing(server):
-    harness.wait_for(lambda: "Starting Ray Serve" in server.log, 60, "Serve starts")
-    server.signal_group(signal.SIGINT)
-    server.wait_gone(20)
-
-
-def test_killed_supervisor_takes_its_cluster_along(server):
-    server.wait_ready()
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.wait_gone(20)
+def test_interrupt_while_it_starts_leaves_nothing(interrupted_server):
+    interrupted_server.wait_gone(20)
 
 
 def test_taken_port_is_refused_before_anything_starts(tmp_path):

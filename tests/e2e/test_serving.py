@@ -1,6 +1,6 @@
 """A whole `ttserve serve` on a tiny model: what clients get, what it counts, what a death costs.
 
-One server for the module; the last test kills its decode engine.
+One server for the module; the last tests kill its decode engine, and then its supervisor.
 """
 
 import asyncio
@@ -473,3 +473,9 @@ def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
     assert replicas[0] == replicas[1], "the prefill replica is the same"
     assert len(replicas[3]) == 1
     assert replicas[2] != replicas[3], "the decode replica is a new one"
+
+
+def test_killed_supervisor_takes_its_cluster_along(server):
+    server.footprint.look()
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.wait_gone(20)

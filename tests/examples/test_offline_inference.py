@@ -1,4 +1,4 @@
-"""`examples/offline_inference.py` as a user runs it: a process, its text, its last line."""
+"""`examples/offline_inference.py`: its text, its last line; once as a process, as users run it."""
 
 import json
 import subprocess
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 SCRIPT = Path(offline_inference.__file__)
 
 
-def example(*arguments):
+def example_process(*arguments):
+    """Exit code, lines and errors of the script."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         check=False,
@@ -26,12 +27,23 @@ def example(*arguments):
         text=True,
         timeout=120,
     )
-    lines = done.stdout.splitlines()
-    return done.returncode, lines, done.stderr
+    return done.returncode, done.stdout.splitlines(), done.stderr
 
 
-def test_more_requests_than_slots_that_join_while_others_run():
-    code, lines, errors = example(
+@pytest.fixture
+def example(capsys):
+    """The same from its `main`; the engine is a process all the same."""
+
+    def run(*arguments):
+        code = offline_inference.main(arguments)
+        said = capsys.readouterr()
+        return code, said.out.splitlines(), said.err
+
+    return run
+
+
+def test_more_requests_than_slots_that_join_while_others_run(example):
+    code, lines, errors = example_process(
         "--num-prompts", "6", "--max-batch-size", "2", "--requests-per-step", "1",
         "--max-tokens", "6",
     )  # fmt: skip
@@ -44,7 +56,7 @@ def test_more_requests_than_slots_that_join_while_others_run():
     assert [line for line in alone[1] if " -> " in line] == texts[:1]
 
 
-def test_figures_of_equal_prompts_on_a_simulated_mesh():
+def test_figures_of_equal_prompts_on_a_simulated_mesh(example):
     code, lines, errors = example(
         "--simulate", "Llama-3.1-8B@n150", "--measure-perf", "--max-batch-size", "4",
         "--max-tokens", "4", "--max-model-len", "2048",
@@ -58,7 +70,7 @@ def test_figures_of_equal_prompts_on_a_simulated_mesh():
     assert figures["tpot_ms"] >= 30
 
 
-def test_prompts_of_increasing_length_up_to_the_longest():
+def test_prompts_of_increasing_length_up_to_the_longest(example):
     code, lines, errors = example(
         "--test_increasing_seq_lens", "--max-model-len", "256", "--max-tokens", "4"
     )
@@ -66,7 +78,7 @@ def test_prompts_of_increasing_length_up_to_the_longest():
     assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 252]
 
 
-def test_increasing_lengths_on_a_simulated_mesh():
+def test_increasing_lengths_on_a_simulated_mesh(example):
     code, lines, errors = example(
         "--simulate", "Llama-3.2-1B@n150", "--test_increasing_seq_lens", "--max-model-len", "2048",
         "--max-tokens", "2",
@@ -116,7 +128,7 @@ def test_no_room_for_a_prompt():
         offline_inference.increasing_lengths(llm.llm_engine, 300)
 
 
-def test_what_cannot_work_says_why():
+def test_what_cannot_work_says_why(example):
     code, lines, errors = example("--simulate", "Llama-3.1-8B@no-such-board")
     assert (code, "".join(lines)) == (1, "")
     assert "no-such-board" in errors

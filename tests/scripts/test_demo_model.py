@@ -10,8 +10,10 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
+import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,9 @@ from scripts.demo_model.folder import read_figures, write_folder
 from scripts.demo_model.model import ModelShape, TrainingLlama
 from scripts.demo_model.ngram import KneserNeyModel
 from scripts.demo_model.training import Phase, Trainer, TrainingPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "demo-model"
 CONVERSATION = [
@@ -50,7 +55,28 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
+    """Of the whole library, which takes many seconds to read."""
     return corpora.load_corpus()
+
+
+@pytest.fixture(scope="module")
+def read_small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Corpus]:
+    """Reads every third module that is one file, and all that are compiled."""
+    library = tmp_path_factory.mktemp("library")
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::3]:
+        shutil.copy(path, library)
+
+    def read() -> Corpus:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+            return corpora.load_corpus()
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def small_corpus(read_small: Callable[[], Corpus]) -> Corpus:
+    return read_small()
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +179,9 @@ def test_transformers_loads_it_and_it_answers_a_question_and_stops(tokenizer: An
     assert answer.removesuffix("<|end|>").strip()
 
 
+@pytest.mark.slow
 def test_it_needs_a_quarter_fewer_bits_than_a_5gram_on_held_out_modules(corpus: Corpus) -> None:
     figures = read_figures(FOLDER)
-    assert figures["page"]["fewer_bits_than_byte_5gram_percent"] >= 25.0
     if corpus.sha256 != figures["corpus_sha256"]:
         pytest.skip(
             f"needs the documentation of Python {figures['corpus_python']}: this one's differs"
@@ -167,6 +193,10 @@ def test_it_needs_a_quarter_fewer_bits_than_a_5gram_on_held_out_modules(corpus: 
     assert model_bits <= 0.75 * byte_ngram_bits_per_byte(learned, documents)
 
 
+def test_the_card_says_that_it_needs_a_quarter_fewer_bits() -> None:
+    assert read_figures(FOLDER)["page"]["fewer_bits_than_byte_5gram_percent"] >= 25.0
+
+
 def test_the_card_names_the_weights_that_lie_beside_it() -> None:
     figures = read_figures(FOLDER)
     path = FOLDER / "model.safetensors"
@@ -175,23 +205,49 @@ def test_the_card_names_the_weights_that_lie_beside_it() -> None:
         assert weights.metadata()["corpus_sha256"] == figures["corpus_sha256"]
 
 
-def test_no_held_out_text_or_module_is_in_the_train_part(corpus: Corpus) -> None:
+def assert_parts_are_apart(corpus: Corpus) -> None:
     learned = (*corpus.train, *corpus.validation)
     assert {d.text for d in corpus.held_out}.isdisjoint(d.text for d in learned)
     assert {d.module for d in corpus.held_out}.isdisjoint(d.module for d in learned)
-    share = corpora.total_bytes(corpus.held_out) / corpora.total_bytes((*learned, *corpus.held_out))
-    assert 0.04 < share < 0.09  # 0.063 on the version that the card names
 
 
-def test_the_corpus_is_the_same_whenever_it_is_read(corpus: Corpus) -> None:
-    assert corpora.load_corpus() == corpus
-
-
-def test_compiled_modules_are_in_the_corpus_under_their_public_names(corpus: Corpus) -> None:
+def assert_compiled_are_under_public_names(corpus: Corpus) -> None:
     assert {"len", "dict.get", "os.getcwd", "time.sleep"} <= {d.name for d in corpus.train}
     # Compiled halves of held-out modules are held out too.
     assert {"pickle.Unpickler", "datetime.tzinfo"} <= {d.name for d in corpus.held_out}
     assert not any(d.source == "_decimal" for d in (*corpus.train, *corpus.held_out))
+
+
+def test_no_held_out_text_or_module_is_in_the_train_part(small_corpus: Corpus) -> None:
+    assert small_corpus.train
+    assert small_corpus.held_out
+    assert_parts_are_apart(small_corpus)
+
+
+def test_compiled_modules_are_in_the_corpus_under_their_public_names(
+    small_corpus: Corpus,
+) -> None:
+    assert_compiled_are_under_public_names(small_corpus)
+
+
+def test_a_corpus_is_the_same_whenever_it_is_read(
+    small_corpus: Corpus, read_small: Callable[[], Corpus]
+) -> None:
+    assert read_small() == small_corpus
+
+
+@pytest.mark.slow
+def test_parts_of_the_whole_library_are_apart_and_of_the_right_size(corpus: Corpus) -> None:
+    assert_parts_are_apart(corpus)
+    assert_compiled_are_under_public_names(corpus)
+    everything = (*corpus.train, *corpus.validation, *corpus.held_out)
+    share = corpora.total_bytes(corpus.held_out) / corpora.total_bytes(everything)
+    assert 0.04 < share < 0.09  # 0.063 on the version that the card names
+
+
+@pytest.mark.slow
+def test_the_whole_corpus_is_the_same_whenever_it_is_read(corpus: Corpus) -> None:
+    assert corpora.load_corpus() == corpus
 
 
 def test_kneser_ney_probabilities_sum_to_one_after_seen_and_unseen_contexts() -> None:

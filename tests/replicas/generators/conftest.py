@@ -15,7 +15,7 @@ from replicas.generators.torch.generator import TorchGenerator
 from tests.replicas.generators.tiny_models import CASES, in_true_float64, save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from replicas.generators.model_config import ModelConfig
@@ -52,15 +52,6 @@ class TinyModel:
     hf_config: Any
     inv_freq: torch.Tensor
     oracle: Callable[[list[int]], torch.Tensor]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread: operations this small only lose time to a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

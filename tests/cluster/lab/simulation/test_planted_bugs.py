@@ -205,7 +205,14 @@ def first_failing(most_events):
     raise AssertionError
 
 
-@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+LATE = {wrong_checksum_is_accepted, block_is_indexed_before_it_is_computed}
+"""They show only after many scenarios."""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(p, id=p.__name__, marks=[pytest.mark.slow] if p in LATE else []) for p in BUGS],
+)
 def test_planted_bug_is_found_and_shrunk(plant, monkeypatch):
     with monkeypatch.context() as patch:
         plant(patch)

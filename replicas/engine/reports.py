@@ -1,0 +1,51 @@
+"""What an engine process and its parent tell each other: how to start, how far that is, and beats.
+
+Apart from `replicas.engine.process`, so that a parent need not load what an engine computes with:
+an actor or a driver that only watches an engine would take seconds longer to start.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from replicas.config import EngineConfig
+from replicas.messages import EngineDescription
+
+STOP_S = 5.0
+"""How long an engine without a mesh may take to end."""
+
+
+class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The line of JSON on stdin.
+
+    Attributes:
+        config: The engine's configuration.
+        incarnation: Random id of this start.
+        host: Address to bind the two client sockets to, on free ports.
+        ready_fd: Inherited descriptor for `EngineReport` lines.
+        stop_timeout_s: How long it may take to end.
+    """
+
+    config: EngineConfig
+    incarnation: str
+    host: str
+    ready_fd: int
+    stop_timeout_s: float = STOP_S
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line on the ready descriptor; exactly one of the fields is set.
+
+    Attributes:
+        stage: What is being done, with `fraction` done of it.
+        fraction: 0 to 1.
+        ready: The engine runs.
+        failed: It does not: why, for a person.
+        beat: What the core thread does, see `Pulse.count`.
+    """
+
+    stage: str | None = None
+    fraction: float = 0.0
+    ready: EngineDescription | None = None
+    failed: str | None = None
+    beat: int | None = None
