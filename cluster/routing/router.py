@@ -428,6 +428,7 @@ class Run:
                     raise DecodeLostError(str(event))
                 if leg is wanted:
                     raise event
+                self._router.metrics.lost.labels("prefill").inc()
                 self._drop_prefill(abort=False)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self._decode and wanted is self._prefill
