@@ -1,24 +1,34 @@
 """A leg: one engine's part in one request, from the question to the moment it is let go of.
 
-Owner: the request's `Run`. A leg owns its hold in the pool state, until the engine has answered,
-and its stream, until it is closed; closing it gives both back whatever state it is in.
+A leg owns its hold in the pool state, until the engine has answered, and its stream, until it is
+closed; closing it gives both back whatever state it is in.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
+from cluster.routing.slot_queue import RETRY_AFTER_S
 from replicas.errors import EngineDeadError
+from replicas.messages import KV_TRANSFER_FAILED, LAPSED, TokenOutput
 
 if TYPE_CHECKING:
+    from cluster.errors import ServingError
+    from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
     from cluster.routing.tickets import Transfer
     from replicas.messages import AddRequest, ClientMessage, EngineEvent
     from replicas.streams import EngineStream, Inbox
+
+
+class DecodeLostError(Exception):
+    """The engine that holds the request's decode slot is gone."""
 
 
 class EngineClient(Protocol):
@@ -54,7 +64,7 @@ _SUCCESSORS = {
 
 
 class Leg:
-    """See the module docstring; making one asks the engine.
+    """See the module docstring; making one asks the engine. Owner: the request's `Legs`.
 
     Args:
         client: Connections to the engines.
@@ -123,3 +133,107 @@ class Leg:
     def _go(self, state: LegState) -> None:
         assert state in _SUCCESSORS[self.state], f"{self!r} cannot become {state.value}"
         self.state = state
+
+
+class Legs:
+    """The legs of one request, at most one on each side, and the inbox that both write to.
+
+    Owner: the request's `Run`.
+
+    Args:
+        client: Connections to the engines.
+        pools: Where the request is held.
+        metrics: Counts the engines that die.
+
+    Attributes:
+        decode: The leg that has, or asks for, the decode slot.
+        prefill: The leg that computes the prompt, or keeps its KV.
+    """
+
+    def __init__(self, client: EngineClient, pools: PoolState, metrics: RouterMetrics) -> None:
+        self._client = client
+        self._pools = pools
+        self._metrics = metrics
+        self._inbox: Inbox = asyncio.Queue()
+        self.decode: Leg | None = None
+        self.prefill: Leg | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.prefill!r}, {self.decode!r}"
+
+    def ask_to_decode(self, placement: Placement, message: AddRequest) -> Leg:
+        """Begin the decode leg; see `Leg`."""
+        self.decode = Leg(self._client, self._pools, placement, message, self._inbox)
+        return self.decode
+
+    def ask_to_prefill(
+        self, placement: Placement, message: AddRequest, offer: Transfer | None
+    ) -> Leg:
+        """Begin the prefill leg; see `Leg`."""
+        self.prefill = Leg(self._client, self._pools, placement, message, self._inbox, offer)
+        return self.prefill
+
+    async def next_of(self, wanted: Leg) -> EngineEvent:
+        """The next event of one leg; what the decode engine says meanwhile is kept for later.
+
+        Raises:
+            DecodeLostError: The decode engine died.
+            EngineDeadError: The wanted prefill engine died.
+            ServingError: An engine gave the request up.
+        """
+        if wanted.early:
+            return wanted.early.popleft()
+        while True:
+            stream, event = await self._inbox.get()
+            leg = self._leg_of(stream)
+            if leg is None:
+                continue  # It was dropped; this was on its way.
+            if isinstance(event, EngineDeadError):
+                if leg is self.decode:
+                    raise DecodeLostError(str(event))
+                if leg is wanted:
+                    raise event
+                self._metrics.lost.labels("prefill").inc()
+                self.drop_prefill(abort=False)
+            elif isinstance(event, TokenOutput) and event.finish_reason == "error":
+                is_waiting = leg is self.decode and wanted is self.prefill
+                raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
+            elif leg is wanted:
+                return event
+            elif leg is self.decode:
+                leg.early.append(event)
+
+    def _leg_of(self, stream: EngineStream) -> Leg | None:
+        for leg in (self.decode, self.prefill):
+            if leg is not None and leg.stream is stream:
+                return leg
+        return None
+
+    def drop_decode(self, *, abort: bool) -> None:
+        """Let go of the decode leg, if there is one; see `Leg.close`."""
+        if self.decode is not None:
+            self.decode.close(abort=abort)
+            self.decode = None
+
+    def drop_prefill(self, *, abort: bool) -> None:
+        """Let go of the prefill leg, if there is one; see `Leg.close`."""
+        if self.prefill is not None:
+            self.prefill.close(abort=abort)
+            self.prefill = None
+
+
+def _error(text: str, *, is_waiting: bool) -> ServingError:
+    """What a client is told of a request that an engine gave up.
+
+    Args:
+        text: What the engine said.
+        is_waiting: Whether it was a reservation that had not been activated.
+    """
+    # It may be heard of only after the activation was sent.
+    if is_waiting or text == LAPSED:
+        return QueueTimeoutError(
+            f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
+        )
+    if text.startswith(KV_TRANSFER_FAILED):
+        return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
+    return InternalError(text)

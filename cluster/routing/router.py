@@ -19,21 +19,16 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import (
     BadRequestError,
-    InternalError,
-    KVTransferFailedError,
-    QueueTimeoutError,
     ReplicaLostError,
     SaturatedError,
 )
 from cluster.routing.demand import Demand
-from cluster.routing.leg import Leg
+from cluster.routing.leg import DecodeLostError, Leg, Legs
 from cluster.routing.placement import ANY_GROUP, make_policies, place
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from replicas.errors import EngineDeadError
 from replicas.messages import (
-    KV_TRANSFER_FAILED,
-    LAPSED,
     Accepted,
     Activate,
     AddRequest,
@@ -47,13 +42,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from cluster.config.schema import RouterConfig
-    from cluster.errors import ServingError
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
-    from cluster.routing.tickets import TicketOffice, Transfer
-    from replicas.messages import EngineEvent, EngineRequest, RequestMode
-    from replicas.streams import EngineStream, Inbox
+    from cluster.routing.tickets import TicketOffice
+    from replicas.messages import EngineRequest, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
     """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
@@ -135,15 +128,10 @@ async def prefill_first(run: Run) -> None:
         await run.follow(decode)
 
 
-class DecodeLostError(Exception):
-    """The engine that holds the request's decode slot is gone."""
-
-
 class Run:
-    """One request on its way through the engines: its legs, its inbox, what its client has.
+    """One request on its way through the engines: its legs, and what its client has.
 
-    Owner: the coroutine of the request. It has at most one decode leg and one prefill leg at a
-    time; a decode leg of mode "decode" waits to be activated, once.
+    Owner: the coroutine of the request. A decode leg of mode "decode" waits to be activated, once.
 
     Args:
         router: What this ingress places requests with.
@@ -162,9 +150,7 @@ class Run:
         self._request = request
         self._emit = emit
         self._demand = Demand.of(request, asyncio.get_running_loop().time())
-        self._inbox: Inbox = asyncio.Queue()
-        self._decode: Leg | None = None
-        self._prefill: Leg | None = None
+        self._legs = Legs(router.fleet.client, router.fleet.pools, router.metrics)
         # Of the last transfer: news of an earlier one must not end the one under way.
         self._epoch = -1
         self._num_unfinished = request.sampling.n
@@ -173,7 +159,7 @@ class Run:
         self.is_over = False
 
     def __repr__(self) -> str:
-        return f"Run({self._request.request_id}, {self._prefill!r}, {self._decode!r})"
+        return f"Run({self._request.request_id}, {self._legs!r})"
 
     # --- the words of the stories --------------------------------------------------------------
 
@@ -264,7 +250,7 @@ class Run:
         """
         if decode.mode != "decode" or self.is_over:
             return
-        offer = self._prefill.offer if self._prefill is not None else None
+        offer = self._legs.prefill.offer if self._legs.prefill is not None else None
         if offer is not None:
             ticket = self._router.tickets.seal(offer, decode.incarnation)
             decode.send(LoadKV(self._request.request_id, ticket, offer.epoch))
@@ -285,15 +271,15 @@ class Run:
             ServingError: It says that the request failed.
         """
         while not self.is_over:
-            event = await self._next_of(decode)
+            event = await self._legs.next_of(decode)
             if isinstance(event, TokenOutput):
                 self._has_decoded = True
                 if self._note(event):
-                    self._drop_decode(abort=False)
+                    self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
                     return
             elif isinstance(event, KVLoaded) and event.epoch == self._epoch:
-                self._drop_prefill(abort=event.failure is not None)
+                self._legs.drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
 
@@ -317,17 +303,17 @@ class Run:
             ReplicaLostError: It had generated something.
         """
         self._router.metrics.lost.labels("decode").inc()
-        self._drop_decode()
-        if self._prefill is not None and self._prefill.offer is None:
-            self._drop_prefill(abort=True)
+        self._legs.drop_decode(abort=True)
+        if self._legs.prefill is not None and self._legs.prefill.offer is None:
+            self._legs.drop_prefill(abort=True)
         if self._has_decoded:
             raise ReplicaLostError(f"the decode replica was lost mid-request: {error}") from None
         self._router.metrics.retries.labels("decode_lost").inc()
 
     def close(self) -> None:
         """Abort what is still open and drop every hold. Idempotent."""
-        self._drop_decode()
-        self._drop_prefill(abort=True)
+        self._legs.drop_decode(abort=True)
+        self._legs.drop_prefill(abort=True)
 
     # --- questions to engines ------------------------------------------------------------------
 
@@ -335,15 +321,15 @@ class Run:
         """Send the request to a decode engine, and wait for its answer: or why there is none."""
         message = AddRequest(self._request, self._mode(placement), placement.dp_group)
         try:
-            leg = self._decode = self._open(placement, message)
+            leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
         except (EngineDeadError, DecodeLostError) as error:
             self._router.metrics.lost.labels("decode").inc()
-            self._drop_decode(abort=False)
+            self._legs.drop_decode(abort=False)
             return error
         if isinstance(answer, Refused):
             # Nobody else is placed there before this request stands in the queue again.
-            self._drop_decode(abort=False)
+            self._legs.drop_decode(abort=False)
             return answer
         leg.answered()
         self._router.waits.capacity_changed()
@@ -361,7 +347,7 @@ class Run:
 
     async def _answer(self, leg: Leg) -> Accepted | Refused:
         while True:
-            event = await self._next_of(leg)
+            event = await self._legs.next_of(leg)
             if isinstance(event, Accepted | Refused):
                 return event
 
@@ -379,8 +365,9 @@ class Run:
         message = AddRequest(request, "prefill", ANY_GROUP, ticket)
         self._pools.hold(self._demand, placement)
         try:
-            leg = self._open(placement, message, transfer if consumer is None else None)
-            self._prefill = leg
+            leg = self._legs.ask_to_prefill(
+                placement, message, transfer if consumer is None else None
+            )
             if consumer is not None:
                 consumer.send(LoadKV(request.request_id, ticket, transfer.epoch))
             outputs = await self._first_tokens(leg)
@@ -388,14 +375,14 @@ class Run:
             self._router.metrics.lost.labels("prefill").inc()
             outputs = []
         if not outputs:
-            self._drop_prefill(abort=True)
+            self._legs.drop_prefill(abort=True)
         return outputs
 
     async def _first_tokens(self, leg: Leg) -> list[TokenOutput]:
         """Wait for the first tokens of every choice; none if the engine refuses."""
         outputs: list[TokenOutput] = []
         while len({output.choice for output in outputs}) < len(self.tokens):
-            event = await self._next_of(leg)
+            event = await self._legs.next_of(leg)
             leg.answered()
             if isinstance(event, Refused):
                 self._router.metrics.refusals.labels(event.reason).inc()
@@ -408,42 +395,6 @@ class Run:
 
     # --- events --------------------------------------------------------------------------------
 
-    async def _next_of(self, wanted: Leg) -> EngineEvent:
-        """The next event of one leg; what the decode engine says meanwhile is kept for later.
-
-        Raises:
-            DecodeLostError: The decode engine died.
-            EngineDeadError: The wanted prefill engine died.
-            ServingError: An engine gave the request up.
-        """
-        if wanted.early:
-            return wanted.early.popleft()
-        while True:
-            stream, event = await self._inbox.get()
-            leg = self._leg_of(stream)
-            if leg is None:
-                continue  # It was dropped; this was on its way.
-            if isinstance(event, EngineDeadError):
-                if leg is self._decode:
-                    raise DecodeLostError(str(event))
-                if leg is wanted:
-                    raise event
-                self._router.metrics.lost.labels("prefill").inc()
-                self._drop_prefill(abort=False)
-            elif isinstance(event, TokenOutput) and event.finish_reason == "error":
-                is_waiting = leg is self._decode and wanted is self._prefill
-                raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
-            elif leg is wanted:
-                return event
-            elif leg is self._decode:
-                leg.early.append(event)
-
-    def _leg_of(self, stream: EngineStream) -> Leg | None:
-        for leg in (self._decode, self._prefill):
-            if leg is not None and leg.stream is stream:
-                return leg
-        return None
-
     def _note(self, output: TokenOutput) -> bool:
         """Keep what the client gets; says whether that was all."""
         tokens = self.tokens[output.choice]
@@ -452,38 +403,3 @@ class Run:
             self._num_unfinished -= 1
             self.is_over = not self._num_unfinished
         return self.is_over
-
-    # --- legs ----------------------------------------------------------------------------------
-
-    def _open(
-        self, placement: Placement, message: AddRequest, offer: Transfer | None = None
-    ) -> Leg:
-        client = self._router.fleet.client
-        return Leg(client, self._pools, placement, message, self._inbox, offer)
-
-    def _drop_decode(self, *, abort: bool = True) -> None:
-        if self._decode is not None:
-            self._decode.close(abort=abort)
-            self._decode = None
-
-    def _drop_prefill(self, *, abort: bool) -> None:
-        if self._prefill is not None:
-            self._prefill.close(abort=abort)
-            self._prefill = None
-
-
-def _error(text: str, *, is_waiting: bool) -> ServingError:
-    """What a client is told of a request that an engine gave up.
-
-    Args:
-        text: What the engine said.
-        is_waiting: Whether it was a reservation that had not been activated.
-    """
-    # It may be heard of only after the activation was sent.
-    if is_waiting or text == LAPSED:
-        return QueueTimeoutError(
-            f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
-        )
-    if text.startswith(KV_TRANSFER_FAILED):
-        return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
-    return InternalError(text)

@@ -124,8 +124,8 @@ def request_is_activated_twice(patch):
 
 def client_that_leaves_is_not_told_of(patch):
     def close(self):
-        self._drop_decode(abort=False)
-        self._drop_prefill(abort=False)
+        self._legs.drop_decode(abort=False)
+        self._legs.drop_prefill(abort=False)
 
     patch.setattr(Run, "close", close)
 
