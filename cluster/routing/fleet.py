@@ -10,7 +10,6 @@ still has requests to finish.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -89,23 +88,27 @@ class Fleet(Generic[ClientT_co]):
         self.pools = PoolState()
         self.on_change: Callable[[], None] = lambda: None
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        self._has_lost = asyncio.Event()
+        self._is_complete = False
+        # Set when it is time to look who is there.
+        self._look = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
 
     async def follow(self, discovery: Discovery) -> None:
         """Take in whoever comes, for ever; looks at once when somebody was lost."""
-        is_complete = False
         while True:
-            is_complete = is_complete and not self._has_lost.is_set()
-            self._has_lost.clear()
-            if self.add(await discovery.find()) or not is_complete:
-                is_complete = len(self.pools.members()) >= await discovery.num_wanted()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._has_lost.wait(), DISCOVERY_IDLE_S if is_complete else DISCOVERY_S
-                )
+            self._look.clear()
+            if self.add(await discovery.find()) or not self._is_complete:
+                num_wanted = await discovery.num_wanted()
+                self._is_complete = len(self.pools.members()) >= num_wanted
+            wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
+            # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+            timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
+            try:
+                await self._look.wait()
+            finally:
+                timer.cancel()
 
     def add(self, members: Iterable[Member]) -> int:
         """Begin to connect to engines that are new; says how many these are."""
@@ -144,7 +147,8 @@ class Fleet(Generic[ClientT_co]):
         member = self.pools.member(incarnation)
         logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
         self._forget(incarnation)
-        self._has_lost.set()
+        self._is_complete = False
+        self._look.set()
 
     def _forget(self, incarnation: str) -> None:
         self.pools.remove(incarnation)

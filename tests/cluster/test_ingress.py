@@ -524,7 +524,7 @@ def test_killed_decode_replica_leaves_the_other_serving(pool):
             other.signal(signal.SIGKILL)
             with pytest.raises(ReplicaLostError):
                 await asyncio.wait_for(collect_rest(events), 5)
-            assert service.fleet._has_lost.is_set(), "discovery looks again at once"
+            assert service.fleet._look.is_set(), "discovery looks again at once"
             assert not service.is_ready()[0]
             assert finished(service, "error") == 1
             service.fleet.add([prefill.member, decode.member])

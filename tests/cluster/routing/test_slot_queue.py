@@ -116,7 +116,13 @@ class SlotQueueMachine(RuleBasedStateMachine):
             return
         self.pools.release(waiter.demand.request_id, engine)
         self.queue.refuse(waiter, Placement(engine, 0))
-        placement = self.queue.enter(waiter, self.now_s)
+        try:
+            placement = self.queue.enter(waiter, self.now_s)
+        except SaturatedError:
+            assert waiter.deadline_s is None, "whoever has waited keeps its place"
+            assert len(self.line) >= 3
+            self.settle()
+            return
         if placement is not None:
             assert placement.incarnation != engine or waiter.num_snapshots < self.pools.num_changes
             self.held[waiter] = placement.incarnation
