@@ -13,6 +13,7 @@ import enum
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.errors import BadRequestError
@@ -53,11 +54,16 @@ def shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def bad_field(path: str, text: str) -> BadRequestError:
+    """The error that names the field at `path` and says `text` of it."""
+    return BadRequestError(f"{path} {text}", param=path)
+
+
 def _of_type(kind: type | tuple[type, ...], name: str) -> Check:
     def check(value: object, path: str) -> object:
         # JSON's true and false are instances of int in Python, but never numbers.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise BadRequestError(f"{path} must be {name}, got {shown(value)}", param=path)
+            raise bad_field(path, f"must be {name}, got {shown(value)}")
         return value
 
     return check
@@ -82,8 +88,7 @@ def one_of(*choices: str) -> Check:
 
     def check(value: object, path: str) -> str:
         if not isinstance(value, str) or value not in choices:
-            names = ", ".join(choices)
-            raise BadRequestError(f"{path} must be one of {names}; got {shown(value)}", param=path)
+            raise bad_field(path, f"must be one of {', '.join(choices)}; got {shown(value)}")
         return value
 
     return check
@@ -98,25 +103,15 @@ def array_of(item: Check) -> Check:
     return check
 
 
-def string_or_array(value: object, path: str) -> str | list[str]:
-    """A string or a list of strings."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        message = f"{path} must be a string or an array of strings, got {shown(value)}"
-        raise BadRequestError(message, param=path)
-    return [string(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
-
-
 def stop_strings(value: object, path: str) -> tuple[str, ...]:
     """The stop strings: one or up to 16; an empty one would end every text at once."""
-    given = string_or_array(value, path)
-    stops = (given,) if isinstance(given, str) else tuple(given)
+    if not isinstance(value, (str, list)):
+        raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
+    stops = (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
     if len(stops) > MAX_STOP_STRINGS:
-        message = f"{path} takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}"
-        raise BadRequestError(message, param=path)
+        raise bad_field(path, f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
     if "" in stops:
-        raise BadRequestError(f"{path} must not hold an empty string", param=path)
+        raise bad_field(path, "must not hold an empty string")
     return stops
 
 
@@ -125,18 +120,14 @@ def salt(value: object, path: str) -> str:
     given: str = string(value, path)
     if not 1 <= len(given) <= MAX_SALT_CHARS:
         # The value itself is a secret of the client's.
-        raise BadRequestError(
-            f"{path} must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}", param=path
-        )
+        raise bad_field(path, f"must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}")
     return given
 
 
 def token_ids(value: object, path: str) -> list[int]:
     """A list of integers; whether they are in the vocabulary is checked with the tokenizer."""
     ids: list[int] = array(value, path)
-    if set(map(type, ids)) - {int}:
-        return [integer(token_id, f"{path}[{i}]") for i, token_id in enumerate(ids)]
-    return ids
+    return ids if set(map(type, ids)) <= {int} else array_of(integer)(ids, path)
 
 
 def read_fields(
@@ -161,10 +152,7 @@ def read_fields(
         where = path + name[:_MAX_SHOWN_CHARS]
         field = table.get(name)
         if field is None:
-            raise BadRequestError(
-                f"{where} is not a field that OpenAI or vLLM documents here; remove it",
-                param=where,
-            )
+            raise bad_field(where, "is not a field that OpenAI or vLLM documents here; remove it")
         if value is None:
             continue
         checked = field.check(value, where)
@@ -172,18 +160,12 @@ def read_fields(
             values[name] = checked
         elif field.support is Support.NOT_YET and value not in field.neutral:
             neutral = " or ".join(json.dumps(v) for v in (*field.neutral, None))
-            raise BadRequestError(
-                f"{where} is not supported yet: leave it out, or set it to {neutral}", param=where
-            )
+            raise bad_field(where, f"is not supported yet: leave it out, or set it to {neutral}")
     return values
 
 
-def _supported(check: Check) -> Field:
-    return Field(check, Support.SUPPORTED)
-
-
-def _no_effect(check: Check) -> Field:
-    return Field(check, Support.NO_EFFECT)
+_supported = partial(Field, support=Support.SUPPORTED)
+_no_effect = partial(Field, support=Support.NO_EFFECT)
 
 
 def _not_yet(check: Check, *neutral: object) -> Field:
@@ -314,19 +296,16 @@ MESSAGE_FIELDS: dict[str, Field] = {
 
 CONTENT_PART_FIELDS: dict[str, Field] = {"type": _supported(string), "text": _supported(string)}
 
+_TOKENIZE_AS_CHAT = (
+    "messages", "add_generation_prompt", "chat_template_kwargs", "continue_final_message",
+    "chat_template", "tools", "media_io_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
 TOKENIZE_FIELDS: dict[str, Field] = {
     "model": _supported(string),
     "prompt": _supported(string),
-    "messages": CHAT_FIELDS["messages"],
     "add_special_tokens": _supported(boolean),
     "return_token_strs": _supported(boolean),
-    "add_generation_prompt": CHAT_FIELDS["add_generation_prompt"],
-    "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
-    "continue_final_message": CHAT_FIELDS["continue_final_message"],
-    "chat_template": CHAT_FIELDS["chat_template"],
-    "tools": CHAT_FIELDS["tools"],
-    "media_io_kwargs": CHAT_FIELDS["media_io_kwargs"],
-    "mm_processor_kwargs": CHAT_FIELDS["mm_processor_kwargs"],
+    **{name: CHAT_FIELDS[name] for name in _TOKENIZE_AS_CHAT},
 }
 
 DETOKENIZE_FIELDS: dict[str, Field] = {
