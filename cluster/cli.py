@@ -40,13 +40,15 @@ def serve(
     ] = None,
 ) -> None:
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
+    import configs
     from cluster.config.resolve import resolve
     from cluster.errors import ClusterConfigError
     from cluster.lifecycle.supervisor import ServeOptions
     from cluster.lifecycle.supervisor import serve as supervise
     from cluster.routing.tickets import key_ring
 
-    path = _demo_config() if config is None else config.absolute()
+    demo = Path(configs.__file__).resolve().with_name("demo.yaml")
+    path = demo if config is None else config.absolute()
     options = ServeOptions(
         config=str(path),
         model=None if model is None else _absolute_model(model),
@@ -120,9 +122,8 @@ def generate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     try:
         with LLM(folder, dtype=dtype) as llm:
             if chat:
-                outputs = [
-                    llm.chat([{"role": "user", "content": prompt}], params)[0] for prompt in prompts
-                ]
+                chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                outputs = [llm.chat(messages, params)[0] for messages in chats]
             else:
                 outputs = llm.generate(prompts, params)
     except EngineError as error:
@@ -289,12 +290,6 @@ def chaos(
 def main() -> None:
     """Entry point of the console script."""
     app()
-
-
-def _demo_config() -> Path:
-    import configs
-
-    return Path(configs.__file__).resolve().parent / "demo.yaml"
 
 
 def _absolute_model(model: str) -> str:

@@ -3,7 +3,7 @@
 Each raises `ClusterConfigError` with the key at fault.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 
 from cluster.config.schema import DEMO_MODEL, ClusterArgs, PoolConfig
@@ -29,11 +29,8 @@ def check_args(args: ClusterArgs) -> None:
             f"args.pools must hold prefill and decode, or both alone; got {sorted(roles)}"
         )
     _check_counts(args)
-    if args.model != DEMO_MODEL and not PurePath(args.model).is_absolute():
-        raise ClusterConfigError(
-            f"args.model {args.model!r} is a relative path, and replicas run in folders of their "
-            f"own: give an absolute path, or {DEMO_MODEL!r}"
-        )
+    if args.model != DEMO_MODEL:
+        _check_absolute("args.model", args.model, f", or {DEMO_MODEL!r}")
     _check_kv(args)
     _check_own_keys(args)
 
@@ -100,19 +97,27 @@ def _check_counts(args: ClusterArgs) -> None:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
 
 
+def _check_absolute(key: str, path: str, instead: str = "") -> None:
+    if not PurePath(path).is_absolute():
+        raise ClusterConfigError(
+            f"{key} {path!r} is a relative path, and replicas run in folders of their own: give an "
+            f"absolute path{instead}"
+        )
+
+
+def _check_choice(key: str, name: str, choices: Collection[str]) -> None:
+    if name not in choices and ":" not in name:
+        raise ClusterConfigError(
+            f"{key} must be one of {', '.join(choices)}, or module:Class; got {name!r}"
+        )
+
+
 def _check_kv(args: ClusterArgs) -> None:
     """How KV moves fits the pools, and has what it needs."""
     name = args.kv_connector
-    if args.kv_key_file is not None and not PurePath(args.kv_key_file).is_absolute():
-        raise ClusterConfigError(
-            f"args.kv_key_file {args.kv_key_file!r} is a relative path, and replicas run in "
-            "folders of their own: give an absolute path"
-        )
-    if name not in _CONNECTORS and ":" not in name:
-        raise ClusterConfigError(
-            f"args.kv_connector must be one of {', '.join(_CONNECTORS)}, or module:Class; "
-            f"got {name!r}"
-        )
+    if args.kv_key_file is not None:
+        _check_absolute("args.kv_key_file", args.kv_key_file)
+    _check_choice("args.kv_connector", name, _CONNECTORS)
     if name == "pooled" and args.is_disaggregated:
         raise ClusterConfigError(
             "args.kv_connector pooled hands no request from one pool to the other: use multi for "
@@ -136,11 +141,7 @@ def _check_store(connector: str, store: StoreConfig) -> None:
         raise ClusterConfigError(
             "args.kv_store is for kv_connector pooled and multi; set one of them, or remove it"
         )
-    if store.backend not in STORE_BACKENDS and ":" not in store.backend:
-        raise ClusterConfigError(
-            f"args.kv_store.backend must be one of {', '.join(STORE_BACKENDS)}, or module:Class; "
-            f"got {store.backend!r}"
-        )
+    _check_choice("args.kv_store.backend", store.backend, STORE_BACKENDS)
 
 
 def _check_own_keys(args: ClusterArgs) -> None:
@@ -200,16 +201,14 @@ def _check_dtypes(
             )
         return
     by = [
-        f"{role}: mesh.optimizations {engine.mesh.optimizations}"
-        for role, engine in (("prefill", prefill), ("decode", decode))
+        f"{engine.role}: mesh.optimizations {engine.mesh.optimizations}"
+        for engine in (prefill, decode)
         if engine.mesh is not None
     ]
     why = f" ({', '.join(by)})" if by else ""
-    convert = (
-        ""
-        if decode.kv_connector in STORE_CONNECTORS
-        else f", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: [{of_prefill}]"
-    )
+    convert = f", or let decode convert: args.pools.decode.engine.kv_accept_dtypes: [{of_prefill}]"
+    if decode.kv_connector in STORE_CONNECTORS:
+        convert = ""
     raise ClusterConfigError(
         f"dtype is {of_prefill} in the prefill pool and {of_decode} in the decode pool{why}; make "
         f"them equal{convert}"

@@ -53,11 +53,16 @@ def shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def bad_field(path: str, text: str) -> BadRequestError:
+    """The error that names the field at `path` and says `text` of it."""
+    return BadRequestError(f"{path} {text}", param=path)
+
+
 def _of_type(kind: type | tuple[type, ...], name: str) -> Check:
     def check(value: object, path: str) -> object:
         # JSON's true and false are instances of int in Python, but never numbers.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise BadRequestError(f"{path} must be {name}, got {shown(value)}", param=path)
+            raise bad_field(path, f"must be {name}, got {shown(value)}")
         return value
 
     return check
@@ -82,8 +87,7 @@ def one_of(*choices: str) -> Check:
 
     def check(value: object, path: str) -> str:
         if not isinstance(value, str) or value not in choices:
-            names = ", ".join(choices)
-            raise BadRequestError(f"{path} must be one of {names}; got {shown(value)}", param=path)
+            raise bad_field(path, f"must be one of {', '.join(choices)}; got {shown(value)}")
         return value
 
     return check
@@ -98,25 +102,15 @@ def array_of(item: Check) -> Check:
     return check
 
 
-def string_or_array(value: object, path: str) -> str | list[str]:
-    """A string or a list of strings."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        message = f"{path} must be a string or an array of strings, got {shown(value)}"
-        raise BadRequestError(message, param=path)
-    return [string(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
-
-
 def stop_strings(value: object, path: str) -> tuple[str, ...]:
     """The stop strings: one or up to 16; an empty one would end every text at once."""
-    given = string_or_array(value, path)
-    stops = (given,) if isinstance(given, str) else tuple(given)
+    if not isinstance(value, (str, list)):
+        raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
+    stops = (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
     if len(stops) > MAX_STOP_STRINGS:
-        message = f"{path} takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}"
-        raise BadRequestError(message, param=path)
+        raise bad_field(path, f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
     if "" in stops:
-        raise BadRequestError(f"{path} must not hold an empty string", param=path)
+        raise bad_field(path, "must not hold an empty string")
     return stops
 
 
@@ -125,18 +119,14 @@ def salt(value: object, path: str) -> str:
     given: str = string(value, path)
     if not 1 <= len(given) <= MAX_SALT_CHARS:
         # The value itself is a secret of the client's.
-        raise BadRequestError(
-            f"{path} must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}", param=path
-        )
+        raise bad_field(path, f"must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}")
     return given
 
 
 def token_ids(value: object, path: str) -> list[int]:
     """A list of integers; whether they are in the vocabulary is checked with the tokenizer."""
     ids: list[int] = array(value, path)
-    if set(map(type, ids)) - {int}:
-        return [integer(token_id, f"{path}[{i}]") for i, token_id in enumerate(ids)]
-    return ids
+    return ids if set(map(type, ids)) <= {int} else array_of(integer)(ids, path)
 
 
 def read_fields(
@@ -161,10 +151,7 @@ def read_fields(
         where = path + name[:_MAX_SHOWN_CHARS]
         field = table.get(name)
         if field is None:
-            raise BadRequestError(
-                f"{where} is not a field that OpenAI or vLLM documents here; remove it",
-                param=where,
-            )
+            raise bad_field(where, "is not a field that OpenAI or vLLM documents here; remove it")
         if value is None:
             continue
         checked = field.check(value, where)
@@ -172,164 +159,121 @@ def read_fields(
             values[name] = checked
         elif field.support is Support.NOT_YET and value not in field.neutral:
             neutral = " or ".join(json.dumps(v) for v in (*field.neutral, None))
-            raise BadRequestError(
-                f"{where} is not supported yet: leave it out, or set it to {neutral}", param=where
-            )
+            raise bad_field(where, f"is not supported yet: leave it out, or set it to {neutral}")
     return values
 
 
-def _supported(check: Check) -> Field:
-    return Field(check, Support.SUPPORTED)
+def _supported(check: Check, *names: str) -> dict[str, Field]:
+    return {name: Field(check, Support.SUPPORTED) for name in names}
 
 
-def _no_effect(check: Check) -> Field:
-    return Field(check, Support.NO_EFFECT)
+def _no_effect(check: Check, *names: str) -> dict[str, Field]:
+    return {name: Field(check, Support.NO_EFFECT) for name in names}
 
 
-def _not_yet(check: Check, *neutral: object) -> Field:
-    return Field(check, Support.NOT_YET, neutral)
+def _not_yet(check: Check, *names: str, neutral: tuple[object, ...] = ()) -> dict[str, Field]:
+    return {name: Field(check, Support.NOT_YET, neutral) for name in names}
 
 
 GENERATION_FIELDS: dict[str, Field] = {
-    "model": _supported(string),
-    "stream": _supported(boolean),
-    "stream_options": _supported(object_),
-    "max_tokens": _supported(integer),
-    "temperature": _supported(number),
-    "top_p": _supported(number),
-    "top_k": _supported(integer),
-    "seed": _supported(integer),
-    "stop": _supported(stop_strings),
-    "stop_token_ids": _supported(token_ids),
-    "include_stop_str_in_output": _supported(boolean),
-    "ignore_eos": _supported(boolean),
-    "skip_special_tokens": _supported(boolean),
-    "add_special_tokens": _supported(boolean),
-    "return_token_ids": _supported(boolean),
-    "cache_salt": _supported(salt),
-    # Names for the client's own records, and hints about cost that nothing here reads.
-    "user": _no_effect(string),
-    "request_id": _no_effect(string),  # the x-request-id header names a request
-    "session_id": _no_effect(string),
-    # They only say how to do a thing that is refused below.
-    "length_penalty": _no_effect(number),
-    "truncation_side": _no_effect(one_of("left", "right")),
-    "spaces_between_special_tokens": _no_effect(boolean),  # concerns slow tokenizers only
-    "n": _not_yet(integer, 1),
-    "echo": _not_yet(boolean, False),
-    "presence_penalty": _not_yet(number, 0),
-    "frequency_penalty": _not_yet(number, 0),
-    "repetition_penalty": _not_yet(number, 1),
-    "min_p": _not_yet(number, 0),
-    "min_tokens": _not_yet(integer, 0),
-    "logit_bias": _not_yet(object_, {}),
-    "use_beam_search": _not_yet(boolean, False),
-    "truncate_prompt_tokens": _not_yet(integer),
-    "allowed_token_ids": _not_yet(array),
-    "bad_words": _not_yet(array, []),
-    "prompt_logprobs": _not_yet(integer),
-    "logprob_token_ids": _not_yet(array, []),
-    "response_format": _not_yet(object_, {"type": "text"}),
-    "structured_outputs": _not_yet(object_),
-    "priority": _not_yet(integer, 0),
-    "return_tokens_as_token_ids": _not_yet(boolean, False),
-    "return_token_offsets": _not_yet(boolean, False),
-    "kv_transfer_params": _not_yet(object_),
-    "ec_transfer_params": _not_yet(object_),
-    "vllm_xargs": _not_yet(object_, {}),
-    "repetition_detection": _not_yet(object_),
-    "thinking_token_budget": _not_yet(integer),
-    "stream_interval": _not_yet(integer, 1),
-    "watermarking": _not_yet(anything, False),
-    "routed_experts_prompt_start": _not_yet(integer, 0),
-    "mm_payload": _not_yet(anything),
+    **_supported(string, "model"),
+    **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos"),
+    **_supported(boolean, "skip_special_tokens", "add_special_tokens", "return_token_ids"),
+    **_supported(object_, "stream_options"),
+    **_supported(integer, "max_tokens", "top_k", "seed"),
+    **_supported(number, "temperature", "top_p"),
+    **_supported(stop_strings, "stop"),
+    **_supported(token_ids, "stop_token_ids"),
+    **_supported(salt, "cache_salt"),
+    # Names for the client's own records, and hints about cost that nothing here reads; the
+    # x-request-id header names a request.
+    **_no_effect(string, "user", "request_id", "session_id"),
+    # They only say how to do a thing that is refused below; spaces concern slow tokenizers only.
+    **_no_effect(number, "length_penalty"),
+    **_no_effect(one_of("left", "right"), "truncation_side"),
+    **_no_effect(boolean, "spaces_between_special_tokens"),
+    **_not_yet(integer, "n", "stream_interval", neutral=(1,)),
+    **_not_yet(integer, "min_tokens", "priority", "routed_experts_prompt_start", neutral=(0,)),
+    **_not_yet(integer, "truncate_prompt_tokens", "prompt_logprobs", "thinking_token_budget"),
+    **_not_yet(number, "presence_penalty", "frequency_penalty", "min_p", neutral=(0,)),
+    **_not_yet(number, "repetition_penalty", neutral=(1,)),
+    **_not_yet(boolean, "echo", "use_beam_search", neutral=(False,)),
+    **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
+    **_not_yet(array, "bad_words", "logprob_token_ids", neutral=([],)),
+    **_not_yet(array, "allowed_token_ids"),
+    **_not_yet(object_, "logit_bias", "vllm_xargs", neutral=({},)),
+    **_not_yet(object_, "response_format", neutral=({"type": "text"},)),
+    **_not_yet(object_, "structured_outputs", "kv_transfer_params", "ec_transfer_params"),
+    **_not_yet(object_, "repetition_detection"),
+    **_not_yet(anything, "watermarking", neutral=(False,)),
+    **_not_yet(anything, "mm_payload"),
 }
 """Fields that /v1/completions and /v1/chat/completions share."""
 
 COMPLETION_FIELDS: dict[str, Field] = {
     **GENERATION_FIELDS,
-    "prompt": _supported(anything),
-    "best_of": _not_yet(integer, 1),
-    "logprobs": _not_yet(integer),
-    "suffix": _not_yet(string),
-    "prompt_embeds": _not_yet(anything),
+    **_supported(anything, "prompt"),
+    **_not_yet(integer, "best_of", neutral=(1,)),
+    **_not_yet(integer, "logprobs"),
+    **_not_yet(string, "suffix"),
+    **_not_yet(anything, "prompt_embeds"),
 }
 
 CHAT_FIELDS: dict[str, Field] = {
     **GENERATION_FIELDS,
-    "messages": _supported(array_of(object_)),
-    "max_completion_tokens": _supported(integer),
-    "add_generation_prompt": _supported(boolean),
-    "chat_template_kwargs": _supported(object_),
-    "metadata": _no_effect(object_),
-    "store": _no_effect(boolean),
-    "service_tier": _no_effect(string),
-    "safety_identifier": _no_effect(string),
-    "prediction": _no_effect(object_),  # a guess at the answer, for speed alone
-    "prompt_cache_key": _no_effect(string),
-    "prompt_cache_options": _no_effect(object_),
-    "prompt_cache_retention": _no_effect(string),
-    "parallel_tool_calls": _no_effect(boolean),  # without tools there are no calls
-    "include_reasoning": _no_effect(boolean),  # reasoning is not told apart from content
-    "logprobs": _not_yet(boolean, False),
-    "top_logprobs": _not_yet(integer, 0),
-    "tools": _not_yet(array, []),
-    "tool_choice": _not_yet(anything, "none", "auto"),
-    "functions": _not_yet(array, []),
-    "function_call": _not_yet(anything, "none", "auto"),
-    "audio": _not_yet(object_),
-    "modalities": _not_yet(array, ["text"]),
-    "moderation": _not_yet(object_),
-    "reasoning_effort": _not_yet(string, "none"),
-    "verbosity": _not_yet(string, "medium"),
-    "web_search_options": _not_yet(object_),
-    "continue_final_message": _not_yet(boolean, False),
-    "documents": _not_yet(array, []),
-    "chat_template": _not_yet(string),
-    "media_io_kwargs": _not_yet(object_, {}),
-    "mm_processor_kwargs": _not_yet(object_, {}),
-    "return_prompt_text": _not_yet(boolean, False),
+    **_supported(array_of(object_), "messages"),
+    **_supported(integer, "max_completion_tokens"),
+    **_supported(boolean, "add_generation_prompt"),
+    **_supported(object_, "chat_template_kwargs"),
+    **_no_effect(string, "service_tier", "safety_identifier"),
+    **_no_effect(string, "prompt_cache_key", "prompt_cache_retention"),
+    # A prediction is a guess at the answer, for speed alone.
+    **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
+    # Without tools there are no calls; reasoning is not told apart from content.
+    **_no_effect(boolean, "store", "parallel_tool_calls", "include_reasoning"),
+    **_not_yet(
+        boolean, "logprobs", "continue_final_message", "return_prompt_text", neutral=(False,)
+    ),
+    **_not_yet(integer, "top_logprobs", neutral=(0,)),
+    **_not_yet(array, "tools", "functions", "documents", neutral=([],)),
+    **_not_yet(array, "modalities", neutral=(["text"],)),
+    **_not_yet(anything, "tool_choice", "function_call", neutral=("none", "auto")),
+    **_not_yet(string, "reasoning_effort", neutral=("none",)),
+    **_not_yet(string, "verbosity", neutral=("medium",)),
+    **_not_yet(string, "chat_template"),
+    **_not_yet(object_, "audio", "moderation", "web_search_options"),
+    **_not_yet(object_, "media_io_kwargs", "mm_processor_kwargs", neutral=({},)),
 }
 
 STREAM_OPTIONS_FIELDS: dict[str, Field] = {
-    "include_usage": _supported(boolean),
-    "continuous_usage_stats": _supported(boolean),
-    "include_obfuscation": _no_effect(boolean),
+    **_supported(boolean, "include_usage", "continuous_usage_stats"),
+    **_no_effect(boolean, "include_obfuscation"),
 }
 
 MESSAGE_FIELDS: dict[str, Field] = {
-    "role": _supported(string),
-    "content": _supported(anything),
-    "name": _supported(string),
-    "reasoning": _supported(string),
-    "reasoning_content": _supported(string),
+    **_supported(string, "role", "name", "reasoning", "reasoning_content"),
+    **_supported(anything, "content"),
     # Parts of an answer that a client may send back as it got it.
-    "refusal": _no_effect(string),
-    "annotations": _no_effect(array),
-    "audio": _not_yet(object_),
-    "tool_calls": _not_yet(array, []),
-    "tool_call_id": _not_yet(string),
-    "function_call": _not_yet(object_),
+    **_no_effect(string, "refusal"),
+    **_no_effect(array, "annotations"),
+    **_not_yet(object_, "audio", "function_call"),
+    **_not_yet(array, "tool_calls", neutral=([],)),
+    **_not_yet(string, "tool_call_id"),
 }
 
-CONTENT_PART_FIELDS: dict[str, Field] = {"type": _supported(string), "text": _supported(string)}
+CONTENT_PART_FIELDS: dict[str, Field] = _supported(string, "type", "text")
 
+_TOKENIZE_AS_CHAT = (
+    "messages", "add_generation_prompt", "chat_template_kwargs", "continue_final_message",
+    "chat_template", "tools", "media_io_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
 TOKENIZE_FIELDS: dict[str, Field] = {
-    "model": _supported(string),
-    "prompt": _supported(string),
-    "messages": CHAT_FIELDS["messages"],
-    "add_special_tokens": _supported(boolean),
-    "return_token_strs": _supported(boolean),
-    "add_generation_prompt": CHAT_FIELDS["add_generation_prompt"],
-    "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
-    "continue_final_message": CHAT_FIELDS["continue_final_message"],
-    "chat_template": CHAT_FIELDS["chat_template"],
-    "tools": CHAT_FIELDS["tools"],
-    "media_io_kwargs": CHAT_FIELDS["media_io_kwargs"],
-    "mm_processor_kwargs": CHAT_FIELDS["mm_processor_kwargs"],
+    **_supported(string, "model", "prompt"),
+    **_supported(boolean, "add_special_tokens", "return_token_strs"),
+    **{name: CHAT_FIELDS[name] for name in _TOKENIZE_AS_CHAT},
 }
 
 DETOKENIZE_FIELDS: dict[str, Field] = {
-    "model": _supported(string),
-    "tokens": _supported(token_ids),
+    **_supported(string, "model"),
+    **_supported(token_ids, "tokens"),
 }

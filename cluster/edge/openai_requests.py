@@ -23,6 +23,8 @@ from cluster.edge.openai_fields import (
     STREAM_OPTIONS_FIELDS,
     TOKENIZE_FIELDS,
     array,
+    bad_field,
+    object_,
     one_of,
     read_fields,
     shown,
@@ -130,7 +132,7 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
     """
     values = read_fields(body, COMPLETION_FIELDS)
     if "prompt" not in values:
-        raise BadRequestError("prompt is required", param="prompt")
+        raise bad_field("prompt", "is required")
     return ParsedRequest(
         prompt=_prompt(values["prompt"], values.get("add_special_tokens", True)),
         values=values,
@@ -166,11 +168,11 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     values = read_fields(body, TOKENIZE_FIELDS)
     if ("prompt" in values) == ("messages" in values):
         raise BadRequestError("give either prompt or messages", param="prompt")
-    prompt: TextPrompt | ChatPrompt
-    if "messages" in values:
-        prompt = _chat_prompt(values)
-    else:
-        prompt = TextPrompt(values["prompt"], values.get("add_special_tokens", True))
+    prompt = (
+        _chat_prompt(values)
+        if "messages" in values
+        else TextPrompt(values["prompt"], values.get("add_special_tokens", True))
+    )
     return TokenizeRequest(values.get("model"), prompt, values.get("return_token_strs", False))
 
 
@@ -182,7 +184,7 @@ def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     """
     values = read_fields(body, DETOKENIZE_FIELDS)
     if "tokens" not in values:
-        raise BadRequestError("tokens is required", param="tokens")
+        raise bad_field("tokens", "is required")
     return values.get("model"), values["tokens"]
 
 
@@ -229,8 +231,8 @@ def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        message = f"{path}[{i}] is {bad}, outside the vocabulary of 0 to {vocab_size - 1}"
-        raise BadRequestError(message, param=f"{path}[{i}]")
+        text = f"is {bad}, outside the vocabulary of 0 to {vocab_size - 1}"
+        raise bad_field(f"{path}[{i}]", text)
 
 
 def build_request(
@@ -268,11 +270,8 @@ def build_request(
         )
     max_tokens = room if parsed.max_tokens is None else parsed.max_tokens
     if max_tokens > max_model_len:
-        raise BadRequestError(
-            f"{parsed.max_tokens_param} is {max_tokens} and max_model_len is {max_model_len}; "
-            "ask for fewer tokens",
-            param=parsed.max_tokens_param,
-        )
+        text = f"is {max_tokens} and max_model_len is {max_model_len}; ask for fewer tokens"
+        raise bad_field(parsed.max_tokens_param, text)
     return EngineRequest(
         request_id,
         prompt_token_ids,
@@ -317,7 +316,7 @@ def _join_logprobs(values: dict[str, Any]) -> None:
     if is_asked:
         values["logprobs"] = count
     elif count:
-        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise bad_field("top_logprobs", "needs logprobs: true")
 
 
 def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,7 +324,7 @@ def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
     if options is None:
         return {}
     if not values.get("stream", False):
-        raise BadRequestError("stream_options needs stream: true", param="stream_options")
+        raise bad_field("stream_options", "needs stream: true")
     return read_fields(options, STREAM_OPTIONS_FIELDS, "stream_options.")
 
 
@@ -334,26 +333,21 @@ def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt
     path = "prompt"
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > 1:
-            raise BadRequestError(
-                f"{path} has {len(value)} entries: several prompts in one request are not "
-                "supported yet; send one request for each",
-                param=path,
-            )
+            text = "several prompts in one request are not supported yet; send one request for each"
+            raise bad_field(path, f"has {len(value)} entries: {text}")
         value, path = value[0], f"{path}[0]"
     if not value and isinstance(value, (str, list)):
-        raise BadRequestError(f"{path} is empty; give some text or token ids", param=path)
+        raise bad_field(path, "is empty; give some text or token ids")
     if isinstance(value, str):
         return TextPrompt(value, add_special_tokens)
     if not isinstance(value, list):
-        raise BadRequestError(
-            f"{path} must be a string or an array of token ids, got {shown(value)}", param=path
-        )
+        raise bad_field(path, f"must be a string or an array of token ids, got {shown(value)}")
     return TokenPrompt(token_ids(value, path), path)
 
 
 def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     if not values.get("messages"):
-        raise BadRequestError("messages must hold at least one message", param="messages")
+        raise bad_field("messages", "must hold at least one message")
     return ChatPrompt(
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(values["messages"])],
         add_generation_prompt=values.get("add_generation_prompt", True),
@@ -366,13 +360,13 @@ def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     """One message of a conversation, its content joined into one text."""
     role = body.get("role")
     if role in _ROLES_OF_TOOLS:
-        raise BadRequestError(f"{path}.role {role!r} is not supported yet", param=f"{path}.role")
+        raise bad_field(f"{path}.role", f"{role!r} is not supported yet")
     message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
     _ROLES(role, f"{path}.role")
     if "content" in message:
         message["content"] = _content(message["content"], f"{path}.content")
     elif role != "assistant":
-        raise BadRequestError(f"{path}.content is required", param=f"{path}.content")
+        raise bad_field(f"{path}.content", "is required")
     return message
 
 
@@ -383,13 +377,12 @@ def _content(value: object, path: str) -> str:
     return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(array(value, path)))
 
 
-def _part(part: object, path: str) -> str:
-    if not isinstance(part, dict):
-        raise BadRequestError(f"{path} must be an object, got {shown(part)}", param=path)
+def _part(part: Any, path: str) -> str:  # noqa: ANN401 - whatever the body holds
+    object_(part, path)
     if part.get("type") != "text":
-        message = f"{path}.type {shown(part.get('type'))} is not supported yet; send text"
-        raise BadRequestError(message, param=f"{path}.type")
+        text = f"{shown(part.get('type'))} is not supported yet; send text"
+        raise bad_field(f"{path}.type", text)
     values = read_fields(part, CONTENT_PART_FIELDS, f"{path}.")
     if "text" not in values:
-        raise BadRequestError(f"{path}.text is required", param=f"{path}.text")
+        raise bad_field(f"{path}.text", "is required")
     return cast("str", values["text"])

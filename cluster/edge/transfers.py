@@ -98,23 +98,12 @@ def _replica_view(
 ) -> ReplicaView:
     if answer is None:
         return ReplicaView(replica=member.replica_id, pool=member.pool, is_silent=True)
-    transfers = [
-        TransferView(
-            request=info.request_id,
-            role=info.role,
-            # One that is gone has no name but its incarnation.
-            peer=names.get(info.peer, info.peer),
-            path=info.path,
-            state=info.state,
-            ready_rows=info.ready_rows,
-            done_rows=info.done_rows,
-            total_rows=info.total_rows,
-            num_blocks=info.num_blocks,
-            age_s=info.age_s,
-            lease_left_s=info.lease_left_s,
-        )
-        for info in answer.transfers
-    ]
+    transfers = []
+    for info in answer.transfers:
+        fields = msgspec.structs.asdict(info)
+        # A peer that is gone has no name but its incarnation.
+        fields |= {"request": fields.pop("request_id"), "peer": names.get(info.peer, info.peer)}
+        transfers.append(TransferView(**fields))
     return ReplicaView(
         replica=member.replica_id,
         pool=member.pool,
@@ -128,46 +117,36 @@ def _replica_view(
 
 def transfers_text(view: TransfersView) -> str:
     """Up to three tables: the replicas, what their store did for them, and what is under way."""
-    replicas: list[Sequence[str]] = [_REPLICA_COLUMNS]
-    stores: list[Sequence[str]] = [_STORE_COLUMNS]
-    transfers: list[Sequence[str]] = [_TRANSFER_COLUMNS]
+    replicas: list[Sequence[object]] = [_REPLICA_COLUMNS]
+    stores: list[Sequence[object]] = [_STORE_COLUMNS]
+    transfers: list[Sequence[object]] = [_TRANSFER_COLUMNS]
     for replica in view.replicas:
         if replica.is_silent:
             replicas.append((replica.replica, "silent", "?", "?", "?"))
             continue
         blocks = (replica.leased_blocks, replica.reserved_blocks, replica.quarantined_blocks)
-        leased, reserved, quarantined = map(str, blocks)
-        count = str(len(replica.transfers))
-        replicas.append((replica.replica, count, leased, reserved, quarantined))
+        replicas.append((replica.replica, len(replica.transfers), *blocks))
         transfers.extend(_transfer_row(replica.replica, transfer) for transfer in replica.transfers)
         if replica.store is not None:
-            totals = replica.store
-            counts = (totals.hits, totals.misses, totals.puts, totals.drops, totals.errors)
-            stores.append((replica.replica, *map(str, counts)))
+            stores.append((replica.replica, *msgspec.structs.astuple(replica.store)))
     further = [_table(rows) for rows in (stores, transfers) if len(rows) > 1]
     return "\n".join([_table(replicas), *further])
 
 
-def _transfer_row(replica: str, transfer: TransferView) -> tuple[str, ...]:
-    left_s = transfer.lease_left_s
+def _transfer_row(replica: str, transfer: TransferView) -> Sequence[object]:
+    rows = f"{transfer.ready_rows}/{transfer.done_rows}/{transfer.total_rows}"
+    lease = "-" if transfer.lease_left_s is None else f"{transfer.lease_left_s:.1f} s"
     return (
-        transfer.request,
-        replica,
-        transfer.role,
-        transfer.peer or "-",
-        transfer.path or "-",
-        transfer.state,
-        f"{transfer.ready_rows}/{transfer.done_rows}/{transfer.total_rows}",
-        str(transfer.num_blocks),
-        f"{transfer.age_s:.1f} s",
-        "-" if left_s is None else f"{left_s:.1f} s",
-    )
+        transfer.request, replica, transfer.role, transfer.peer or "-", transfer.path or "-",
+        transfer.state, rows, transfer.num_blocks, f"{transfer.age_s:.1f} s", lease,
+    )  # fmt: skip
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in cells
     )
     return "\n".join(lines) + "\n"

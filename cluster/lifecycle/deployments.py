@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import os
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,10 +53,14 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"
 """Name of the ingress deployment; a pool's deployment is named after its role."""
 
-HEALTH_PERIOD_S = 1.0
-_HEALTH_TIMEOUT_S = 10.0
-_CONSTRUCTOR_TRIES = 2
-"""A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty."""
+_deployment = partial(
+    serve.deployment,
+    health_check_period_s=1.0,
+    health_check_timeout_s=10.0,
+    graceful_shutdown_wait_loop_s=0.2,
+    # A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty.
+    max_constructor_retry_count=2,
+)
 _ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """Serve would run the ingress on an event loop of its own in a second thread, and carry every chunk
 of every stream from there to the loop that sends it: a third of what an ingress costs per token."""
@@ -75,8 +80,9 @@ class PoolReplica:
         ClusterConfigError: The file of secrets cannot be used.
     """
 
-    _engine: EngineHandle | None = None
-    _is_stopping = False
+    _engine: EngineHandle
+    # Serve deletes replicas whose constructor failed too: these have no engine to stop.
+    _is_serving = False
 
     def __init__(self, args: Mapping[str, Any], role: Role, made_secrets: Sequence[bytes]) -> None:
         config = resolve(args)
@@ -95,11 +101,11 @@ class PoolReplica:
             env=engine_environment(engine, environment),
             progress=self._show_progress,
         )
+        self._is_serving = True
         self._engine.call_at_exit(self._on_engine_exit)
 
     async def describe(self) -> dict[str, Any]:
         """What the engine is, as plain values of `EngineDescription`."""
-        assert self._engine is not None
         description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
         return description
 
@@ -109,16 +115,14 @@ class PoolReplica:
         Raises:
             RuntimeError: It does not, or hangs.
         """
-        if self._engine is None:
-            raise RuntimeError("the engine process is gone")
         if not self._engine.is_alive:
             raise RuntimeError(str(self._engine.failure or "the engine process is gone"))
 
     async def __del__(self) -> None:
         """Drain, then stop the engine. Serve awaits this before it ends the replica."""
-        if self._engine is None or self._is_stopping:
+        if not self._is_serving:
             return
-        self._is_stopping = True
+        self._is_serving = False
         if not await drain_engine(self._engine.description, self._drain_timeout_s):
             logger.warning("stopped with requests running role=%s", self._role)
         await asyncio.to_thread(self._engine.stop)
@@ -132,9 +136,9 @@ class PoolReplica:
 
     def _on_engine_exit(self, code: int) -> None:
         """End this process with its engine: Serve notices that within a second."""
-        if not self._is_stopping:
-            failure = self._engine.failure if self._engine is not None else None
-            _tell(f"{self._role}: {failure or f'the engine process ended with code {code}'}")
+        if self._is_serving:
+            reason = self._engine.failure or f"the engine process ended with code {code}"
+            _tell(f"{self._role}: {reason}")
             os._exit(1)
 
 
@@ -280,21 +284,16 @@ def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
     """
     pool, engine = config.pools[role], config.engines[role]
     resources = pool_resources(pool, engine)
-    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "resources": resources}
     placement: dict[str, Any] = {}
     if engine.mesh is not None and resources:
         # The replica's actor takes all of the one bundle.
         placement["placement_group_bundles"] = [{"CPU": pool.num_cpus, **resources}]
         placement["placement_group_strategy"] = "STRICT_PACK"
-    return serve.deployment(
+    return _deployment(
         name=role,
         num_replicas=pool.replicas,
-        ray_actor_options=options,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        ray_actor_options={"num_cpus": pool.num_cpus, "resources": resources},
         graceful_shutdown_timeout_s=_shutdown_timeout_s(config, role),
-        graceful_shutdown_wait_loop_s=0.2,
-        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
         **placement,
     )(PoolReplica)
 
@@ -333,7 +332,7 @@ def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
 
 def ingress_deployment(config: ClusterConfig) -> Deployment:
     """The deployment of the HTTP edge."""
-    return serve.deployment(
+    return _deployment(
         name=INGRESS,
         num_replicas=config.ingress.replicas,
         max_ongoing_requests=config.ingress.max_ongoing_requests,
@@ -343,10 +342,6 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
             "num_cpus": config.ingress.num_cpus,
             "runtime_env": {"env_vars": _ONE_LOOP},
         },
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
         # As long as the pools let their requests run, or streams would be cut here.
         graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),
-        graceful_shutdown_wait_loop_s=0.2,
-        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
     )(serve.ingress()(IngressReplica))

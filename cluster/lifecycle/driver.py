@@ -29,7 +29,7 @@ from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.application import bind
 from cluster.lifecycle.deployments import lacking_resources
-from cluster.lifecycle.supervisor import ServeOptions
+from cluster.lifecycle.supervisor import ServeOptions, say
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -64,14 +64,14 @@ def main() -> int:
         config = resolve(file.args)
         application = bind(file.args, config)
     except ClusterConfigError as error:
-        _say(f"{options.config}: {error}")
+        say(f"{options.config}: {error}")
         return 2
     try:
         _start_ray(options)
-        lacking = lacking_resources(config, _resources())
+        lacking = lacking_resources(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
         if lacking:
             # Ray would wait for a node to bring them, and a local cluster gets none.
-            _say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
+            say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
             return 1
         try:
             _deploy(file, application)
@@ -80,7 +80,7 @@ def main() -> int:
                 stop.wait()
             return 0
         except DeploymentFailedError as error:
-            _say(str(error))
+            say(str(error))
             return 1
         finally:
             _stop_serve(file.name)
@@ -131,7 +131,7 @@ def _stop_event() -> threading.Event:
 
 
 def _start_ray(options: ServeOptions) -> None:
-    _say("Starting a local Ray cluster.")
+    say("Starting a local Ray cluster.")
     ray.init(
         address="local",
         include_dashboard=False,
@@ -143,13 +143,8 @@ def _start_ray(options: ServeOptions) -> None:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
-def _resources() -> dict[str, float]:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return resources
-
-
 def _deploy(file: ServeFile, application: serve.Application) -> None:
-    _say("Starting Ray Serve.")
+    say("Starting Ray Serve.")
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(
@@ -186,7 +181,7 @@ def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
         progress = _progress(application)
         now_s = time.monotonic()
         if progress != shown or now_s - noted_s > _WAIT_NOTE_S:
-            _say(f"[{now_s - started_s:4.0f} s] {progress}")
+            say(f"[{now_s - started_s:4.0f} s] {progress}")
             shown, noted_s = progress, now_s
         if application.status == "RUNNING" and _is_healthy(file):
             return True
@@ -215,18 +210,17 @@ def _reasons(application: ApplicationStatusOverview) -> str:
 
 
 def _is_healthy(file: ServeFile) -> bool:
-    with contextlib.suppress(OSError):
-        reply = urllib.request.urlopen(f"{file.url}/health", timeout=2)
-        with reply:
+    try:
+        with urllib.request.urlopen(f"{file.url}/health", timeout=2) as reply:
             return bool(reply.status == 200)
-    return False
+    except OSError:
+        return False
 
 
 def _announce(url: str, model: str, has_haproxy: bool) -> None:
     if not has_haproxy:
-        _say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
-    fields = {"model": model, "prompt": "Return the", "max_tokens": 48, "stream": True}
-    body = json.dumps(fields)
+        say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
+    body = json.dumps({"model": model, "prompt": "Return the", "max_tokens": 48, "stream": True})
     typer.echo(
         f"\nReady: {url}/v1 serves the model {model!r}. Try:\n\n"
         f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
@@ -244,11 +238,6 @@ def _stop_serve(name: str) -> None:
         serve.delete(name, _blocking=False)
         while name in serve.status().applications and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        typer.echo(text, err=True)
 
 
 if __name__ == "__main__":

@@ -236,21 +236,16 @@ def _private_folder() -> Path:
 def _wait(driver: subprocess.Popen[bytes], signals: _SignalCount) -> int:
     """Wait for the driver's end, or for the moment to kill it."""
     deadline_s: float | None = None
-    while (code := _poll(driver)) is None:
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return driver.wait(_POLL_S)
         if signals.count and deadline_s is None:
-            _say("Stopping.")
+            say("Stopping.")
             assert driver.stdin is not None
             driver.stdin.close()
             deadline_s = time.monotonic() + STOP_DEADLINE_S
         if signals.count > 1 or (deadline_s is not None and time.monotonic() > deadline_s):
             return 1
-    return code
-
-
-def _poll(driver: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return driver.wait(_POLL_S)
-    return None
 
 
 def _end_session(driver: subprocess.Popen[bytes]) -> None:
@@ -266,6 +261,7 @@ def _end_session(driver: subprocess.Popen[bytes]) -> None:
         time.sleep(_POLL_S / 2)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Write a line to standard error; nowhere if that is closed."""
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)

@@ -12,11 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -117,9 +113,7 @@ def render(
     router: RouterMetrics, engines: Sequence[tuple[Member, EngineMetrics]], model_name: str
 ) -> bytes:
     """All metrics in Prometheus' text format: this ingress's own, then every engine's."""
-    registry = CollectorRegistry()
-    registry.register(_EngineCollector(engines, model_name))
-    return generate_latest(router.registry) + generate_latest(registry)
+    return generate_latest(router.registry) + generate_latest(_EngineCollector(engines, model_name))
 
 
 class _EngineCollector(Collector):

@@ -11,6 +11,7 @@ import binascii
 import re
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from replicas.messages import EngineDescription, EngineRequest
 
 _NEW_KEY_BYTES = 32
-_TRANSFER_ID_BYTES = 16
+_random_transfer_id = partial(secrets.token_bytes, 16)
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
@@ -96,10 +97,6 @@ class Transfer(NamedTuple):
     epoch: int
     request: EngineRequest
     producer: EngineDescription
-
-
-def _random_transfer_id() -> bytes:
-    return secrets.token_bytes(_TRANSFER_ID_BYTES)
 
 
 class TicketOffice:

@@ -177,7 +177,7 @@ def test_the_driver_resolves_once(raw, write, made, monkeypatch, tmp_path, capsy
     stop = threading.Event()
     stop.set()
     monkeypatch.setattr(driver, "_stop_event", lambda: stop)
-    monkeypatch.setattr(driver, "_resources", lambda: {"CPU": 8.0, "ours": 1.0})
+    monkeypatch.setattr(driver.ray, "cluster_resources", lambda: {"CPU": 8.0, "ours": 1.0})
     monkeypatch.setattr(driver, "_wait_until_running", lambda *_: True)
     monkeypatch.setattr(driver.ray, "shutdown", lambda: None)
     deployed = []
