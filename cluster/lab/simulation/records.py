@@ -74,7 +74,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         num_prompt_tokens: Prompt tokens that its steps computed; cached ones are not among them.
         num_output_tokens: Output tokens that its steps produced.
         num_preemptions: Requests that lost their blocks and had to be computed again.
-        num_blocks: KV blocks that it has; 0 when nobody counted.
         started_s: When it was ready.
         stopped_s: When it stopped or died; None when it lived until the end of the run.
     """
@@ -88,7 +87,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_blocks: int = 0
     started_s: float = 0.0
     stopped_s: float | None = None
 
