@@ -39,14 +39,7 @@ class ChaosError(Exception):
 
 
 class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ttserve chaos` is told.
-
-    Attributes:
-        seed: The first seed.
-        events: Events after which no new seed is begun.
-        jobs: Processes.
-        out: Folder for failing scenarios.
-    """
+    """The command's options, under their names; its help says what each of them does."""
 
     seed: int = 0
     events: int = 1_000_000
@@ -58,10 +51,8 @@ class Find(NamedTuple):
     """A failure of a scenario.
 
     Attributes:
-        failure: What was broken.
         shrunk: A smaller one that fails in the same way.
         outcome: What came of that.
-        num_runs: Runs that shrinking took.
     """
 
     failure: str
@@ -74,11 +65,7 @@ class Summary(NamedTuple):
     """What a run has seen.
 
     Attributes:
-        num_seeds: Scenarios that were run.
-        num_events: Their events.
-        outcomes: How many requests ended in which way.
         failed_seed: The first that failed, or None.
-        wall_s: Real seconds.
     """
 
     num_seeds: int

@@ -40,9 +40,7 @@ class VirtualLink:
     """One ingress's connection to one engine.
 
     Args:
-        client: The ingress's client.
         client_id: Under which the engine knows it; a new one for every connection.
-        host: The engine's end.
 
     Attributes:
         is_open: Whether it has not been lost.
@@ -109,8 +107,6 @@ class VirtualClient:
     """See the module docstring.
 
     Args:
-        name: The ingress's name.
-        network: What carries its messages.
         hosts: Every host that lives, by incarnation.
         observer: Who is told what passes between the ingress and the engines.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.

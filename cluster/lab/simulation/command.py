@@ -54,22 +54,7 @@ class SimulateError(Exception):
 
 
 class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options, under their names.
-
-    Attributes:
-        trace: A file or folder of any format in `cluster.lab.workloads.load`.
-        format: Which one; "auto" looks at the contents.
-        replicas: How many in all, instead of the file's; see `scale_pools`.
-        policy: How requests are placed, instead of the file's.
-        faults: A fault plan, instead of the file's.
-        plot: Folder for plots.
-        json: File for the summary.
-        log: File for the event log.
-        speed_up: Arrivals come this many times faster than the trace has them.
-        limit: Only the first requests of the trace.
-        seed: Of every draw, in the workload and in the run.
-        slo: What counts as good.
-    """
+    """The command's options, under their names; its help says what each of them does."""
 
     trace: Path
     format: str = "auto"
@@ -87,10 +72,6 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(config: Path, options: SimulateOptions) -> Summary:
     """Run the command: simulate, show the tables, write the files that were asked for.
-
-    Args:
-        config: A Serve config file.
-        options: Everything else.
 
     Raises:
         SimulateError: Something that was given cannot work; nothing has been written.
@@ -162,10 +143,6 @@ def scale_pools(counts: Mapping[Role, int], total: int) -> dict[Role, int]:
 
     Each pool gets the whole part of its share, and at least one; what is left goes to the pools
     with the largest remainders, prefill first where they are equal.
-
-    Args:
-        counts: Replicas of each pool.
-        total: Replicas of all of them together.
 
     Raises:
         SimulateError: There are more pools than replicas.

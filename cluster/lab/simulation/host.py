@@ -38,12 +38,8 @@ class VirtualHost:
 
     Args:
         name: Pool and rank, as in a fault plan; the next start of the replica has it again.
-        role: Its pool's role.
         incarnation: Id of this start.
-        config: Its engine's configuration.
-        device: What the engine runs on.
         faults: What goes wrong with the replica, in virtual seconds.
-        network: Where its messages go.
 
     Attributes:
         links: What sends a client a frame and the times of its steps, by the client's id.
@@ -51,8 +47,6 @@ class VirtualHost:
         kv_endpoint: Where its KV is fetched from.
         busy_s: Seconds that its device and its core have worked.
         slot_busy_s: Seconds of taken slots, summed over the slots.
-        num_turns: Steps that it ran.
-        started_s: When it was ready.
         stopped_s: When it died, or None.
         is_frozen: Whether the process stands still.
         is_touched: Whether anything has happened in it; whoever checks it sets it back.

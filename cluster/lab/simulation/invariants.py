@@ -48,10 +48,7 @@ class Invariants:
     """The checks of one run; see the module docstring.
 
     Args:
-        network: What the hosts talk over.
         hosts: Every start of a replica; grows.
-        recorder: Who keeps the record.
-        leases: Watches the KV messages.
     """
 
     def __init__(
@@ -204,8 +201,6 @@ class Expectations:
     """What a request may have come to.
 
     Args:
-        router: How requests were placed.
-        faults: What went wrong.
         decoding: The replicas that decode, as in a fault plan.
         reservation_timeout_s: Shortest of any engine.
         aborts: For requests (by number) whose client left: after how many seconds.

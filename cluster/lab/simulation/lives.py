@@ -48,10 +48,6 @@ class Lives:
     """See the module docstring; a `Discovery`.
 
     Args:
-        pools: The cluster.
-        options: Faults, restarts, and what hosts are told.
-        network: What the hosts talk over.
-        recorder: Who keeps the record.
         lose: Called with (incarnation, reason) when every connection to an engine is over.
 
     Attributes:

@@ -40,9 +40,6 @@ class ProtocolMonitor:
 
     A request is on an engine once, its tickets have rising epochs, it is activated once, and when
     it ends at the ingress no engine goes on with it: each has said its last word or was told.
-
-    Args:
-        recorder: Who is told too.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -117,13 +114,7 @@ class ProtocolMonitor:
 
 
 class LeaseMonitor:
-    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life.
-
-    Args:
-        loop: Virtual time.
-        lease_s: See `TransferConfig`.
-        keys: Those of the tickets.
-    """
+    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life."""
 
     def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
         self._loop = loop

@@ -51,7 +51,6 @@ class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
     Args:
-        network: Whose delays it has.
         host: The engine's end, which may be cut off.
 
     Attributes:
@@ -81,11 +80,6 @@ class Channel:
 
 class Network:
     """See the module docstring.
-
-    Args:
-        loop: Virtual time.
-        config: How messages travel.
-        rng: Where chance comes from.
 
     Attributes:
         kv_observer: Told of every KV message that a producer sends or gets.

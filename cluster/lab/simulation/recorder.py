@@ -49,12 +49,7 @@ class Entry:
 class Recorder:
     """See the module docstring. It is told what passes between ingresses and engines.
 
-    Args:
-        loop: Virtual time.
-        keeps_events: Whether to keep an event log.
-
     Attributes:
-        events: The log.
         outputs: Token ids of every request that ended, by request id.
     """
 

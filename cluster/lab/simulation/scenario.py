@@ -50,18 +50,9 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Equal replicas of one role; see `EngineConfig` for what is not told here.
 
     Attributes:
-        role: What they do.
-        replicas: How many.
         lanes: DP groups of each.
-        slots_per_lane: Decode slots of a lane.
         num_blocks: KV blocks of a lane, null block included.
-        max_num_batched_tokens: Token budget of a step.
         max_num_waiting: Most sequences that wait; None is unbounded.
-        chunked: Whether prompts may be computed in chunks.
-        mixed: Whether a step may mix prefill and decode.
-        caching: Whether there is a prefix cache.
-        prefill_streak: `EngineConfig.prefill_steps_per_decode_step`.
-        reservation_timeout_s: How long a reserved slot waits for its KV.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -82,9 +73,6 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One request.
 
     Attributes:
-        arrival_s: When it comes.
-        num_prompt_tokens: Length of its prompt.
-        num_output_tokens: Tokens that it asks for.
         block_ids: What the prompt is made of, see `TraceRequest`; all of it, so that it stays the
             same prompt when other requests are taken out.
         abort_s: So many seconds after its arrival its client leaves.
@@ -101,8 +89,6 @@ class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What steps cost; a `StepTiming` of straight lines.
 
     Attributes:
-        prefill_token_s: Per token of a prefill step.
-        decode_base_s: Per decode step.
         decode_token_s: Per token of the contexts of a decode step.
         move_s: Per message of KV blocks, on each side.
         host_s: Per step, outside the device.
@@ -153,13 +139,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         seed: Of every draw in the run; also names it.
         max_model_len: Longest sequence; has to fit into a lane of every pool.
-        pools: The cluster.
         ingresses: How many; request i goes to number i modulo this.
-        router: How requests are placed.
-        network: How messages travel.
-        transfer: Deadlines and sizes of KV transfers.
-        timing: What steps cost.
-        faults: What goes wrong.
         requests: What arrives, in order of arrival.
         restart_s: From the death of a replica to its start.
         run_ahead: Whether stretches of plain decode steps are passed over, where that is possible.
@@ -199,14 +179,10 @@ class Outcome:
     """What came of a scenario.
 
     Attributes:
-        num_events: Events of the loop that were run.
         outcomes: How many requests ended in which way; empty after a failure.
         failure: What was broken, and where it was found; None for a good run.
-        num_preemptions: Sequences that lost their blocks.
         num_transfers: Prompts whose KV came from another replica.
-        num_retries: How often requests started again.
         num_cached_tokens: Prompt tokens that were not computed again.
-        log: Every event, in order.
         digest: Of the log and of every token and its time: equal for equal runs.
     """
 

@@ -27,7 +27,6 @@ class Shrinker:
     Args:
         fails: Whether a scenario still shows the failure.
         budget_s: Real seconds that it may take; what it has by then is the answer.
-        clock: Real seconds.
 
     Attributes:
         num_runs: Scenarios that were tried.

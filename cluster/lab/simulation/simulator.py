@@ -62,9 +62,6 @@ class Simulation:
     """One run; see the module docstring.
 
     Args:
-        pools: The cluster.
-        workload: What arrives.
-        options: Everything else.
         progress: Called with (virtual seconds, requests done, events) now and then.
     """
 

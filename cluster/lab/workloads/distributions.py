@@ -140,7 +140,6 @@ class Empirical(_Choice, frozen=True):
     """Lengths that were seen.
 
     Attributes:
-        values: The lengths.
         weights: How often each was seen; all alike if left out.
     """
 
@@ -164,7 +163,6 @@ class SharedPrefixes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Groups of requests that begin alike, for one with the same system prompt.
 
     Attributes:
-        groups: How many different prefixes.
         prefix_tokens: Length of each; a multiple of the specification's `block_tokens`.
         questions_per_group: Different questions after each prefix; asked in a shuffled order,
             again and again. None makes every question a new one, of a group drawn at random.
@@ -197,7 +195,6 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         arrivals: When requests arrive, or conversations begin.
         prompt_tokens: Length of a prompt; with prefixes or turns, of what is new in it.
         output_tokens: Tokens that a request asks for.
-        num_requests: How many requests.
         duration_s: How long they arrive. One of the two is needed; with both, what comes first.
         prefixes: Groups that begin alike.
         conversations: Turns.
@@ -233,7 +230,6 @@ class _Sessions:
         starts_s: First arrival of each, (S,).
         groups: Which shared prefix each begins with, (S,).
         streams: Which stream of tokens each goes on with, (S,).
-        num_turns: (S,).
     """
 
     starts_s: Seconds

@@ -40,8 +40,6 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         timestamp: Arrival, in milliseconds.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the answer.
         hash_ids: One number per block of the prompt; equal numbers are equal prefixes.
     """
 

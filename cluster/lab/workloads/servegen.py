@@ -83,7 +83,6 @@ class Client:
 
     Attributes:
         number: The N of its files.
-        path: Its trace file.
         windows: In order of time.
         window_s: Length of each.
     """
