@@ -59,7 +59,7 @@ from cluster.lab.workloads.load import load_workload
 from cluster.lab.workloads.request import FIRST_PROMPT_TOKEN
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
-from cluster.pools import Member
+from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from kv_transfer.ticket import KeyRing
