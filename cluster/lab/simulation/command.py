@@ -110,11 +110,8 @@ def load_cluster(
 ) -> ClusterConfig:
     """Read a Serve config file as a start of the cluster would; None keeps what the file says.
 
-    Args:
-        path: The file; all its engines run on a simulated mesh.
-        replicas: How many in all, see `scale_pools`.
-        policy: How requests are placed.
-        faults: File of a fault plan.
+    All its engines run on a simulated mesh. `replicas` is of all pools together, see `scale_pools`;
+    `faults` is the file of a fault plan.
 
     Raises:
         SimulateError: The file, or what it was changed into, cannot work.
@@ -206,13 +203,8 @@ def run_cluster(
 ) -> SimulationResult:
     """Simulate a cluster of a configuration from `load_cluster`.
 
-    Args:
-        cluster: The configuration.
-        workload: What arrives, and when: it has been sped up already.
-        seed: Of every draw of the run.
-        speed_up: By how much it has, for the record.
-        keeps_events: Whether the result has an event log.
-        progress: See `Simulation`.
+    The workload has been sped up already: `speed_up` is for the record. See `Simulation` for
+    `progress`.
     """
     simulation = Simulation(
         pool_specs(cluster),

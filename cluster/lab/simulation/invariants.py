@@ -155,30 +155,29 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     snapshot = host.engine.snapshot()
     groups = snapshot.groups
     if host.role == "prefill":
-        num_running = sum(g.num_running for g in groups)
-        truth = [(snapshot.num_waiting_tokens, snapshot.num_waiting + num_running)]
-        believed = [
+        num_active = snapshot.num_waiting + sum(g.num_running for g in groups)
+        truth: list[tuple[int, ...]] = [(snapshot.num_waiting_tokens, num_active)]
+        believed: list[tuple[int, ...]] = [
             (v.num_queued_tokens, v.num_active)
             for v in pools.prefill_views()
             if v.incarnation == host.incarnation
         ]
-        assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
-        return
-    has = [
-        (
-            i,
-            max(g.num_empty_slots - g.num_waiting, 0),
-            g.num_free_blocks,
-            g.num_running + g.num_reserved + g.num_waiting,
-        )
-        for i, g in enumerate(groups)
-    ]
-    view = [
-        (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
-        for v in pools.decode_views()
-        if v.incarnation == host.incarnation
-    ]
-    assert view == has, f"{ingress.name} believes {view}, and {host!r} has {has}"
+    else:
+        truth = [
+            (
+                i,
+                max(g.num_empty_slots - g.num_waiting, 0),
+                g.num_free_blocks,
+                g.num_running + g.num_reserved + g.num_waiting,
+            )
+            for i, g in enumerate(groups)
+        ]
+        believed = [
+            (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
+            for v in pools.decode_views()
+            if v.incarnation == host.incarnation
+        ]
+    assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:
@@ -228,13 +227,10 @@ class Expectations:
         *,
         has_room: bool,
     ) -> None:
-        """A request ended in a way that what happened to it allows.
+        """Request `number` ended in a way that what happened to it allows.
 
-        Args:
-            number: Which request of the workload.
-            record: What became of it.
-            records: What became of all.
-            has_room: Whether its prompt leaves room for output.
+        `records` are those of all requests; `has_room` says whether its prompt leaves room for
+        output.
 
         Raises:
             AssertionError: It did not.
@@ -282,12 +278,7 @@ def check_tokens(
 ) -> None:
     """Every token is the one that its whole context leads to, and there are as many as asked.
 
-    Args:
-        record: What became of the request.
-        output: The token ids that its client got.
-        prompt: Its prompt.
-        room: Most output tokens that its prompt leaves room for.
-        vocabulary: Size, and end token ids.
+    The prompt leaves room for `room` tokens; `vocabulary` is its size and its end token ids.
 
     Raises:
         AssertionError: One is wrong, missing, or too many.

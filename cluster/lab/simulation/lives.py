@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,16 +33,16 @@ KEYS = KeyRing((b"one secret for all that is virtual",))
 """What every ticket of a simulated cluster is sealed with."""
 
 
+@dataclass(slots=True, eq=False)
 class _Place:
-    """A place in a pool, whoever fills it now."""
+    """A place in a pool, and the host that fills it now."""
 
-    def __init__(self, name: str, spec: PoolSpec) -> None:
-        self.name = name
-        self.spec = spec
-        # What waits until its frozen process goes on.
-        self.at_thaw: list[Callable[[_Place], None]] = []
-        self.host: VirtualHost | None = None
-        self.silent_since_s: float | None = None
+    name: str
+    spec: PoolSpec
+    host: VirtualHost | None = None
+    silent_since_s: float | None = None
+    # What waits until its frozen process goes on.
+    at_thaw: list[Callable[[_Place], None]] = field(default_factory=list)
 
 
 class Lives:

@@ -98,8 +98,7 @@ class Network:
 
     def delay_s(self) -> float:
         """How long the next control message takes."""
-        jitter_s = self._config.jitter_s
-        return self._config.latency_s + (jitter_s * self._rng.random() if jitter_s else 0.0)
+        return self._config.latency_s + self._up_to_s(self._config.jitter_s)
 
     def attach(self, host: VirtualHost) -> None:
         """Let a host's KV connector be found."""
@@ -168,19 +167,13 @@ class Network:
         """Let a host receive a message: never, once or twice."""
         pair = _pair(sender, host)
         num_breaks = self._num_breaks.get(pair, 0)
-        for arrival_s in self._arrivals(sender, host, num_bytes):
-            self.loop.call_at(arrival_s, self._arrive, pair, num_breaks, host, receive, args)
 
-    def _arrive(
-        self,
-        pair: tuple[str, str],
-        num_breaks: int,
-        host: VirtualHost,
-        receive: Callable[..., None],
-        args: tuple[object, ...],
-    ) -> None:
-        if num_breaks == self._num_breaks.get(pair, 0) and not host.is_cut:
-            host.do(receive, *args)
+        def arrive() -> None:
+            if num_breaks == self._num_breaks.get(pair, 0) and not host.is_cut:
+                host.do(receive, *args)
+
+        for arrival_s in self._arrivals(sender, host, num_bytes):
+            self.loop.call_at(arrival_s, arrive)
 
     def _soon_s(self) -> float:
         return self.loop.time() + self._config.latency_s
@@ -195,14 +188,14 @@ class Network:
         start_s = max(now_s, self._free_s.get(sender.incarnation, 0.0))
         done_s = start_s + num_bytes / config.kv_bytes_per_s
         self._free_s[sender.incarnation] = done_s
-        copies = 1
-        if config.kv_repetition and self._rng.random() < config.kv_repetition:
-            copies = 2
-        return [done_s + config.latency_s + self._kv_jitter_s() for _ in range(copies)]
+        is_repeated = config.kv_repetition and self._rng.random() < config.kv_repetition
+        return [
+            done_s + config.latency_s + self._up_to_s(config.kv_jitter_s)
+            for _ in range(2 if is_repeated else 1)
+        ]
 
-    def _kv_jitter_s(self) -> float:
-        jitter_s = self._config.kv_jitter_s
-        return jitter_s * self._rng.random() if jitter_s else 0.0
+    def _up_to_s(self, most_s: float) -> float:
+        return most_s * self._rng.random() if most_s else 0.0
 
     def _damage(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
         damaged = payload.copy()

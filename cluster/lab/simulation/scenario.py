@@ -8,6 +8,7 @@ faults, so that refusals, preemption, eviction and lost replicas happen all the 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -278,13 +279,10 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
 
 def _describe(error: BaseException) -> str:
     """An error and the innermost place where it was raised."""
-    traceback = error.__traceback__
-    where = ""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        where = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}"
-        where = f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno} in {where}"
-        traceback = traceback.tb_next
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    code = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)
+    where = f"{code.co_filename.rsplit('/', 1)[-1]}:{line} in {name}"
     return f"{type(error).__name__} ({where}): {error}"
 
 
@@ -305,7 +303,9 @@ class _Dice:
 
     def scenario(self) -> Scenario:
         is_split = self._happens(0.65)
-        pools = self._split_pools() if is_split else (self._pool("both"),)
+        pools = tuple(
+            self._pool(role) for role in (("prefill", "decode") if is_split else ("both",))
+        )
         longest = BLOCK_TOKENS * (min(pool.num_blocks for pool in pools) - 1)
         is_calm = self._happens(0.15)
         requests = self._requests()
@@ -323,20 +323,13 @@ class _Dice:
             max_model_len=min(self._pick(500, 500, 500, 500, 200), longest),
             pools=pools,
             ingresses=self._pick(1, 1, 2),
-            router=RouterConfig(
-                max_queued_requests=self._pick(2, 16, 256, 256),
-                queue_timeout_s=self._pick(1.0, 10.0, 60.0),
-                max_attempts=self._pick(1, 3, 3),
-                min_remote_prefill_tokens=self._pick(0, 0, 40),
-                policy=self._pick("most_empty_slots", "round_robin"),
-            ),
+            router=self._router(),
             network=NetworkConfig(latency_s=1e-4) if is_calm else self._network(),
             transfer=transfer,
             timing=timing,
             faults=faults,
             requests=requests,
             restart_s=self._pick(0.1, 1.0, 4.0),
-            deadline_s=600.0,
         )
         # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
         order = self._pick("decode_first", "prefill_first")
@@ -345,9 +338,6 @@ class _Dice:
         if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
             return self._with_lost_consumers(scenario)
         return scenario
-
-    def _split_pools(self) -> tuple[ScenarioPool, ...]:
-        return self._pool("prefill"), self._pool("decode")
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)
@@ -368,6 +358,15 @@ class _Dice:
             caching=self._happens(0.8),
             prefill_streak=self._pick(1, 3),
             reservation_timeout_s=self._pick(2.0, 20.0, 60.0),
+        )
+
+    def _router(self) -> RouterConfig:
+        return RouterConfig(
+            max_queued_requests=self._pick(2, 16, 256, 256),
+            queue_timeout_s=self._pick(1.0, 10.0, 60.0),
+            max_attempts=self._pick(1, 3, 3),
+            min_remote_prefill_tokens=self._pick(0, 0, 40),
+            policy=self._pick("most_empty_slots", "round_robin"),
         )
 
     def _network(self) -> NetworkConfig:
@@ -417,11 +416,9 @@ class _Dice:
             # Those of a burst often begin alike, and meet each other half computed.
             burst_prefix = int(self._rng.integers(num_prefixes))
             for _ in range(self._pick(1, 1, 2, 6)):
-                number = len(requests)
                 num_prompt_tokens = self._length(300)
-                prefix = burst_prefix
-                if self._happens(0.3):
-                    prefix = int(self._rng.integers(num_prefixes))
+                is_other = self._happens(0.3)
+                prefix = int(self._rng.integers(num_prefixes)) if is_other else burst_prefix
                 num_shared = int(self._rng.integers(0, 10)) if self._happens(0.6) else 0
                 abort_s = None
                 if self._happens(abort_share):
@@ -432,7 +429,7 @@ class _Dice:
                         arrival_s=arrival_s,
                         num_prompt_tokens=num_prompt_tokens,
                         num_output_tokens=self._length(60),
-                        block_ids=_blocks(number, num_prompt_tokens, prefix, num_shared),
+                        block_ids=_blocks(len(requests), num_prompt_tokens, prefix, num_shared),
                         abort_s=abort_s,
                     )
                 )

@@ -249,26 +249,10 @@ class Simulation:
 
     async def _request(self, i: int) -> None:
         """One request, from its arrival to its one end."""
-        asked = self._workload.requests[i]
-        prompt = self._workload.prompt(i, self._vocab_size)
-        entry = self.recorder.arrive(i, asked)
+        entry = self.recorder.arrive(i, self._workload.requests[i])
         ingress = self.ingresses[i % len(self.ingresses)]
         try:
-            room = self._max_model_len - len(prompt)
-            if room <= 0:
-                raise BadRequestError(
-                    f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
-                )
-            request = EngineRequest(
-                entry.request_id,
-                prompt,
-                SamplingParams(
-                    max_tokens=min(asked.num_output_tokens, room),
-                    temperature=0.0,
-                    seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
-                    ignore_eos=True,
-                ),
-            )
+            request = self._engine_request(i, entry.request_id)
 
             async def emit(output: TokenOutput) -> bool:
                 times_s = ingress.fleet.client.token_times_s.pop(entry.request_id, None)
@@ -291,6 +275,21 @@ class Simulation:
             self._num_done += 1
             if not self._num_done % 64:
                 self._progress(self.loop.time(), self._num_done, self.loop.num_events)
+
+    def _engine_request(self, i: int, request_id: str) -> EngineRequest:
+        prompt = self._workload.prompt(i, self._vocab_size)
+        room = self._max_model_len - len(prompt)
+        if room <= 0:
+            raise BadRequestError(
+                f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
+            )
+        sampling = SamplingParams(
+            max_tokens=min(self._workload.requests[i].num_output_tokens, room),
+            temperature=0.0,
+            seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
+            ignore_eos=True,
+        )
+        return EngineRequest(request_id, prompt, sampling)
 
     def _new_transfer_id(self) -> bytes:
         return next(self._transfer_ids).to_bytes(16, "little")

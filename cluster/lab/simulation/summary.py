@@ -255,12 +255,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples(NamedTuple):
-    """What `Latencies` describes: float64, in the order of the records.
+    """What `Latencies` describes, of ok requests with a token: float64, in the records' order.
 
-    Attributes:
-        ttft_s: Shape [ok requests with a token], like `tpot_s`, `e2e_s` and `queued_s`.
-        itl_s: Shape [gaps], all requests one after another.
-        tbt_s: Shape [requests with two tokens or more].
+    `itl_s` has the shape [gaps], all requests one after another; `tbt_s` has the shape [requests
+    with two tokens or more], all others [requests].
     """
 
     ttft_s: Floats
@@ -272,12 +270,7 @@ class Samples(NamedTuple):
 
 
 def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
-    """Reduce a run to its numbers.
-
-    Args:
-        result: The run.
-        slo: What counts as good; without it, or when it asks for nothing, there is no goodput.
-    """
+    """Reduce a run to its numbers; without objectives there is no goodput."""
     records = result.records
     samples = collect_samples(records)._asdict()
     lives = [_life(replica, result.duration_s) for replica in result.replicas]
@@ -431,11 +424,8 @@ def _transfers(records: Iterable[RequestRecord]) -> Transfers:
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
     # In ascending order, so that the order of the records does not show in the last bits.
     total_s, total_e2e_s = (float(np.sort(samples).sum()) for samples in (seconds, e2e_s))
-    return Transfers(
-        seconds=distribution(seconds),
-        total_s=total_s,
-        share_of_e2e=_ratio(total_s, total_e2e_s),
-    )
+    share = _ratio(total_s, total_e2e_s)
+    return Transfers(seconds=distribution(seconds), total_s=total_s, share_of_e2e=share)
 
 
 class _Life(NamedTuple):

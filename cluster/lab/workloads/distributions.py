@@ -276,7 +276,11 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
     firsts = ends - sessions.num_turns
     asked = _draw_lengths(spec.prompt_tokens, num_requests, random_generator(seed, _PROMPTS))
     answered = _draw_lengths(spec.output_tokens, num_requests, random_generator(seed, _OUTPUTS))
-    pauses_s = _draw_pauses(spec, num_requests, random_generator(seed, _PAUSES))
+    waited_s = np.zeros(num_requests)
+    if spec.conversations:
+        random = random_generator(seed, _PAUSES)
+        gaps = _draw_gaps(spec.conversations.pause_cv, num_requests, random)
+        waited_s = np.cumsum(gaps * spec.conversations.pause_s)
     if spec.prefixes and spec.prefixes.questions_per_group:
         # The same question has the same length whenever it is asked.
         num_questions = spec.prefixes.groups * spec.prefixes.questions_per_group
@@ -286,7 +290,6 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
     session_of = np.repeat(np.arange(len(firsts)), sessions.num_turns)
     history = np.cumsum(asked + answered) - answered
     history -= (history - asked)[firsts][session_of]
-    waited_s = np.cumsum(pauses_s)
     arrivals_s = sessions.starts_s[session_of] + waited_s - waited_s[firsts][session_of]
     blocks = _Blocks(spec, int(history.max(initial=0)))
     for session, arrival_s, num_new, num_output in zip(
@@ -365,13 +368,6 @@ def _draw_gaps(cv: float, num_gaps: int, random: np.random.Generator) -> Seconds
         return np.ones(num_gaps)
     shape = 1 / cv**2
     return random.standard_gamma(shape, num_gaps) / shape
-
-
-def _draw_pauses(spec: WorkloadSpec, num_requests: int, random: np.random.Generator) -> Seconds:
-    if spec.conversations is None:
-        return np.zeros(num_requests)
-    gaps = _draw_gaps(spec.conversations.pause_cv, num_requests, random)
-    return gaps * spec.conversations.pause_s
 
 
 def _expected(arrivals: Arrivals, time_s: float) -> float:
