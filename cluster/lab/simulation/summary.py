@@ -183,12 +183,9 @@ class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One life of a replica.
 
     Attributes:
-        started_s: When it was ready.
         lived_s: Seconds from then to its stop, or to the end of the run.
         utilisation: Seconds in steps / lived; None when it lived for no time.
         slot_occupancy: Slot-seconds in use / (slots * lived); None without slots or time.
-        num_prompt_tokens: Prompt tokens computed.
-        num_output_tokens: Output tokens produced.
         num_preemptions: Requests computed again for lack of blocks.
     """
 

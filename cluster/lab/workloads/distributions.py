@@ -69,7 +69,6 @@ class Gamma(_Choice, frozen=True):
     """Gaps of a Gamma distribution.
 
     Attributes:
-        rate_rps: Requests per second.
         cv: Standard deviation of the gaps over their mean; 1 is Poisson, more is burstier. What
             vLLM's benchmark calls burstiness is the shape of the distribution, 1 / cv².
     """
@@ -89,7 +88,6 @@ class Ramp(_Choice, frozen=True):
     """A rate that changes evenly, and then stays.
 
     Attributes:
-        start_rps: Requests per second at the start.
         end_rps: From `ramp_s` on.
         ramp_s: How long the change takes.
         cv: Of the gaps, as for `gamma`.
@@ -177,7 +175,6 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests that continue earlier ones: what arrives is then the first turn of each.
 
     Attributes:
-        turns: Requests of one conversation.
         pause_s: Mean time from one turn's arrival to the next one's. It includes the answer:
             nobody waits for it.
         pause_cv: Standard deviation of that time over its mean.
@@ -194,7 +191,6 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         arrivals: When requests arrive, or conversations begin.
         prompt_tokens: Length of a prompt; with prefixes or turns, of what is new in it.
-        output_tokens: Tokens that a request asks for.
         duration_s: How long they arrive. One of the two is needed; with both, what comes first.
         prefixes: Groups that begin alike.
         conversations: Turns.

@@ -51,7 +51,6 @@ class Window(msgspec.Struct, frozen=True):
 
     Attributes:
         window_start_s: Where it begins, in the clock of the data.
-        rate_rps: Requests per second in it.
         pattern: Distribution of the gaps between requests; empty where there were none.
         shape: Of that distribution. Its scale is not used: the rate says it.
     """
