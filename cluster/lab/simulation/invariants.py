@@ -18,18 +18,18 @@ from replicas.generators.simulated.tokens import expected_tokens
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from cluster.config.schema import RouterConfig
     from cluster.lab.simulation.client import VirtualLink
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.options import SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
     from cluster.lab.simulation.simulator import VirtualIngress
-    from replicas.faults import Fault, FaultPlan
+    from replicas.faults import Fault
 
 _QUIET_S = 0.05
 """An engine that has had nothing to do for so long has told every client what it has left."""
@@ -200,24 +200,19 @@ class Expectations:
     """What a request may have come to.
 
     Args:
+        options: How requests were placed, what went wrong and who left.
         decoding: The replicas that decode, as in a fault plan.
         reservation_timeout_s: Shortest of any engine.
-        aborts: For requests (by number) whose client left: after how many seconds.
     """
 
     def __init__(
-        self,
-        router: RouterConfig,
-        faults: FaultPlan,
-        decoding: Sequence[str],
-        reservation_timeout_s: float,
-        aborts: Mapping[int, float],
+        self, options: SimulationOptions, decoding: Sequence[str], reservation_timeout_s: float
     ) -> None:
-        self._router = router
-        self._patience_s = min(router.queue_timeout_s, reservation_timeout_s)
-        self._aborts = aborts
+        self._most_queued = options.router.max_queued_requests
+        self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
+        self._aborts = options.aborts
         # When each replica that decodes may first have been lost.
-        self._lost_s = [_first_loss_s(faults.entries_for(name)) for name in decoding]
+        self._lost_s = [_first_loss_s(options.faults.entries_for(name)) for name in decoding]
 
     def check(
         self,
@@ -241,8 +236,7 @@ class Expectations:
             ABORTED: number in self._aborts,
             "BadRequestError": not has_room,
             "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
-            "SaturatedError": any(lost)
-            or self._num_beside(record, records) > self._router.max_queued_requests,
+            "SaturatedError": any(lost) or self._num_beside(record, records) > self._most_queued,
             "NotReadyError": all(lost),
             "ReplicaLostError": any(lost),
         }

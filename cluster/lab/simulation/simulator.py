@@ -224,11 +224,9 @@ class Simulation:
         """Every request ended once, rightly, and with the right tokens."""
         options = self._options
         expectations = Expectations(
-            options.router,
-            options.faults,
+            options,
             [name for name in self.lives.names if not name.startswith("prefill/")],
             min(spec.engine.reservation_timeout_s for spec in self._pools),
-            options.aborts,
         )
         records = self.recorder.records()
         assert len(records) == len(self._workload.requests)
