@@ -39,14 +39,7 @@ class ChaosError(Exception):
 
 
 class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ttserve chaos` is told.
-
-    Attributes:
-        seed: The first seed.
-        events: Events after which no new seed is begun.
-        jobs: Processes.
-        out: Folder for failing scenarios.
-    """
+    """The command's options, under their names; its help says what each of them does."""
 
     seed: int = 0
     events: int = 1_000_000
@@ -58,10 +51,8 @@ class Find(NamedTuple):
     """A failure of a scenario.
 
     Attributes:
-        failure: What was broken.
         shrunk: A smaller one that fails in the same way.
         outcome: What came of that.
-        num_runs: Runs that shrinking took.
     """
 
     failure: str
@@ -74,11 +65,7 @@ class Summary(NamedTuple):
     """What a run has seen.
 
     Attributes:
-        num_seeds: Scenarios that were run.
-        num_events: Their events.
-        outcomes: How many requests ended in which way.
         failed_seed: The first that failed, or None.
-        wall_s: Real seconds.
     """
 
     num_seeds: int
@@ -98,9 +85,7 @@ def explore(
 ) -> Summary:
     """Run seeds until enough events have passed or one fails.
 
-    Args:
-        options: Which seeds, and how many events.
-        progress: Called with (seeds done, events done) after each seed.
+    `progress` is called with (seeds done, events done) after each seed.
     """
     started = time.perf_counter()
     num_seeds = num_events = 0
@@ -123,9 +108,7 @@ def explore(
 def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
     """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
 
-    Args:
-        scenario: What to run.
-        shrink_s: Real seconds for finding the smaller one.
+    Finding the smaller one takes `shrink_s` real seconds at most.
     """
     first = run_scenario(scenario)
     if first.failure is None:
@@ -146,22 +129,20 @@ def failure_kind(failure: str) -> str:
     return failure.split("): ", 1)[0]
 
 
-def trace_lines(log: list[EventRecord]) -> list[str]:
+def trace_text(log: list[EventRecord]) -> str:
     """The last lines of an event log, for a person."""
-    return [
+    return "".join(
         f"{event.at_s:12.6f}  {event.kind:10}  {event.subject:12}  "
         + " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in event.detail)
+        + "\n"
         for event in log[-NUM_TRACE_LINES:]
-    ]
+    )
 
 
 def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress: bool) -> bool:
     """The command `ttserve chaos` without `--replay`; returns whether all was well.
 
-    Args:
-        options: Which seeds, and how many events.
-        echo: Prints a line.
-        shows_progress: Whether there is somebody to look at a moving line.
+    With `shows_progress` there is somebody to look at a moving line.
     """
     _be_quiet()
     last_s = started = time.perf_counter()
@@ -182,11 +163,10 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
     if summary.failed_seed is not None:
         tell(random_scenario(summary.failed_seed), options, echo)
         return False
-    told = ", ".join(f"{count} {outcome}" for outcome, count in summary.outcomes.items())
     echo(
         f"{summary.num_events:,} events of {summary.num_seeds} scenarios (seeds {options.seed} to "
         f"{options.seed + summary.num_seeds - 1}) in {summary.wall_s:.0f} s: every invariant "
-        f"held, and every request ended once: {told}\n"
+        f"held, and every request ended once: {_counts(summary.outcomes)}\n"
     )
     return True
 
@@ -203,13 +183,12 @@ def replay(path: Path, echo: Callable[[str], None]) -> bool:
     except (OSError, msgspec.MsgspecError) as error:
         raise ChaosError(f"{path} is no scenario: {error}") from error
     outcome = run_scenario(scenario)
-    for line in trace_lines(outcome.log):
-        echo(line + "\n")
+    echo(trace_text(outcome.log))
     if outcome.failure is not None:
         echo(f"failed after {outcome.num_events:,} events: {outcome.failure}\n")
         return False
-    told = ", ".join(f"{count} {name}" for name, count in outcome.outcomes.items())
-    echo(f"passed: {outcome.num_events:,} events, {told}; digest {outcome.digest}\n")
+    counts = _counts(outcome.outcomes)
+    echo(f"passed: {outcome.num_events:,} events, {counts}; digest {outcome.digest}\n")
     return True
 
 
@@ -231,8 +210,7 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
         f"{len(scenario.faults)} faults to {len(find.shrunk.requests)} and "
         f"{len(find.shrunk.faults)}; the last {NUM_TRACE_LINES} events:\n"
     )
-    for line in trace_lines(find.outcome.log):
-        echo(line + "\n")
+    echo(trace_text(find.outcome.log))
     echo(f"{find.outcome.failure}\n\nreplay it with\n    ttserve chaos --replay {path}\n")
 
 
@@ -253,6 +231,10 @@ def _outcomes(options: ChaosOptions) -> Iterator[Outcome]:
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _counts(outcomes: dict[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
 
 
 def _be_quiet() -> None:

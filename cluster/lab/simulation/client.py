@@ -7,7 +7,7 @@ of frames are the production's (`replicas.streams`); a link stands for the two s
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cluster.lab.simulation.network import Channel
 from replicas.dealer import CONNECT_S
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.monitors import ProtocolMonitor
     from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.recorder import Recorder
     from replicas.messages import (
         ClientMessage,
         EngineDescription,
-        EngineEvent,
         EngineFrame,
         EngineSnapshot,
     )
@@ -35,25 +36,11 @@ NOTICE_S = 0.25
 """An engine finds within a heartbeat that a client is gone."""
 
 
-class Observer(Protocol):
-    """Who keeps the record of what passes between an ingress and the engines."""
-
-    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
-        """A message was sent."""
-        ...
-
-    def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
-        """An event has arrived."""
-        ...
-
-
 class VirtualLink:
     """One ingress's connection to one engine.
 
     Args:
-        client: The ingress's client.
         client_id: Under which the engine knows it; a new one for every connection.
-        host: The engine's end.
 
     Attributes:
         is_open: Whether it has not been lost.
@@ -120,10 +107,8 @@ class VirtualClient:
     """See the module docstring.
 
     Args:
-        name: The ingress's name.
-        network: What carries its messages.
         hosts: Every host that lives, by incarnation.
-        observer: Who keeps the record.
+        observer: Who is told what passes between the ingress and the engines.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost.
 
@@ -137,7 +122,7 @@ class VirtualClient:
         name: str,
         network: Network,
         hosts: Mapping[str, VirtualHost],
-        observer: Observer,
+        observer: Recorder | ProtocolMonitor,
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
     ) -> None:
@@ -178,10 +163,6 @@ class VirtualClient:
     def links(self) -> list[VirtualLink]:
         """Every link that stands."""
         return list(self._links.values())
-
-    def is_connected(self, host: VirtualHost) -> bool:
-        """Whether it has a link to an engine."""
-        return host.incarnation in self._links
 
     def open_stream(
         self, incarnation: str, request_id: str, message: ClientMessage, inbox: Inbox | None = None

@@ -54,22 +54,7 @@ class SimulateError(Exception):
 
 
 class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options, under their names.
-
-    Attributes:
-        trace: A file or folder of any format in `cluster.lab.workloads.load`.
-        format: Which one; "auto" looks at the contents.
-        replicas: How many in all, instead of the file's; see `scale_pools`.
-        policy: How requests are placed, instead of the file's.
-        faults: A fault plan, instead of the file's.
-        plot: Folder for plots.
-        json: File for the summary.
-        log: File for the event log.
-        speed_up: Arrivals come this many times faster than the trace has them.
-        limit: Only the first requests of the trace.
-        seed: Of every draw, in the workload and in the run.
-        slo: What counts as good.
-    """
+    """The command's options, under their names; its help says what each of them does."""
 
     trace: Path
     format: str = "auto"
@@ -87,10 +72,6 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(config: Path, options: SimulateOptions) -> Summary:
     """Run the command: simulate, show the tables, write the files that were asked for.
-
-    Args:
-        config: A Serve config file.
-        options: Everything else.
 
     Raises:
         SimulateError: Something that was given cannot work; nothing has been written.
@@ -129,11 +110,8 @@ def load_cluster(
 ) -> ClusterConfig:
     """Read a Serve config file as a start of the cluster would; None keeps what the file says.
 
-    Args:
-        path: The file; all its engines run on a simulated mesh.
-        replicas: How many in all, see `scale_pools`.
-        policy: How requests are placed.
-        faults: File of a fault plan.
+    All its engines run on a simulated mesh. `replicas` is of all pools together, see `scale_pools`;
+    `faults` is the file of a fault plan.
 
     Raises:
         SimulateError: The file, or what it was changed into, cannot work.
@@ -162,10 +140,6 @@ def scale_pools(counts: Mapping[Role, int], total: int) -> dict[Role, int]:
 
     Each pool gets the whole part of its share, and at least one; what is left goes to the pools
     with the largest remainders, prefill first where they are equal.
-
-    Args:
-        counts: Replicas of each pool.
-        total: Replicas of all of them together.
 
     Raises:
         SimulateError: There are more pools than replicas.
@@ -229,13 +203,8 @@ def run_cluster(
 ) -> SimulationResult:
     """Simulate a cluster of a configuration from `load_cluster`.
 
-    Args:
-        cluster: The configuration.
-        workload: What arrives, and when: it has been sped up already.
-        seed: Of every draw of the run.
-        speed_up: By how much it has, for the record.
-        keeps_events: Whether the result has an event log.
-        progress: See `Simulation`.
+    The workload has been sped up already: `speed_up` is for the record. See `Simulation` for
+    `progress`.
     """
     simulation = Simulation(
         pool_specs(cluster),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
     from replicas.engine.server import Frames
     from replicas.faults import ReplicaFaults
-    from replicas.messages import ClientMessage, EngineFrame, EngineSnapshot
+    from replicas.messages import ClientMessage, EngineFrame
     from replicas.virtual_engine import VirtualDevice
 
 _NO_TURN = Turn([], None)
@@ -38,12 +38,8 @@ class VirtualHost:
 
     Args:
         name: Pool and rank, as in a fault plan; the next start of the replica has it again.
-        role: Its pool's role.
         incarnation: Id of this start.
-        config: Its engine's configuration.
-        device: What the engine runs on.
         faults: What goes wrong with the replica, in virtual seconds.
-        network: Where its messages go.
 
     Attributes:
         links: What sends a client a frame and the times of its steps, by the client's id.
@@ -51,8 +47,6 @@ class VirtualHost:
         kv_endpoint: Where its KV is fetched from.
         busy_s: Seconds that its device and its core have worked.
         slot_busy_s: Seconds of taken slots, summed over the slots.
-        num_turns: Steps that it ran.
-        started_s: When it was ready.
         stopped_s: When it died, or None.
         is_frozen: Whether the process stands still.
         is_touched: Whether anything has happened in it; whoever checks it sets it back.
@@ -140,7 +134,7 @@ class VirtualHost:
             self.idle_since_s = self._loop.time()
         held, self._held = self._held, []
         for callback, args in held:
-            self._loop.call_soon(self._fire, callback, args)
+            self._loop.call_soon(self.do, callback, *args)
 
     def corrupts(self) -> bool:
         """Whether KV that leaves it now is damaged on its way."""
@@ -150,13 +144,10 @@ class VirtualHost:
         self, when_s: float, callback: Callable[..., object], *args: object
     ) -> asyncio.TimerHandle:
         """Let something happen in this process; never if it is dead by then, later if frozen."""
-        return self._loop.call_at(when_s, self._fire, callback, args)
+        return self._loop.call_at(when_s, self.do, callback, *args)
 
     def do(self, callback: Callable[..., object], *args: object) -> None:
         """Let something happen in this process now; never if it is dead, later if frozen."""
-        self._fire(callback, args)
-
-    def _fire(self, callback: Callable[..., object], args: tuple[object, ...]) -> None:
         if self.stopped_s is not None:
             return
         if self.is_frozen:
@@ -169,12 +160,12 @@ class VirtualHost:
 
     def receive(self, client: bytes, message: ClientMessage) -> None:
         """A client's message has arrived."""
-        self._fire(self._put, (client, message))
+        self.do(self._put, client, message)
 
     def client_gone(self, client: bytes) -> None:
         """The process notices that it cannot reach a client any more."""
         self.links.pop(client, None)
-        self._fire(self._put, (client, None))
+        self.do(self._put, client, None)
 
     def _put(self, client: bytes, message: ClientMessage | None) -> None:
         self._inbox.append((client, message))
@@ -191,7 +182,7 @@ class VirtualHost:
             self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
         elif not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._fire, self._begin, ())
+            self._loop.call_soon(self.do, self._begin)
 
     def _begin(self) -> None:
         self._is_due = False
@@ -266,7 +257,8 @@ class VirtualHost:
         """Send frames; one whose client is gone tells that instead."""
         for client, frame in frames:
             if frame.snapshot is not None:
-                self._count_snapshot(frame.snapshot)
+                groups = frame.snapshot.groups
+                self._count_slots(sum(g.num_running + g.num_reserved for g in groups))
             send_frame = self.links.get(client)
             if send_frame is not None:
                 send_frame(frame, step_times_s)
@@ -314,9 +306,6 @@ class VirtualHost:
             if self._turn.end_times_s:
                 # Nobody waits for what is left of it: its last client has gone.
                 self.busy_s += self._loop.time() - self._turn_started_s
-
-    def _count_snapshot(self, snapshot: EngineSnapshot) -> None:
-        self._count_slots(sum(g.num_running + g.num_reserved for g in snapshot.groups))
 
     def _count_slots(self, num_busy: int) -> None:
         now_s = self._loop.time()

@@ -18,18 +18,18 @@ from replicas.generators.simulated.tokens import expected_tokens
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from cluster.config.schema import RouterConfig
     from cluster.lab.simulation.client import VirtualLink
     from cluster.lab.simulation.host import VirtualHost
-    from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.options import SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
-    from replicas.faults import Fault, FaultPlan
+    from cluster.lab.simulation.simulator import VirtualIngress
+    from replicas.faults import Fault
 
 _QUIET_S = 0.05
 """An engine that has had nothing to do for so long has told every client what it has left."""
@@ -37,15 +37,18 @@ _TINY_S = 1e-6
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
+_LENT = (
+    "num_inflight_sends", "num_inflight_loads",
+    "num_leased_blocks", "num_reserved_blocks", "num_quarantined_blocks",
+)  # fmt: skip
+"""What an engine without requests has none of in its transfers."""
+
 
 class Invariants:
     """The checks of one run; see the module docstring.
 
     Args:
-        network: What the hosts talk over.
         hosts: Every start of a replica; grows.
-        recorder: Who keeps the record.
-        leases: Watches the KV messages.
     """
 
     def __init__(
@@ -128,7 +131,9 @@ class Invariants:
             assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
             for host in self._hosts:
                 if host.is_answering:
-                    assert ingress.fleet.client.is_connected(host), f"{ingress.name} lost {host!r}"
+                    assert host.incarnation in ingress.fleet.client.incarnations, (
+                        f"{ingress.name} lost {host!r}"
+                    )
             for link in ingress.fleet.client.links:
                 assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
                 if link.host.is_answering:
@@ -150,30 +155,29 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     snapshot = host.engine.snapshot()
     groups = snapshot.groups
     if host.role == "prefill":
-        num_running = sum(g.num_running for g in groups)
-        truth = [(snapshot.num_waiting_tokens, snapshot.num_waiting + num_running)]
-        believed = [
+        num_active = snapshot.num_waiting + sum(g.num_running for g in groups)
+        truth: list[tuple[int, ...]] = [(snapshot.num_waiting_tokens, num_active)]
+        believed: list[tuple[int, ...]] = [
             (v.num_queued_tokens, v.num_active)
             for v in pools.prefill_views()
             if v.incarnation == host.incarnation
         ]
-        assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
-        return
-    has = [
-        (
-            i,
-            max(g.num_empty_slots - g.num_waiting, 0),
-            g.num_free_blocks,
-            g.num_running + g.num_reserved + g.num_waiting,
-        )
-        for i, g in enumerate(groups)
-    ]
-    view = [
-        (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
-        for v in pools.decode_views()
-        if v.incarnation == host.incarnation
-    ]
-    assert view == has, f"{ingress.name} believes {view}, and {host!r} has {has}"
+    else:
+        truth = [
+            (
+                i,
+                max(g.num_empty_slots - g.num_waiting, 0),
+                g.num_free_blocks,
+                g.num_running + g.num_reserved + g.num_waiting,
+            )
+            for i, g in enumerate(groups)
+        ]
+        believed = [
+            (v.dp_group, v.num_empty_slots, v.num_free_blocks, v.num_active)
+            for v in pools.decode_views()
+            if v.incarnation == host.incarnation
+        ]
+    assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:
@@ -184,11 +188,8 @@ def _check_empty(host: VirtualHost, now_s: float) -> None:
         assert group.num_free_blocks == group.num_blocks, f"{host!r}: {group}"
     transfer = metrics.transfer
     assert not metrics.num_waiting, f"{host!r}: {metrics.num_waiting=}"
-    assert not transfer.num_inflight_sends, f"{host!r}: {transfer}"
-    assert not transfer.num_inflight_loads, f"{host!r}: {transfer}"
-    assert not transfer.num_leased_blocks, f"{host!r}: {transfer}"
-    assert not transfer.num_reserved_blocks, f"{host!r}: {transfer}"
-    assert not transfer.num_quarantined_blocks, f"{host!r}: {transfer}"
+    for name in _LENT:
+        assert not getattr(transfer, name), f"{host!r}: {transfer}"
     assert not host.num_open_transfers, f"{host!r}: {host.num_open_transfers=}"
 
 
@@ -199,26 +200,19 @@ class Expectations:
     """What a request may have come to.
 
     Args:
-        router: How requests were placed.
-        faults: What went wrong.
+        options: How requests were placed, what went wrong and who left.
         decoding: The replicas that decode, as in a fault plan.
         reservation_timeout_s: Shortest of any engine.
-        aborts: For requests (by number) whose client left: after how many seconds.
     """
 
     def __init__(
-        self,
-        router: RouterConfig,
-        faults: FaultPlan,
-        decoding: Sequence[str],
-        reservation_timeout_s: float,
-        aborts: Mapping[int, float],
+        self, options: SimulationOptions, decoding: Sequence[str], reservation_timeout_s: float
     ) -> None:
-        self._router = router
-        self._patience_s = min(router.queue_timeout_s, reservation_timeout_s)
-        self._aborts = aborts
+        self._most_queued = options.router.max_queued_requests
+        self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
+        self._aborts = options.aborts
         # When each replica that decodes may first have been lost.
-        self._lost_s = [_first_loss_s(faults.entries_for(name)) for name in decoding]
+        self._lost_s = [_first_loss_s(options.faults.entries_for(name)) for name in decoding]
 
     def check(
         self,
@@ -228,37 +222,28 @@ class Expectations:
         *,
         has_room: bool,
     ) -> None:
-        """A request ended in a way that what happened to it allows.
+        """Request `number` ended in a way that what happened to it allows.
 
-        Args:
-            number: Which request of the workload.
-            record: What became of it.
-            records: What became of all.
-            has_room: Whether its prompt leaves room for output.
+        `records` are those of all requests; `has_room` says whether its prompt leaves room for
+        output.
 
         Raises:
             AssertionError: It did not.
         """
+        lost = [lost_s <= record.finished_s for lost_s in self._lost_s]
         may = {
             OK: True,
             ABORTED: number in self._aborts,
             "BadRequestError": not has_room,
             "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
-            "SaturatedError": self._lost_by(record.finished_s)
-            or self._num_beside(record, records) > self._router.max_queued_requests,
-            "NotReadyError": self._all_lost_by(record.finished_s),
-            "ReplicaLostError": self._lost_by(record.finished_s),
+            "SaturatedError": any(lost) or self._num_beside(record, records) > self._most_queued,
+            "NotReadyError": all(lost),
+            "ReplicaLostError": any(lost),
         }
         assert may.get(record.outcome, False), (
             f"{record.request_id} ended with {record.outcome} after "
             f"{record.finished_s - record.arrival_s:.3f} s, and nothing that happened explains it"
         )
-
-    def _lost_by(self, now_s: float) -> bool:
-        return any(lost_s <= now_s for lost_s in self._lost_s)
-
-    def _all_lost_by(self, now_s: float) -> bool:
-        return all(lost_s <= now_s for lost_s in self._lost_s)
 
     @staticmethod
     def _num_beside(record: RequestRecord, records: Sequence[RequestRecord]) -> int:
@@ -287,12 +272,7 @@ def check_tokens(
 ) -> None:
     """Every token is the one that its whole context leads to, and there are as many as asked.
 
-    Args:
-        record: What became of the request.
-        output: The token ids that its client got.
-        prompt: Its prompt.
-        room: Most output tokens that its prompt leaves room for.
-        vocabulary: Size, and end token ids.
+    The prompt leaves room for `room` tokens; `vocabulary` is its size and its end token ids.
 
     Raises:
         AssertionError: One is wrong, missing, or too many.

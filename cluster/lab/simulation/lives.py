@@ -1,20 +1,24 @@
 """The lives of the replicas of a simulated cluster: starts, deaths, freezes, silences, restarts.
 
 Owner of every place in the pools and of the host that fills it now. It does what Ray Serve does
-for a replica that died, and what the fault plan says should happen to one.
+for a replica that died, tells the ingresses who runs, as Serve would, and does what the fault plan
+says should happen to a replica.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.lab.simulation.client import SILENCE_S
-from cluster.lab.simulation.directory import VirtualDirectory
 from cluster.lab.simulation.host import VirtualHost
+from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
+from cluster.routing.pools import Member
 from kv_transfer.ticket import KeyRing
 from replicas.virtual_engine import VirtualDevice
 
@@ -29,31 +33,27 @@ KEYS = KeyRing((b"one secret for all that is virtual",))
 """What every ticket of a simulated cluster is sealed with."""
 
 
+@dataclass(slots=True, eq=False)
 class _Place:
-    """A place in a pool, whoever fills it now."""
+    """A place in a pool, and the host that fills it now."""
 
-    def __init__(self, name: str, spec: PoolSpec) -> None:
-        self.name = name
-        self.spec = spec
-        # What waits until its frozen process goes on.
-        self.at_thaw: list[Callable[[_Place], None]] = []
-        self.host: VirtualHost | None = None
-        self.silent_since_s: float | None = None
+    name: str
+    spec: PoolSpec
+    host: VirtualHost | None = None
+    silent_since_s: float | None = None
+    # What waits until its frozen process goes on.
+    at_thaw: list[Callable[[_Place], None]] = field(default_factory=list)
 
 
 class Lives:
-    """See the module docstring.
+    """See the module docstring; a `Discovery`.
 
     Args:
-        pools: The cluster.
-        options: Faults, restarts, and what hosts are told.
-        network: What the hosts talk over.
-        recorder: Who keeps the record.
         lose: Called with (incarnation, reason) when every connection to an engine is over.
 
     Attributes:
         hosts: Every start of a replica, in order.
-        directory: Those that run now.
+        living: Those that live, by incarnation, in the order of their starts.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Lives:
             _Place(f"{spec.role}/{rank}", spec) for spec in pools for rank in range(spec.replicas)
         ]
         self.hosts: list[VirtualHost] = []
-        self.directory = VirtualDirectory(len(self._places), options.network.latency_s)
+        self.living: dict[str, VirtualHost] = {}
         # What a process does itself, and a frozen one does later.
         self._own_doing = (self._drop_link, self._heal)
 
@@ -82,6 +82,26 @@ class Lives:
     def names(self) -> list[str]:
         """Pool and rank of every replica, as in a fault plan."""
         return [place.name for place in self._places]
+
+    async def find(self) -> list[Member]:
+        """See `Discovery`: an actor answers although its engine stands still, but not if cut off.
+
+        Whoever asks one that is cut off waits for it in vain.
+        """
+        answering = [host for host in self.living.values() if not host.is_cut]
+        is_whole = len(answering) == len(self.living)
+        latency_s = self._options.network.latency_s
+        await asyncio.sleep(2 * latency_s if is_whole else DESCRIBE_TIMEOUT_S)
+        # Who has died meanwhile has answered before.
+        return [
+            Member(host.role, host.name, host.engine.description)
+            for host in answering
+            if host.is_alive
+        ]
+
+    async def num_wanted(self) -> int:
+        """See `Discovery`."""
+        return len(self._places)
 
     def start(self) -> None:
         """Bring up every replica."""
@@ -134,7 +154,7 @@ class Lives:
             host.freeze()
         self.hosts.append(host)
         self._network.attach(host)
-        self.directory.attach(host)
+        self.living[host.incarnation] = host
         self._recorder.event("start", place.name, host.incarnation)
 
     def _at(self, place: _Place, when_s: float, action: Callable[[_Place], None]) -> None:
@@ -154,7 +174,7 @@ class Lives:
             return
         host.kill()
         self._network.detach(host)
-        self.directory.detach(host)
+        del self.living[host.incarnation]
         place.host = None
         latency_s = self._options.network.latency_s
         self._loop.call_later(latency_s, self._lose, host.incarnation, "its connection broke")

@@ -14,10 +14,9 @@ from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
 from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
 
 if TYPE_CHECKING:
-    from cluster.lab.simulation.client import Observer
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
-    from cluster.lab.simulation.network import KVHost
+    from cluster.lab.simulation.recorder import Recorder
     from kv_transfer.messages import ToConsumer, ToProducer
     from kv_transfer.ticket import KeyRing
     from replicas.messages import ClientMessage, EngineEvent, RequestMode
@@ -37,22 +36,19 @@ class _Asked:
 
 
 class ProtocolMonitor:
-    """What one ingress says to the engines: an `Observer` that passes everything on.
+    """What one ingress and the engines say to each other; it passes everything on.
 
     A request is on an engine once, its tickets have rising epochs, it is activated once, and when
     it ends at the ingress no engine goes on with it: each has said its last word or was told.
-
-    Args:
-        observer: Who is told too.
     """
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._asked: dict[str, dict[str, _Asked]] = {}
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
-        """See `Observer`."""
-        self._observer.sent(host, message)
+        """A message was sent."""
+        self._recorder.sent(host, message)
         match message:
             case AddRequest():
                 asked = self._asked.setdefault(message.request.request_id, {})
@@ -77,8 +73,8 @@ class ProtocolMonitor:
                 pass
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
-        """See `Observer`."""
-        self._observer.arrived(host, event)
+        """An event has arrived."""
+        self._recorder.arrived(host, event)
         if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
             self._end(host, event.request_id)
         elif isinstance(event, KVLoaded) and event.failure is None:
@@ -118,15 +114,7 @@ class ProtocolMonitor:
 
 
 class LeaseMonitor:
-    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life.
-
-    A `KVObserver`.
-
-    Args:
-        loop: Virtual time.
-        lease_s: See `TransferConfig`.
-        keys: Those of the tickets.
-    """
+    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life."""
 
     def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
         self._loop = loop
@@ -135,8 +123,8 @@ class LeaseMonitor:
         # By producer, transfer and consumer: when the lease ends; None before it begins.
         self._end_s: dict[tuple[str, bytes, bytes], float | None] = {}
 
-    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
-        """See `KVObserver`."""
+    def kv_sent(self, host: VirtualHost, peer: bytes, message: ToConsumer) -> None:
+        """A producer sends a consumer a message."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
         end_s = self._end_s.get(key)
@@ -151,8 +139,8 @@ class LeaseMonitor:
                 f"{host.incarnation} sends KV at {now_s:.6f} s, and the lease ended at {end_s:.6f}"
             )
 
-    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
-        """See `KVObserver`."""
+    def kv_arrived(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
+        """A message of a consumer reaches a producer."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
         if isinstance(message, Fetch) and self._is_good(host, peer, message):
@@ -162,7 +150,7 @@ class LeaseMonitor:
             if end_s is not None and now_s < end_s:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
 
-    def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
+    def _is_good(self, host: VirtualHost, peer: bytes, fetch: Fetch) -> bool:
         ticket = self._keys.unseal(fetch.ticket, self._loop.time())
         return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
             fetch.transfer_id,

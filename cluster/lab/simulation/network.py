@@ -7,7 +7,7 @@ their protocol promises to bear it. All randomness comes from the run's seed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.monitors import LeaseMonitor
     from kv_transfer.messages import ToConsumer, ToProducer
     from kv_transfer.transports.virtual import VirtualTransport
 
@@ -45,49 +47,17 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_jitter_s: float = 0.0
 
 
-class KVHost(Protocol):
-    """What the network knows of a host.
-
-    Attributes:
-        incarnation: Names it as a consumer.
-        kv_endpoint: Names it as a producer.
-        transport: Takes what arrives; None where KV is not moved.
-    """
-
-    incarnation: str
-    kv_endpoint: str
-    transport: VirtualTransport | None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether nothing gets from or to it now."""
-        ...
-
-    def corrupts(self) -> bool:
-        """Whether KV that leaves it now is damaged on its way."""
-        ...
-
-    def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> object:
-        """Let something happen in its process at a virtual time."""
-        ...
-
-    def do(self, callback: Callable[..., object], *args: object) -> None:
-        """Let something happen in its process now."""
-        ...
-
-
 class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
     Args:
-        network: Whose delays it has.
         host: The engine's end, which may be cut off.
 
     Attributes:
         num_on_way: Messages that were sent and have not arrived.
     """
 
-    def __init__(self, network: Network, host: KVHost) -> None:
+    def __init__(self, network: Network, host: VirtualHost) -> None:
         self._network = network
         self._host = host
         self._last_s = float("-inf")
@@ -108,25 +78,8 @@ class Channel:
             deliver(*args)
 
 
-class KVObserver(Protocol):
-    """Who watches what passes between the KV connectors."""
-
-    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
-        """A producer sends a consumer a message."""
-        ...
-
-    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
-        """A message of a consumer reaches a producer."""
-        ...
-
-
 class Network:
     """See the module docstring.
-
-    Args:
-        loop: Virtual time.
-        config: How messages travel.
-        rng: Where chance comes from.
 
     Attributes:
         kv_observer: Told of every KV message that a producer sends or gets.
@@ -134,33 +87,32 @@ class Network:
 
     def __init__(self, loop: VirtualLoop, config: NetworkConfig, rng: np.random.Generator) -> None:
         self.loop = loop
-        self.kv_observer: KVObserver | None = None
+        self.kv_observer: LeaseMonitor | None = None
         self._config = config
         self._rng = rng
-        self._by_endpoint: dict[str, KVHost] = {}
-        self._by_peer: dict[bytes, KVHost] = {}
+        self._by_endpoint: dict[str, VirtualHost] = {}
+        self._by_peer: dict[bytes, VirtualHost] = {}
         self._free_s: dict[str, float] = {}
         # How often the connection of two hosts has broken: what was on its way then is lost.
         self._num_breaks: dict[tuple[str, str], int] = {}
 
     def delay_s(self) -> float:
         """How long the next control message takes."""
-        jitter_s = self._config.jitter_s
-        return self._config.latency_s + (jitter_s * self._rng.random() if jitter_s else 0.0)
+        return self._config.latency_s + self._up_to_s(self._config.jitter_s)
 
-    def attach(self, host: KVHost) -> None:
+    def attach(self, host: VirtualHost) -> None:
         """Let a host's KV connector be found."""
         self._by_endpoint[host.kv_endpoint] = host
         self._by_peer[host.incarnation.encode()] = host
 
-    def detach(self, host: KVHost) -> None:
+    def detach(self, host: VirtualHost) -> None:
         """Take out a host that died: its peers find their connections broken."""
         self._by_endpoint.pop(host.kv_endpoint, None)
         self._by_peer.pop(host.incarnation.encode(), None)
         self._free_s.pop(host.incarnation, None)
         self.break_kv_connections(host)
 
-    def break_kv_connections(self, host: KVHost) -> None:
+    def break_kv_connections(self, host: VirtualHost) -> None:
         """Lose what is on its way to and from a host, and tell both ends of each connection."""
         for other in list(self._by_endpoint.values()):
             if other is not host:
@@ -169,7 +121,7 @@ class Network:
                 other.call_at(self._soon_s(), _lose, other, host)
                 host.call_at(self._soon_s(), _lose, host, other)
 
-    def to_producer(self, sender: KVHost, endpoint: str, message: ToProducer) -> None:
+    def to_producer(self, sender: VirtualHost, endpoint: str, message: ToProducer) -> None:
         """Carry a consumer's message."""
         host = self._by_endpoint.get(endpoint)
         if host is None:
@@ -180,7 +132,7 @@ class Network:
 
     def to_consumer(
         self,
-        sender: KVHost,
+        sender: VirtualHost,
         peer: bytes,
         message: ToConsumer,
         payload: NDArray[np.uint8] | None,
@@ -199,15 +151,15 @@ class Network:
         num_bytes += _MESSAGE_BYTES
         self._carry(sender, host, num_bytes, receive, sender.kv_endpoint, message, payload)
 
-    def _reach_producer(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
+    def _reach_producer(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
         if self.kv_observer is not None:
             self.kv_observer.kv_arrived(host, peer, message)
         _transport(host).receive_from_consumer(peer, message)
 
     def _carry(
         self,
-        sender: KVHost,
-        host: KVHost,
+        sender: VirtualHost,
+        host: VirtualHost,
         num_bytes: int,
         receive: Callable[..., None],
         *args: object,
@@ -215,24 +167,18 @@ class Network:
         """Let a host receive a message: never, once or twice."""
         pair = _pair(sender, host)
         num_breaks = self._num_breaks.get(pair, 0)
-        for arrival_s in self._arrivals(sender, host, num_bytes):
-            self.loop.call_at(arrival_s, self._arrive, pair, num_breaks, host, receive, args)
 
-    def _arrive(
-        self,
-        pair: tuple[str, str],
-        num_breaks: int,
-        host: KVHost,
-        receive: Callable[..., None],
-        args: tuple[object, ...],
-    ) -> None:
-        if num_breaks == self._num_breaks.get(pair, 0) and not host.is_cut:
-            host.do(receive, *args)
+        def arrive() -> None:
+            if num_breaks == self._num_breaks.get(pair, 0) and not host.is_cut:
+                host.do(receive, *args)
+
+        for arrival_s in self._arrivals(sender, host, num_bytes):
+            self.loop.call_at(arrival_s, arrive)
 
     def _soon_s(self) -> float:
         return self.loop.time() + self._config.latency_s
 
-    def _arrivals(self, sender: KVHost, receiver: KVHost, num_bytes: int) -> list[float]:
+    def _arrivals(self, sender: VirtualHost, receiver: VirtualHost, num_bytes: int) -> list[float]:
         """When a KV message arrives: once as a rule, perhaps twice or never."""
         config, now_s = self._config, self.loop.time()
         if sender.is_cut or receiver.is_cut:
@@ -242,14 +188,14 @@ class Network:
         start_s = max(now_s, self._free_s.get(sender.incarnation, 0.0))
         done_s = start_s + num_bytes / config.kv_bytes_per_s
         self._free_s[sender.incarnation] = done_s
-        copies = 1
-        if config.kv_repetition and self._rng.random() < config.kv_repetition:
-            copies = 2
-        return [done_s + config.latency_s + self._kv_jitter_s() for _ in range(copies)]
+        is_repeated = config.kv_repetition and self._rng.random() < config.kv_repetition
+        return [
+            done_s + config.latency_s + self._up_to_s(config.kv_jitter_s)
+            for _ in range(2 if is_repeated else 1)
+        ]
 
-    def _kv_jitter_s(self) -> float:
-        jitter_s = self._config.kv_jitter_s
-        return jitter_s * self._rng.random() if jitter_s else 0.0
+    def _up_to_s(self, most_s: float) -> float:
+        return most_s * self._rng.random() if most_s else 0.0
 
     def _damage(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
         damaged = payload.copy()
@@ -258,19 +204,19 @@ class Network:
         return damaged
 
 
-def _transport(host: KVHost) -> VirtualTransport:
+def _transport(host: VirtualHost) -> VirtualTransport:
     assert host.transport is not None, f"{host.incarnation} moves no KV"
     return host.transport
 
 
-def _lose(host: KVHost, other: KVHost) -> None:
+def _lose(host: VirtualHost, other: VirtualHost) -> None:
     """A host's connections to another one broke, in both roles."""
     if host.transport is not None:
         host.transport.lose_producer(other.kv_endpoint)
         host.transport.lose_consumer(other.incarnation.encode())
 
 
-def _pair(one: KVHost, other: KVHost) -> tuple[str, str]:
+def _pair(one: VirtualHost, other: VirtualHost) -> tuple[str, str]:
     """The connection of two hosts, whichever of them is named first."""
     first, second = sorted((one.incarnation, other.incarnation))
     return first, second

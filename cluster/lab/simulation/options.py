@@ -21,9 +21,6 @@ class PoolSpec(NamedTuple):
     """Equal replicas of one role.
 
     Attributes:
-        role: What they do.
-        replicas: How many.
-        engine: Configuration of each.
         timing: What their steps cost.
         facts: What the modelled device and the served model are.
         transfer: Deadlines and sizes of its KV transfers.
@@ -41,10 +38,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is told besides its cluster and its workload.
 
     Attributes:
-        seed: Of every draw.
-        router: How requests are placed.
         ingresses: How many there are; request i goes to number i modulo this.
-        network: How messages travel.
         faults: What goes wrong, in virtual seconds.
         restart_s: From the death of a replica to the start of its successor's warm-up.
         models_kv: Whether KV is written, moved and read, so that every token proves it.

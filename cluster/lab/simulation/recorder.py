@@ -5,6 +5,7 @@ Owner of the entries of requests under way; a record is made of an entry when it
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,37 +29,27 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineEvent
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """A request under way."""
 
-    __slots__ = (
-        "arrival_s", "asked", "cached", "num_sent", "prefill", "queued_s", "replica",
-        "request_id", "times_s", "token_ids", "transfer_s",
-    )  # fmt: skip
-
-    def __init__(self, request_id: str, arrival_s: float, asked: TraceRequest) -> None:
-        self.request_id = request_id
-        self.arrival_s = arrival_s
-        self.asked = asked
-        self.times_s: list[float] = []
-        self.token_ids: list[int] = []
-        self.cached = 0
-        self.replica: str | None = None
-        self.prefill: str | None = None
-        self.queued_s = 0.0
-        self.transfer_s: float | None = None
-        self.num_sent = 0
+    request_id: str
+    arrival_s: float
+    asked: TraceRequest
+    times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    replica: str | None = None
+    prefill: str | None = None
+    queued_s: float = 0.0
+    transfer_s: float | None = None
+    num_sent: int = 0
 
 
 class Recorder:
-    """See the module docstring; an `Observer` of every ingress.
-
-    Args:
-        loop: Virtual time.
-        keeps_events: Whether to keep an event log.
+    """See the module docstring. It is told what passes between ingresses and engines.
 
     Attributes:
-        events: The log.
         outputs: Token ids of every request that ended, by request id.
     """
 
@@ -128,10 +119,10 @@ class Recorder:
         assert not self._entries, f"not ended: {list(self._entries)}"
         return [self._records[request_id] for request_id in self._order]
 
-    # --- Observer ------------------------------------------------------------------------------
+    # --- messages ------------------------------------------------------------------------------
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
-        """See `Observer`."""
+        """A message was sent."""
         if isinstance(message, AddRequest):
             entry = self._entries.get(message.request.request_id)
             if entry is None:
@@ -152,7 +143,7 @@ class Recorder:
                 self.event("abort", request_id, host.name)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
-        """See `Observer`."""
+        """An event has arrived."""
         if isinstance(event, KVLoaded):
             entry = self._entries.get(event.request_id)
             if entry is not None and event.failure is None:
@@ -193,7 +184,6 @@ class Recorder:
             num_prompt_tokens=sum(max(g.prompt_tokens - g.prefix_cache_hits, 0) for g in groups),
             num_output_tokens=sum(g.generation_tokens for g in groups),
             num_preemptions=sum(g.num_preemptions for g in groups),
-            num_blocks=description.dp_groups * description.blocks_per_group,
             started_s=host.started_s,
             stopped_s=host.stopped_s,
         )

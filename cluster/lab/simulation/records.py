@@ -28,10 +28,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
     """One request of the workload, from its arrival to its one end.
 
     Attributes:
-        request_id: Its name in the run.
         arrival_s: When the workload sent it, as scheduled: not when the router got round to it.
-        num_prompt_tokens: Tokens of its prompt.
-        num_output_tokens_asked: Tokens that it wanted.
         num_cached_tokens: Prompt tokens that the prefix cache gave, and prefill did not compute.
         token_times_s: When the client got each output token; shape [tokens], float64, ascending.
             Empty when there was none.
@@ -66,16 +63,12 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Attributes:
         name: Pool and rank, as in a fault plan: "decode/1". Lives of one replica share it.
-        role: "prefill", "decode" or "both".
         num_slots: Decode positions over all of its DP groups; 0 where a role has none.
         busy_s: Seconds that its device spent in steps.
-        num_steps: Steps that it ran.
         slot_busy_s: Slot-seconds: for each slot, the seconds in which a request held it, summed.
         num_prompt_tokens: Prompt tokens that its steps computed; cached ones are not among them.
         num_output_tokens: Output tokens that its steps produced.
         num_preemptions: Requests that lost their blocks and had to be computed again.
-        num_blocks: KV blocks that it has; 0 when nobody counted.
-        started_s: When it was ready.
         stopped_s: When it stopped or died; None when it lived until the end of the run.
     """
 
@@ -88,7 +81,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_blocks: int = 0
     started_s: float = 0.0
     stopped_s: float | None = None
 
@@ -97,7 +89,6 @@ class EventRecord(msgspec.Struct, frozen=True, gc=False):
     """One thing that happened, in the order in which it did.
 
     Attributes:
-        at_s: When.
         kind: What, in a word: "arrive", "place", "step", "kill".
         subject: To whom: a request, a replica, a link.
         detail: What else there is to say; the kind decides what each place means.
@@ -113,12 +104,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Everything that one run leaves.
 
     Attributes:
-        workload: The trace's or the distribution's name.
         policy: How requests were placed: "least_loaded", "round_robin".
-        num_replicas: Replicas that the configuration asks for.
-        seed: Of all the randomness in the run.
         duration_s: Virtual seconds from the start to the end of the last request.
-        records: One for each request sent, in the order of arrival.
         replicas: One for each life of a replica, in the order of their start.
         events: What happened, if the run kept it; else empty.
         num_events: Events that the loop handled, kept or not.

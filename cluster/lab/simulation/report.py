@@ -44,12 +44,9 @@ _MAX_SECONDS_WITH_DECIMALS: Final = 1e3
 
 
 def print_summary(summary: Summary, *, wall_s: float, console: Console | None = None) -> None:
-    """Show one run's numbers as tables of at most `MAX_WIDTH` columns.
+    """Show one run's numbers, and the real seconds that it took, in at most `MAX_WIDTH` columns.
 
-    Args:
-        summary: The run.
-        wall_s: Real seconds that it took, to show with it.
-        console: Where to; standard output when None.
+    Without a console they go to standard output.
     """
     console = console or _console()
     # Names come from files: a bracket in one is no markup.
@@ -65,16 +62,11 @@ def write_events(events: Iterable[EventRecord], path: Path) -> None:
 
     `at_s` is always a number with a fraction, in the shortest form that reads back as itself.
     """
-    encoder = msgspec.json.Encoder()
+    encoder = msgspec.json.Encoder(order="sorted")
     with path.open("wb") as file:
         for event in events:
-            line = {
-                # A whole number must not lose its fraction: 2.0 and 2 would be different bytes.
-                "at_s": float(event.at_s),
-                "detail": event.detail,
-                "kind": event.kind,
-                "subject": event.subject,
-            }
+            # A whole number must not lose its fraction: 2.0 and 2 would be different bytes.
+            line = msgspec.structs.replace(event, at_s=float(event.at_s))
             file.write(encoder.encode(line) + b"\n")
 
 
@@ -116,7 +108,7 @@ def progress_display(
         yield lambda _now_s, _done, _events: None
         return
     bar = _progress_bar(stream)
-    task = bar.add_task("simulate", total=total, requests="", clock="", rate="")
+    task = bar.add_task("", total=total)
     started_s = next_s = time.monotonic()
 
     def update(virtual_now_s: float, done: int, events: int) -> None:
@@ -130,9 +122,8 @@ def progress_display(
         bar.update(
             task,
             completed=done,
-            requests=f"{done:,}/{total:,} requests",
-            clock=f"{virtual_now_s:,.1f}/{duration_s:,.1f} s virtual",
-            rate=f"{rate:,.0f} events/s",
+            description=f"{done:,}/{total:,} requests {virtual_now_s:,.1f}/{duration_s:,.1f} s "
+            f"virtual {rate:,.0f} events/s",
         )
         bar.refresh()
 
@@ -265,9 +256,7 @@ def _progress_bar(stream: TextIO) -> Progress:
 
     return Progress(
         BarColumn(bar_width=30),
-        TextColumn("{task.fields[requests]}"),
-        TextColumn("{task.fields[clock]}"),
-        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.description}"),
         console=Console(file=stream),
         auto_refresh=False,
         transient=True,

@@ -8,6 +8,7 @@ faults, so that refusals, preemption, eviction and lost replicas happen all the 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -50,18 +51,9 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Equal replicas of one role; see `EngineConfig` for what is not told here.
 
     Attributes:
-        role: What they do.
-        replicas: How many.
         lanes: DP groups of each.
-        slots_per_lane: Decode slots of a lane.
         num_blocks: KV blocks of a lane, null block included.
-        max_num_batched_tokens: Token budget of a step.
         max_num_waiting: Most sequences that wait; None is unbounded.
-        chunked: Whether prompts may be computed in chunks.
-        mixed: Whether a step may mix prefill and decode.
-        caching: Whether there is a prefix cache.
-        prefill_streak: `EngineConfig.prefill_steps_per_decode_step`.
-        reservation_timeout_s: How long a reserved slot waits for its KV.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -82,9 +74,6 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One request.
 
     Attributes:
-        arrival_s: When it comes.
-        num_prompt_tokens: Length of its prompt.
-        num_output_tokens: Tokens that it asks for.
         block_ids: What the prompt is made of, see `TraceRequest`; all of it, so that it stays the
             same prompt when other requests are taken out.
         abort_s: So many seconds after its arrival its client leaves.
@@ -101,8 +90,6 @@ class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What steps cost; a `StepTiming` of straight lines.
 
     Attributes:
-        prefill_token_s: Per token of a prefill step.
-        decode_base_s: Per decode step.
         decode_token_s: Per token of the contexts of a decode step.
         move_s: Per message of KV blocks, on each side.
         host_s: Per step, outside the device.
@@ -153,13 +140,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         seed: Of every draw in the run; also names it.
         max_model_len: Longest sequence; has to fit into a lane of every pool.
-        pools: The cluster.
         ingresses: How many; request i goes to number i modulo this.
-        router: How requests are placed.
-        network: How messages travel.
-        transfer: Deadlines and sizes of KV transfers.
-        timing: What steps cost.
-        faults: What goes wrong.
         requests: What arrives, in order of arrival.
         restart_s: From the death of a replica to its start.
         run_ahead: Whether stretches of plain decode steps are passed over, where that is possible.
@@ -199,14 +180,10 @@ class Outcome:
     """What came of a scenario.
 
     Attributes:
-        num_events: Events of the loop that were run.
         outcomes: How many requests ended in which way; empty after a failure.
         failure: What was broken, and where it was found; None for a good run.
-        num_preemptions: Sequences that lost their blocks.
         num_transfers: Prompts whose KV came from another replica.
-        num_retries: How often requests started again.
         num_cached_tokens: Prompt tokens that were not computed again.
-        log: Every event, in order.
         digest: Of the log and of every token and its time: equal for equal runs.
     """
 
@@ -302,13 +279,10 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
 
 def _describe(error: BaseException) -> str:
     """An error and the innermost place where it was raised."""
-    traceback = error.__traceback__
-    where = ""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        where = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}"
-        where = f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno} in {where}"
-        traceback = traceback.tb_next
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    code = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)
+    where = f"{code.co_filename.rsplit('/', 1)[-1]}:{line} in {name}"
     return f"{type(error).__name__} ({where}): {error}"
 
 
@@ -329,7 +303,9 @@ class _Dice:
 
     def scenario(self) -> Scenario:
         is_split = self._happens(0.65)
-        pools = self._split_pools() if is_split else (self._pool("both"),)
+        pools = tuple(
+            self._pool(role) for role in (("prefill", "decode") if is_split else ("both",))
+        )
         longest = BLOCK_TOKENS * (min(pool.num_blocks for pool in pools) - 1)
         is_calm = self._happens(0.15)
         requests = self._requests()
@@ -347,20 +323,13 @@ class _Dice:
             max_model_len=min(self._pick(500, 500, 500, 500, 200), longest),
             pools=pools,
             ingresses=self._pick(1, 1, 2),
-            router=RouterConfig(
-                max_queued_requests=self._pick(2, 16, 256, 256),
-                queue_timeout_s=self._pick(1.0, 10.0, 60.0),
-                max_attempts=self._pick(1, 3, 3),
-                min_remote_prefill_tokens=self._pick(0, 0, 40),
-                policy=self._pick("most_empty_slots", "round_robin"),
-            ),
+            router=self._router(),
             network=NetworkConfig(latency_s=1e-4) if is_calm else self._network(),
             transfer=transfer,
             timing=timing,
             faults=faults,
             requests=requests,
             restart_s=self._pick(0.1, 1.0, 4.0),
-            deadline_s=600.0,
         )
         # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
         order = self._pick("decode_first", "prefill_first")
@@ -369,9 +338,6 @@ class _Dice:
         if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
             return self._with_lost_consumers(scenario)
         return scenario
-
-    def _split_pools(self) -> tuple[ScenarioPool, ...]:
-        return self._pool("prefill"), self._pool("decode")
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)
@@ -392,6 +358,15 @@ class _Dice:
             caching=self._happens(0.8),
             prefill_streak=self._pick(1, 3),
             reservation_timeout_s=self._pick(2.0, 20.0, 60.0),
+        )
+
+    def _router(self) -> RouterConfig:
+        return RouterConfig(
+            max_queued_requests=self._pick(2, 16, 256, 256),
+            queue_timeout_s=self._pick(1.0, 10.0, 60.0),
+            max_attempts=self._pick(1, 3, 3),
+            min_remote_prefill_tokens=self._pick(0, 0, 40),
+            policy=self._pick("most_empty_slots", "round_robin"),
         )
 
     def _network(self) -> NetworkConfig:
@@ -441,11 +416,9 @@ class _Dice:
             # Those of a burst often begin alike, and meet each other half computed.
             burst_prefix = int(self._rng.integers(num_prefixes))
             for _ in range(self._pick(1, 1, 2, 6)):
-                number = len(requests)
                 num_prompt_tokens = self._length(300)
-                prefix = burst_prefix
-                if self._happens(0.3):
-                    prefix = int(self._rng.integers(num_prefixes))
+                is_other = self._happens(0.3)
+                prefix = int(self._rng.integers(num_prefixes)) if is_other else burst_prefix
                 num_shared = int(self._rng.integers(0, 10)) if self._happens(0.6) else 0
                 abort_s = None
                 if self._happens(abort_share):
@@ -456,7 +429,7 @@ class _Dice:
                         arrival_s=arrival_s,
                         num_prompt_tokens=num_prompt_tokens,
                         num_output_tokens=self._length(60),
-                        block_ids=_blocks(number, num_prompt_tokens, prefix, num_shared),
+                        block_ids=_blocks(len(requests), num_prompt_tokens, prefix, num_shared),
                         abort_s=abort_s,
                     )
                 )

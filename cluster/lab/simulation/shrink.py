@@ -7,7 +7,7 @@ fails in the same way, by the caller's judgement. Owner of nothing; the time it 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,9 +16,7 @@ from cluster.lab.simulation.network import NetworkConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cluster.lab.simulation.scenario import Scenario, ScenarioPool, ScenarioRequest
-
-_T = TypeVar("_T")
+    from cluster.lab.simulation.scenario import Scenario
 
 
 class Shrinker:
@@ -27,7 +25,6 @@ class Shrinker:
     Args:
         fails: Whether a scenario still shows the failure.
         budget_s: Real seconds that it may take; what it has by then is the answer.
-        clock: Real seconds.
 
     Attributes:
         num_runs: Scenarios that were tried.
@@ -104,7 +101,7 @@ class Shrinker:
 def _without_aborts(scenario: Scenario) -> Iterator[Scenario]:
     for i, request in enumerate(scenario.requests):
         if request.abort_s is not None:
-            yield _with_request(scenario, i, msgspec.structs.replace(request, abort_s=None))
+            yield _with(scenario, "requests", i, abort_s=None)
 
 
 def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
@@ -113,9 +110,9 @@ def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
             count: int = getattr(pool, field)
             targets = {f"{pool.role}/{count - 1}"} if field == "replicas" else set()
             if count > 1 and not targets & {fault.target for fault in scenario.faults}:
-                yield _with_pool(scenario, i, msgspec.structs.replace(pool, **{field: count - 1}))
-        simpler = msgspec.structs.replace(pool, mixed=False, max_num_waiting=None, prefill_streak=1)
-        yield _with_pool(scenario, i, simpler)
+                yield _with(scenario, "pools", i, **{field: count - 1})
+        simpler = {"mixed": False, "max_num_waiting": None, "prefill_streak": 1}
+        yield _with(scenario, "pools", i, **simpler)
     if scenario.ingresses > 1:
         yield msgspec.structs.replace(scenario, ingresses=1)
 
@@ -137,17 +134,11 @@ def _smaller_requests(scenario: Scenario) -> Iterator[Scenario]:
             count: int = getattr(request, field)
             for less in (1, count // 2):
                 if 0 < less < count:
-                    smaller = msgspec.structs.replace(request, **{field: less})
-                    yield _with_request(scenario, i, smaller)
+                    yield _with(scenario, "requests", i, **{field: less})
 
 
-def _with_request(scenario: Scenario, i: int, request: ScenarioRequest) -> Scenario:
-    return msgspec.structs.replace(scenario, requests=_with(scenario.requests, i, request))
-
-
-def _with_pool(scenario: Scenario, i: int, pool: ScenarioPool) -> Scenario:
-    return msgspec.structs.replace(scenario, pools=_with(scenario.pools, i, pool))
-
-
-def _with(items: tuple[_T, ...], i: int, item: _T) -> tuple[_T, ...]:
-    return (*items[:i], item, *items[i + 1 :])
+def _with(scenario: Scenario, field: str, i: int, **changes: object) -> Scenario:
+    """The scenario with changes to the i-th item of one of its lists."""
+    items = list(getattr(scenario, field))
+    items[i] = msgspec.structs.replace(items[i], **changes)
+    return msgspec.structs.replace(scenario, **{field: tuple(items)})

@@ -4,23 +4,21 @@ Owner of the run: ingresses, the requests under way, the chance that the seed gi
 decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
 core, scheduler, block pool, KV transfer. Modelled are the device's time
 (`replicas.generators.simulated`), the network (`network`), and what Ray Serve does: restarts
-(`lives`) and saying who runs (`directory`).
+and saying who runs (`lives`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
 from cluster.lab.simulation.client import SILENCE_S, VirtualClient
-from cluster.lab.simulation.ingress import VirtualIngress
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.lab.simulation.lives import KEYS, Lives
 from cluster.lab.simulation.loop import VirtualLoop
@@ -28,6 +26,9 @@ from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, OK, SimulationResult
+from cluster.routing.fleet import Fleet
+from cluster.routing.metrics import RouterMetrics
+from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.workloads.request import Workload
+    from replicas.messages import EngineSnapshot
+
+    OnSnapshot = Callable[[str, EngineSnapshot], None]
+    OnDead = Callable[[str, str], None]
 
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
@@ -45,13 +50,18 @@ _DRAIN_S = 300.0
 """After the last request, what is still held must be free within this virtual time."""
 
 
+class VirtualIngress(NamedTuple):
+    """The production's fleet and router over virtual connections, without text and HTTP."""
+
+    name: str
+    fleet: Fleet[VirtualClient]
+    router: Router
+
+
 class Simulation:
     """One run; see the module docstring.
 
     Args:
-        pools: The cluster.
-        workload: What arrives.
-        options: Everything else.
         progress: Called with (virtual seconds, requests done, events) now and then.
     """
 
@@ -86,20 +96,7 @@ class Simulation:
         # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
         tickets = TicketOffice(KEYS, longest, self._new_transfer_id, self.loop.time)
         self.ingresses = [
-            VirtualIngress(
-                name,
-                options.router,
-                functools.partial(
-                    VirtualClient,
-                    name,
-                    self.network,
-                    self.lives.directory.hosts,
-                    self._invariants.monitor(name) if self._invariants else self.recorder,
-                ),
-                tickets,
-                self._on_lost,
-            )
-            for name in (f"ingress/{i}" for i in range(options.ingresses))
+            self._make_ingress(f"ingress/{i}", tickets) for i in range(options.ingresses)
         ]
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
@@ -107,6 +104,21 @@ class Simulation:
             for ingress in self.ingresses:
                 self._invariants.watch(ingress)
         self._num_done = 0
+
+    def _make_ingress(self, name: str, tickets: TicketOffice) -> VirtualIngress:
+        observer = self._invariants.monitor(name) if self._invariants else self.recorder
+
+        def make_client(on_snapshot: OnSnapshot, on_dead: OnDead) -> VirtualClient:
+            def on_dead_or_lost(incarnation: str, reason: str) -> None:
+                on_dead(incarnation, reason)
+                self._on_lost(name, incarnation)
+
+            hosts = self.lives.living
+            return VirtualClient(name, self.network, hosts, observer, on_snapshot, on_dead_or_lost)
+
+        fleet = Fleet(make_client)
+        metrics = RouterMetrics("simulated")
+        return VirtualIngress(name, fleet, Router(fleet, self._options.router, metrics, tickets))
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -143,8 +155,7 @@ class Simulation:
         hosts = self.lives.hosts
         self._max_model_len = min(h.engine.description.max_model_len for h in hosts)
         following = [
-            self.loop.create_task(ingress.fleet.follow(self.lives.directory))
-            for ingress in self.ingresses
+            self.loop.create_task(ingress.fleet.follow(self.lives)) for ingress in self.ingresses
         ]
         for follower in following:
             follower.add_done_callback(_raise_failure)
@@ -179,7 +190,8 @@ class Simulation:
     async def _drain(self) -> None:
         """Let every fault pass, and wait until every engine that runs has given everything back."""
         ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
-        await self._sleep_until(max((s for s in ends_s if s != float("inf")), default=0.0))
+        last_s = max((s for s in ends_s if s != float("inf")), default=0.0)
+        await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
         deadline_s = self.loop.time() + _DRAIN_S
@@ -187,9 +199,6 @@ class Simulation:
             assert self.loop.time() < deadline_s, f"still held after {_DRAIN_S:g} s: {held}"
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
-
-    async def _sleep_until(self, when_s: float) -> None:
-        await asyncio.sleep(when_s - self.loop.time())
 
     def _held(self) -> list[VirtualHost]:
         running = [h for h in self.lives.hosts if h.is_alive and not h.is_frozen]
@@ -215,16 +224,9 @@ class Simulation:
         """Every request ended once, rightly, and with the right tokens."""
         options = self._options
         expectations = Expectations(
-            options.router,
-            options.faults,
-            [
-                f"{spec.role}/{rank}"
-                for spec in self._pools
-                if spec.role != "prefill"
-                for rank in range(spec.replicas)
-            ],
+            options,
+            [name for name in self.lives.names if not name.startswith("prefill/")],
             min(spec.engine.reservation_timeout_s for spec in self._pools),
-            options.aborts,
         )
         records = self.recorder.records()
         assert len(records) == len(self._workload.requests)
@@ -245,26 +247,10 @@ class Simulation:
 
     async def _request(self, i: int) -> None:
         """One request, from its arrival to its one end."""
-        asked = self._workload.requests[i]
-        prompt = self._workload.prompt(i, self._vocab_size)
-        entry = self.recorder.arrive(i, asked)
+        entry = self.recorder.arrive(i, self._workload.requests[i])
         ingress = self.ingresses[i % len(self.ingresses)]
         try:
-            room = self._max_model_len - len(prompt)
-            if room <= 0:
-                raise BadRequestError(
-                    f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
-                )
-            request = EngineRequest(
-                entry.request_id,
-                prompt,
-                SamplingParams(
-                    max_tokens=min(asked.num_output_tokens, room),
-                    temperature=0.0,
-                    seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
-                    ignore_eos=True,
-                ),
-            )
+            request = self._engine_request(i, entry.request_id)
 
             async def emit(output: TokenOutput) -> bool:
                 times_s = ingress.fleet.client.token_times_s.pop(entry.request_id, None)
@@ -288,6 +274,21 @@ class Simulation:
             if not self._num_done % 64:
                 self._progress(self.loop.time(), self._num_done, self.loop.num_events)
 
+    def _engine_request(self, i: int, request_id: str) -> EngineRequest:
+        prompt = self._workload.prompt(i, self._vocab_size)
+        room = self._max_model_len - len(prompt)
+        if room <= 0:
+            raise BadRequestError(
+                f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
+            )
+        sampling = SamplingParams(
+            max_tokens=min(self._workload.requests[i].num_output_tokens, room),
+            temperature=0.0,
+            seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
+            ignore_eos=True,
+        )
+        return EngineRequest(request_id, prompt, sampling)
+
     def _new_transfer_id(self) -> bytes:
         return next(self._transfer_ids).to_bytes(16, "little")
 
@@ -296,10 +297,10 @@ class Simulation:
         for ingress in self.ingresses:
             ingress.fleet.client.lose(incarnation, reason)
 
-    def _on_lost(self, ingress: VirtualIngress, incarnation: str) -> None:
-        self.recorder.event("lost", ingress.name, incarnation)
+    def _on_lost(self, ingress: str, incarnation: str) -> None:
+        self.recorder.event("lost", ingress, incarnation)
         if self._invariants is not None:
-            self._invariants.monitor(ingress.name).lost(incarnation)
+            self._invariants.monitor(ingress).lost(incarnation)
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:

@@ -70,10 +70,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     does not exceed. So it is a value that occurred, never one between two.
 
     Attributes:
-        count: Samples.
-        mean: Their mean.
         p50: The median, by nearest rank; `p90`, `p95` and `p99` likewise.
-        max: The largest.
         uncertain: Names of the percentiles with fewer than `MIN_SAMPLES_ABOVE` samples above them.
     """
 
@@ -91,7 +88,6 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests ended, and how fast they came and went.
 
     Attributes:
-        num_sent: All of them.
         num_ok: Those that got every token.
         success_rate: ok / sent; None when none was sent.
         failures: How many ended otherwise, by outcome.
@@ -135,7 +131,6 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that kept every objective. A request that failed kept none.
 
     Attributes:
-        slo: The objectives.
         num_good: Requests that ended well and kept all of them.
         attainment: good / sent; None when none was sent.
         good_per_s: good / duration.
@@ -158,7 +153,6 @@ class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of the ok requests, and how many of those no prefill computed.
 
     Attributes:
-        num_prompt_tokens: Tokens of the prompts.
         num_cached_tokens: Those that came from the prefix cache.
         hit_share: cached / prompt tokens; None when there are no prompts.
     """
@@ -189,15 +183,9 @@ class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One life of a replica.
 
     Attributes:
-        name: Pool and rank.
-        role: "prefill", "decode" or "both".
-        started_s: When it was ready.
         lived_s: Seconds from then to its stop, or to the end of the run.
         utilisation: Seconds in steps / lived; None when it lived for no time.
         slot_occupancy: Slot-seconds in use / (slots * lived); None without slots or time.
-        num_steps: Steps.
-        num_prompt_tokens: Prompt tokens computed.
-        num_output_tokens: Output tokens produced.
         num_preemptions: Requests computed again for lack of blocks.
     """
 
@@ -217,14 +205,12 @@ class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
     """All replicas of one role.
 
     Attributes:
-        role: "prefill", "decode" or "both".
         num_replicas: Different names; the lives of one name count once.
         utilisation: Sum of seconds in steps / sum of seconds lived.
         slot_occupancy: Sum of slot-seconds in use / sum of slots * seconds lived.
         imbalance: Largest / mean of the tokens (computed prompt and output) of its replicas: 1 is
             even, the number of replicas is all on one. None when there were no tokens. One that
             joined late counts like one that was idle.
-        num_preemptions: Sum.
     """
 
     role: str
@@ -243,12 +229,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             change it.
         workload: As in `SimulationResult`, like `policy`, `num_replicas`, `seed`, `speed_up`,
             `config`, `duration_s` and `num_events`.
-        requests: Counts and rates.
-        latencies: Times.
         goodput: None when no objective was asked for.
-        prefix: Reuse of KV.
-        transfers: KV between replicas.
-        pools: One for each role, by its name.
         replicas: One for each life of a replica, in the order of the records.
     """
 
@@ -271,12 +252,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples(NamedTuple):
-    """What `Latencies` describes: float64, in the order of the records.
+    """What `Latencies` describes, of ok requests with a token: float64, in the records' order.
 
-    Attributes:
-        ttft_s: Shape [ok requests with a token], like `tpot_s`, `e2e_s` and `queued_s`.
-        itl_s: Shape [gaps], all requests one after another.
-        tbt_s: Shape [requests with two tokens or more].
+    `itl_s` has the shape [gaps], all requests one after another; `tbt_s` has the shape [requests
+    with two tokens or more], all others [requests].
     """
 
     ttft_s: Floats
@@ -288,12 +267,7 @@ class Samples(NamedTuple):
 
 
 def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
-    """Reduce a run to its numbers.
-
-    Args:
-        result: The run.
-        slo: What counts as good; without it, or when it asks for nothing, there is no goodput.
-    """
+    """Reduce a run to its numbers; without objectives there is no goodput."""
     records = result.records
     samples = collect_samples(records)._asdict()
     lives = [_life(replica, result.duration_s) for replica in result.replicas]
@@ -447,11 +421,8 @@ def _transfers(records: Iterable[RequestRecord]) -> Transfers:
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
     # In ascending order, so that the order of the records does not show in the last bits.
     total_s, total_e2e_s = (float(np.sort(samples).sum()) for samples in (seconds, e2e_s))
-    return Transfers(
-        seconds=distribution(seconds),
-        total_s=total_s,
-        share_of_e2e=_ratio(total_s, total_e2e_s),
-    )
+    share = _ratio(total_s, total_e2e_s)
+    return Transfers(seconds=distribution(seconds), total_s=total_s, share_of_e2e=share)
 
 
 class _Life(NamedTuple):

@@ -34,13 +34,7 @@ _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(
 
 
 class AzureRow(msgspec.Struct, frozen=True):
-    """One line.
-
-    Attributes:
-        timestamp: Arrival, in UTC.
-        num_prompt_tokens: Tokens of the prompt.
-        num_output_tokens: Tokens of the answer.
-    """
+    """One line."""
 
     timestamp: str = msgspec.field(name="TIMESTAMP")
     num_prompt_tokens: TokenCount = msgspec.field(name="ContextTokens")

@@ -69,7 +69,6 @@ class Gamma(_Choice, frozen=True):
     """Gaps of a Gamma distribution.
 
     Attributes:
-        rate_rps: Requests per second.
         cv: Standard deviation of the gaps over their mean; 1 is Poisson, more is burstier. What
             vLLM's benchmark calls burstiness is the shape of the distribution, 1 / cv².
     """
@@ -89,7 +88,6 @@ class Ramp(_Choice, frozen=True):
     """A rate that changes evenly, and then stays.
 
     Attributes:
-        start_rps: Requests per second at the start.
         end_rps: From `ramp_s` on.
         ramp_s: How long the change takes.
         cv: Of the gaps, as for `gamma`.
@@ -140,7 +138,6 @@ class Empirical(_Choice, frozen=True):
     """Lengths that were seen.
 
     Attributes:
-        values: The lengths.
         weights: How often each was seen; all alike if left out.
     """
 
@@ -164,7 +161,6 @@ class SharedPrefixes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Groups of requests that begin alike, for one with the same system prompt.
 
     Attributes:
-        groups: How many different prefixes.
         prefix_tokens: Length of each; a multiple of the specification's `block_tokens`.
         questions_per_group: Different questions after each prefix; asked in a shuffled order,
             again and again. None makes every question a new one, of a group drawn at random.
@@ -179,7 +175,6 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests that continue earlier ones: what arrives is then the first turn of each.
 
     Attributes:
-        turns: Requests of one conversation.
         pause_s: Mean time from one turn's arrival to the next one's. It includes the answer:
             nobody waits for it.
         pause_cv: Standard deviation of that time over its mean.
@@ -196,8 +191,6 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         arrivals: When requests arrive, or conversations begin.
         prompt_tokens: Length of a prompt; with prefixes or turns, of what is new in it.
-        output_tokens: Tokens that a request asks for.
-        num_requests: How many requests.
         duration_s: How long they arrive. One of the two is needed; with both, what comes first.
         prefixes: Groups that begin alike.
         conversations: Turns.
@@ -233,7 +226,6 @@ class _Sessions:
         starts_s: First arrival of each, (S,).
         groups: Which shared prefix each begins with, (S,).
         streams: Which stream of tokens each goes on with, (S,).
-        num_turns: (S,).
     """
 
     starts_s: Seconds
@@ -280,7 +272,11 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
     firsts = ends - sessions.num_turns
     asked = _draw_lengths(spec.prompt_tokens, num_requests, random_generator(seed, _PROMPTS))
     answered = _draw_lengths(spec.output_tokens, num_requests, random_generator(seed, _OUTPUTS))
-    pauses_s = _draw_pauses(spec, num_requests, random_generator(seed, _PAUSES))
+    waited_s = np.zeros(num_requests)
+    if spec.conversations:
+        random = random_generator(seed, _PAUSES)
+        gaps = _draw_gaps(spec.conversations.pause_cv, num_requests, random)
+        waited_s = np.cumsum(gaps * spec.conversations.pause_s)
     if spec.prefixes and spec.prefixes.questions_per_group:
         # The same question has the same length whenever it is asked.
         num_questions = spec.prefixes.groups * spec.prefixes.questions_per_group
@@ -290,7 +286,6 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
     session_of = np.repeat(np.arange(len(firsts)), sessions.num_turns)
     history = np.cumsum(asked + answered) - answered
     history -= (history - asked)[firsts][session_of]
-    waited_s = np.cumsum(pauses_s)
     arrivals_s = sessions.starts_s[session_of] + waited_s - waited_s[firsts][session_of]
     blocks = _Blocks(spec, int(history.max(initial=0)))
     for session, arrival_s, num_new, num_output in zip(
@@ -369,13 +364,6 @@ def _draw_gaps(cv: float, num_gaps: int, random: np.random.Generator) -> Seconds
         return np.ones(num_gaps)
     shape = 1 / cv**2
     return random.standard_gamma(shape, num_gaps) / shape
-
-
-def _draw_pauses(spec: WorkloadSpec, num_requests: int, random: np.random.Generator) -> Seconds:
-    if spec.conversations is None:
-        return np.zeros(num_requests)
-    gaps = _draw_gaps(spec.conversations.pause_cv, num_requests, random)
-    return gaps * spec.conversations.pause_s
 
 
 def _expected(arrivals: Arrivals, time_s: float) -> float:

@@ -40,8 +40,6 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         timestamp: Arrival, in milliseconds.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the answer.
         hash_ids: One number per block of the prompt; equal numbers are equal prefixes.
     """
 
@@ -52,11 +50,7 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_mooncake(path: Path, seed: int) -> Workload:
-    """Read a trace.
-
-    Args:
-        path: The file.
-        seed: Of the random numbers that spread arrivals that were rounded to ticks.
+    """Read a trace; `seed` is of the random numbers that spread arrivals rounded to ticks.
 
     Raises:
         WorkloadError: The file is malformed.
@@ -90,15 +84,10 @@ def read_mooncake(path: Path, seed: int) -> Workload:
 def spread_over_ticks(
     timestamps_ms: npt.NDArray[np.float64], random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Spread arrivals that were rounded to ticks uniformly over the tick that each of them opens.
+    """Spread sorted arrivals that were rounded to ticks over the tick that each of them opens.
 
-    Args:
-        timestamps_ms: Sorted, at least one.
-        random: Where the offsets come from.
-
-    Returns:
-        Sorted; each request is in its own tick still, and requests keep their order. Timestamps
-        that were not rounded come back as they are.
+    Each is in its own tick still, and requests keep their order. Timestamps (at least one) that
+    were not rounded come back as they are.
     """
     ticks = find_ticks(timestamps_ms)
     if ticks is None:
@@ -118,10 +107,7 @@ def find_ticks(
 
     They were if all are within a few milliseconds of multiples of one tick, counted from the first
     (the conversation trace of FAST 2025 is up to 3 ms off its 3 s), and if requests share a tick:
-    times that all differ were hardly rounded.
-
-    Args:
-        timestamps_ms: Sorted, at least one.
+    times that all differ were hardly rounded. Timestamps are sorted, and at least one.
 
     Returns:
         (number of each one's tick from 0, milliseconds of a tick), or None.

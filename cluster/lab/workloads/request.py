@@ -36,7 +36,6 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         arrival_s: Seconds after the start of the workload.
         num_prompt_tokens: Length of the prompt, at least 1.
-        num_output_tokens: Tokens that it asks for, at least 1.
         block_ids: What the prompt begins with, in blocks of the workload's `block_tokens` tokens:
             equal ids at equal positions are equal tokens. The last block may be cut off by the end
             of the prompt. Tokens after the last block are the request's own; with `()` all are.
@@ -53,7 +52,6 @@ class Workload(msgspec.Struct, frozen=True):
 
     Attributes:
         name: For reports and file names.
-        requests: In order of arrival.
         block_tokens: Tokens that one of `TraceRequest.block_ids` stands for.
     """
 

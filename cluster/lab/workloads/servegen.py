@@ -33,7 +33,7 @@ from cluster.lab.workloads.rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     import numpy.typing as npt
@@ -51,7 +51,6 @@ class Window(msgspec.Struct, frozen=True):
 
     Attributes:
         window_start_s: Where it begins, in the clock of the data.
-        rate_rps: Requests per second in it.
         pattern: Distribution of the gaps between requests; empty where there were none.
         shape: Of that distribution. Its scale is not used: the rate says it.
     """
@@ -83,7 +82,6 @@ class Client:
 
     Attributes:
         number: The N of its files.
-        path: Its trace file.
         windows: In order of time.
         window_s: Length of each.
     """
@@ -92,11 +90,6 @@ class Client:
     path: Path
     windows: tuple[Window, ...]
     window_s: float
-
-    @property
-    def dataset_path(self) -> Path:
-        """The file with its lengths."""
-        return self.path.with_name(f"chunk-{self.number}-dataset.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +222,7 @@ def _read_client(number: int, path: Path) -> Client:
 
 def _read_lengths(client: Client) -> tuple[tuple[float, Histogram, Histogram], ...]:
     """(from when on, prompt lengths, answer lengths), in order of time, without empty ones."""
-    path = client.dataset_path
+    path = client.path.with_name(f"chunk-{client.number}-dataset.json")
     try:
         by_start = msgspec.json.decode(
             read_text(path), type=dict[float, LengthHistograms], strict=False
@@ -242,19 +235,15 @@ def _read_lengths(client: Client) -> tuple[tuple[float, Histogram, Histogram], .
         if (inputs := _parse_histogram(raw.input_tokens, path, f"{start_s:g}.input_tokens"))
         and (outputs := _parse_histogram(raw.output_tokens, path, f"{start_s:g}.output_tokens"))
     ]
+    first_lengths_s = lengths[0][0] if lengths else math.inf
     busy_s = (w.window_start_s for w in client.windows if w.rate_rps > 0)
-    _check_covered(busy_s, lengths[0][0] if lengths else math.inf, path)
-    return tuple(lengths)
-
-
-def _check_covered(busy_s: Iterable[float], first_lengths_s: float, path: Path) -> None:
-    """Refuse a client that sends requests before its lengths are known."""
     first_busy_s = min(busy_s, default=math.inf)
     if first_busy_s < first_lengths_s:
         raise WorkloadError(
             f"has no lengths for the window at {first_busy_s:g} s; add a histogram at or before it",
             path=str(path),
         )
+    return tuple(lengths)
 
 
 def _parse_histogram(text: str, path: Path, field: str) -> Histogram | None:
