@@ -42,6 +42,8 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
 class OutputProcessor:
     """Follows one request's outputs.
 
+    A choice that a stop string has ended takes no more; its engine hears of it when all have ended.
+
     Args:
         tokenizer: The model's tokenizer; None makes no text and knows no stop strings.
         request: What was asked.
@@ -79,7 +81,7 @@ class OutputProcessor:
         if choice.is_finished:
             return None
         if output.index == 0:
-            self.num_cached_tokens = output.num_cached_tokens
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         return choice.take(output)
 
 

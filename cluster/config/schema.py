@@ -107,13 +107,13 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
             the first seals, each of them opens. None makes one for each version of the application,
             so that replicas of two versions hand nothing over, and Ray stores it, see
-            `cluster.app`: give a file on a cluster that others use too.
+            `cluster.lifecycle.application`: give a file on a cluster that others use too.
         engine: Fields of every engine's configuration.
         router: How requests are placed.
         ingress: The HTTP edge.
         faults: Entries of a fault plan, which `docs/fault-plans.md` explains; only for pools whose
             engines run on a simulated mesh.
-        fault_epoch_unix_s: When the plan starts; `cluster.app.build` sets it.
+        fault_epoch_unix_s: When the plan starts; `cluster.lifecycle.application.bind` sets it.
     """
 
     pools: dict[Role, PoolArgs]

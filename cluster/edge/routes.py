@@ -118,15 +118,15 @@ class Backend(Protocol):
         """What moves between the replicas now."""
 
 
-def create_app(service: Backend, *, version: str, max_body_bytes: int) -> Starlette:
+def create_app(backend: Backend, *, version: str, max_body_bytes: int) -> Starlette:
     """Build the ASGI app.
 
     Args:
-        service: Runs the requests.
+        backend: Runs the requests.
         version: What /version says.
         max_body_bytes: Larger request bodies are answered with 413.
     """
-    routes = _Routes(service, version, max_body_bytes)
+    routes = _Routes(backend, version, max_body_bytes)
     return Starlette(
         routes=[
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -153,12 +153,12 @@ def create_app(service: Backend, *, version: str, max_body_bytes: int) -> Starle
 class _Routes:
     """The handlers; each reads, validates, asks the backend, answers."""
 
-    def __init__(self, service: Backend, version: str, max_body_bytes: int) -> None:
-        self._service = service
+    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+        self._backend = backend
         self._version = version
         self._max_body_bytes = max_body_bytes
-        self._completion_shape = CompletionShape(service.tokenizer)
-        self._chat_shape = ChatShape(service.tokenizer)
+        self._completion_shape = CompletionShape(backend.tokenizer)
+        self._chat_shape = ChatShape(backend.tokenizer)
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, self._completion_shape, parse_completion)
@@ -173,56 +173,56 @@ class _Routes:
         parse: Callable[[Mapping[str, Any]], ParsedRequest],
     ) -> Response:
         parsed = parse(parse_body(await self._read_body(http_request)))
-        card = resolve_model(parsed.values.get("model"), self._service.models())
+        card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
         request = build_request(
             parsed,
             await self._encode(parsed.prompt),
             card,
-            vocab_size=self._service.tokenizer.vocab_size,
+            vocab_size=self._backend.tokenizer.vocab_size,
             # A client may repeat its id in a retry; two generations must never share one.
             request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
             seed=secrets.randbits(63),
         )
         spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
         if spec.stream:
-            generate = functools.partial(self._service.generate, request)
+            generate = functools.partial(self._backend.generate, request)
             return EventStream(generate, ChunkWriter(shape, request, spec), _serving_error)
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
-        generating = self._service.generate(request, emit)
+        generating = self._backend.generate(request, emit)
         usage = await until_disconnect(http_request.receive, generating)
         return _json(whole_body(shape, request, spec, deltas, usage))
 
     async def models(self, request: Request) -> Response:
         del request
-        cards = [model_body(card) for card in self._service.models()]
+        cards = [model_body(card) for card in self._backend.models()]
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        card = resolve_model(request.path_params["model_id"], self._service.models())
+        card = resolve_model(request.path_params["model_id"], self._backend.models())
         return _json(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(parse_body(await self._read_body(request)))
-        card = resolve_model(parsed.model, self._service.models())
+        card = resolve_model(parsed.model, self._backend.models())
         ids = await self._encode(parsed.prompt)
-        strings = self._service.tokenizer.token_strings(ids) if parsed.return_token_strs else None
+        strings = self._backend.tokenizer.token_strings(ids) if parsed.return_token_strs else None
         body = {"count": len(ids), "max_model_len": card.max_model_len}
         return _json({**body, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         model, ids = parse_detokenize(parse_body(await self._read_body(request)))
-        resolve_model(model, self._service.models())
-        check_vocabulary(ids, self._service.tokenizer.vocab_size, "tokens")
-        return _json({"prompt": self._service.tokenizer.decode(ids, skip_special_tokens=False)})
+        resolve_model(model, self._backend.models())
+        check_vocabulary(ids, self._backend.tokenizer.vocab_size, "tokens")
+        return _json({"prompt": self._backend.tokenizer.decode(ids, skip_special_tokens=False)})
 
     async def health(self, request: Request) -> Response:
         del request
-        is_ready, reason = self._service.is_ready()
+        is_ready, reason = self._backend.is_ready()
         return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
 
     async def live(self, request: Request) -> Response:
@@ -231,18 +231,18 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         del request
-        return Response(await self._service.metrics_text(), media_type=_METRICS_TYPE)
+        return Response(await self._backend.metrics_text(), media_type=_METRICS_TYPE)
 
     async def kv(self, request: Request) -> Response:
         del request
-        return _json(msgspec.to_builtins(await self._service.transfers()))
+        return _json(msgspec.to_builtins(await self._backend.transfers()))
 
     async def version(self, request: Request) -> Response:
         del request
         return _json({"version": self._version})
 
     async def _encode(self, prompt: Prompt) -> list[int]:
-        tokenizer = self._service.tokenizer
+        tokenizer = self._backend.tokenizer
         if _num_chars(prompt) <= INLINE_ENCODE_CHARS:
             return encode_prompt(prompt, tokenizer)
         return await asyncio.to_thread(encode_prompt, prompt, tokenizer)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ray.serve import Deployment
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.schema import ServeStatus
     from starlette.applications import Starlette
 
     from cluster.config.resolve import ClusterConfig
@@ -165,7 +166,7 @@ class IngressReplica:
     ) -> None:
         self._config = resolve(args)
         self._keys = key_ring(self._config.kv_key_file, made_secrets)
-        self._directory = PoolDirectory(pools)
+        self._directory = PoolDirectory(pools, serve.get_replica_context().app_name)
         self._following: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
@@ -178,22 +179,22 @@ class IngressReplica:
             raise RuntimeError("discovery has ended")
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        service = Ingress(self._config, self._keys)
+        ingress = Ingress(self._config, self._keys)
         app = create_app(
-            service,
+            ingress,
             version=importlib.metadata.version("ttserve"),
             max_body_bytes=self._config.ingress.max_body_bytes,
         )
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-            following = asyncio.create_task(service.fleet.follow(self._directory))
+            following = asyncio.create_task(ingress.fleet.follow(self._directory))
             self._following = following
             try:
                 yield
             finally:
                 following.cancel()
-                await service.close()
+                await ingress.close()
 
         app.router.lifespan_context = lifespan
         return app
@@ -204,10 +205,13 @@ class PoolDirectory:
 
     Args:
         handles: Handle of each pool's deployment, by its name.
+        application: Name of the Serve application that they are of.
     """
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], application: str) -> None:
         self._handles = dict(handles)
+        self._application = application
+        self._status: asyncio.Future[ServeStatus] | None = None
 
     async def find(self) -> list[Member]:
         """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
@@ -216,18 +220,26 @@ class PoolDirectory:
         )
         return [member for members in pools for member in members]
 
-    async def num_wanted(self) -> int:
+    async def num_wanted(self) -> int | None:
         """Replicas that Serve runs or starts now, whatever the configuration said."""
-        status = await asyncio.to_thread(serve.status)
-        application = status.applications.get(serve.get_replica_context().app_name)
-        if application is None:
-            return 0
-        return sum(
-            count
-            for pool in self._handles
-            for state, count in application.deployments[pool].replica_states.items()
-            if state != "STOPPING"
-        )
+        if self._status is None:
+            self._status = asyncio.ensure_future(asyncio.to_thread(serve.status))
+        # Not asked twice at once: a controller that hangs would take thread after thread.
+        await asyncio.wait({self._status}, timeout=DESCRIBE_TIMEOUT_S)
+        if not self._status.done():
+            return None
+        asked, self._status = self._status, None
+        try:
+            deployments = asked.result().applications[self._application].deployments
+            return sum(
+                count
+                for pool in self._handles
+                for state, count in deployments[pool].replica_states.items()
+                if state != "STOPPING"
+            )
+        except (RayServeException, RayError, TimeoutError, KeyError) as error:
+            logger.info("Serve does not say how many replicas there should be: %r", error)
+            return None
 
     async def _find_in_pool(self, pool: str, handle: DeploymentHandle[Any]) -> list[Member]:
         try:

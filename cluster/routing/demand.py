@@ -67,7 +67,8 @@ class Demand:
     def block_hashes(self, block_size: int) -> Sequence[bytes]:
         """Chain hashes of the prompt's full blocks, as engines of this block size index them.
 
-        Computed when they are first asked for, once for each block size.
+        Computed when they are first asked for, once for each block size. Of text under the model
+        itself: adapters and images, which engines refuse as yet, have to key the chain too.
         """
         hashes = self._hashes.get(block_size)
         if hashes is None:

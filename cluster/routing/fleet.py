@@ -40,8 +40,8 @@ class Discovery(Protocol):
         """The replicas that answer now."""
         ...
 
-    async def num_wanted(self) -> int:
-        """How many there should be now; costs more, and is asked when something has changed."""
+    async def num_wanted(self) -> int | None:
+        """How many there should be, None if nobody can say now; asked when something changes."""
         ...
 
 
@@ -101,7 +101,7 @@ class Fleet(Generic[ClientT_co]):
             self._look.clear()
             if self.add(await discovery.find()) or not self._is_complete:
                 num_wanted = await discovery.num_wanted()
-                self._is_complete = len(self.pools.members()) >= num_wanted
+                self._is_complete = num_wanted is not None and self.pools.num_open >= num_wanted
             wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
             # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
@@ -125,9 +125,12 @@ class Fleet(Generic[ClientT_co]):
         try:
             await self.client.connect(member.description)
             logger.info("connected replica=%s", member.replica_id)
-        except EngineDeadError as error:
-            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
+        except BaseException as error:
             self._forget(incarnation)
+            self._is_complete = False
+            if not isinstance(error, EngineDeadError):
+                raise
+            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
         finally:
             self._connecting.pop(incarnation, None)
 

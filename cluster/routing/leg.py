@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
 from cluster.routing.slot_queue import RETRY_AFTER_S
 from replicas.errors import EngineDeadError
-from replicas.messages import KV_TRANSFER_FAILED, LAPSED, TokenOutput
+from replicas.messages import KV_TRANSFER_FAILED, LAPSED, Activate, LoadKV, TokenOutput
 
 if TYPE_CHECKING:
     from cluster.errors import ServingError
@@ -52,13 +52,16 @@ class LegState(enum.Enum):
     """The engine was sent the request, which counts against its view."""
     OPEN = "open"
     """It has answered: its snapshots count the request from now on."""
+    ACTIVATED = "activated"
+    """A reservation that was told to start."""
     CLOSED = "closed"
     """Nobody listens to it any more."""
 
 
 _SUCCESSORS = {
     LegState.ASKED: {LegState.OPEN, LegState.CLOSED},
-    LegState.OPEN: {LegState.OPEN, LegState.CLOSED},
+    LegState.OPEN: {LegState.OPEN, LegState.ACTIVATED, LegState.CLOSED},
+    LegState.ACTIVATED: {LegState.CLOSED},
     LegState.CLOSED: {LegState.CLOSED},
 }
 
@@ -107,7 +110,7 @@ class Leg:
         self._request_id = message.request.request_id
         try:
             self.stream = client.open_stream(self.incarnation, self._request_id, message, inbox)
-        except EngineDeadError:
+        except BaseException:
             self._pools.release(self._request_id, self.incarnation)
             raise
 
@@ -118,6 +121,16 @@ class Leg:
         """The engine has answered: let go of the hold. Idempotent."""
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
+
+    def load(self, ticket: bytes, epoch: int) -> None:
+        """Let the engine of a reservation fetch the prompt's KV; see `LoadKV`."""
+        assert self.state is LegState.OPEN, f"{self!r} cannot load"
+        self.send(LoadKV(self._request_id, ticket, epoch))
+
+    def activate(self, token_ids: list[list[int]]) -> None:
+        """Let a reservation start; see `Activate`."""
+        self._go(LegState.ACTIVATED)
+        self.send(Activate(self._request_id, token_ids))
 
     def send(self, message: ClientMessage) -> None:
         """Tell the engine more of the request; if it is gone the stream will say so."""
@@ -162,7 +175,13 @@ class Legs:
         return f"{self.prefill!r}, {self.decode!r}"
 
     def ask_to_decode(self, placement: Placement, message: AddRequest) -> Leg:
-        """Begin the decode leg; see `Leg`."""
+        """Begin the decode leg; see `Leg`.
+
+        An engine knows a request once: if it prefilled this one, before its role changed, it is
+        asked anew, and may find the prompt in its prefix cache.
+        """
+        if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
+            self.drop_prefill(abort=True)
         self.decode = Leg(self._client, self._pools, placement, message, self._inbox)
         return self.decode
 

@@ -131,6 +131,11 @@ class PoolState:
         return any(r.is_open and r.member.pool == pool for r in self._replicas.values())
 
     @property
+    def num_open(self) -> int:
+        """How many replicas take requests."""
+        return sum(replica.is_open for replica in self._replicas.values())
+
+    @property
     def can_decode(self) -> bool:
         """Whether a replica takes requests to decode."""
         return bool(self.decode_views())

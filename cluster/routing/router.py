@@ -24,16 +24,14 @@ from cluster.errors import (
 )
 from cluster.routing.demand import Demand
 from cluster.routing.leg import DecodeLostError, Leg, Legs
-from cluster.routing.placement import ANY_GROUP, make_policies, place
+from cluster.routing.placement import ANY_GROUP, Placement, make_policies, place
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from replicas.errors import EngineDeadError
 from replicas.messages import (
     Accepted,
-    Activate,
     AddRequest,
     KVLoaded,
-    LoadKV,
     Refused,
     TokenOutput,
 )
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from cluster.config.schema import RouterConfig
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
-    from cluster.routing.placement import Placement
     from cluster.routing.tickets import TicketOffice
     from replicas.messages import EngineRequest, RequestMode
 
@@ -210,12 +207,17 @@ class Run:
                 if answer.reason in _NO_ROOM:
                     continue
             num_failures += 1
-            if num_failures == self._router.config.max_attempts:
-                why = answer.message if isinstance(answer, Refused) else str(answer)
+            if num_failures < self._router.config.max_attempts:
+                continue
+            if isinstance(answer, Refused):
                 raise SaturatedError(
-                    f"{num_failures} placements were refused or lost; the last: {why}",
+                    f"{num_failures} placements were refused or lost; the last: {answer.message}",
                     retry_after_s=RETRY_AFTER_S,
                 )
+            raise ReplicaLostError(
+                f"{num_failures} placements were refused or lost; the last: {answer}",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
         """Have the prompt computed by the prefill pool.
@@ -230,7 +232,8 @@ class Run:
             DecodeLostError: The consumer's engine died.
             ServingError: An engine gave the request up.
         """
-        tried: set[Placement] = set()
+        # An engine that changed its role meanwhile may be on both sides.
+        tried = set() if consumer is None else {Placement(consumer.incarnation, ANY_GROUP)}
         for _ in range(self._router.config.max_attempts):
             views = self._pools.prefill_views()
             placement = place(self._router.policies.prefill, self._demand, views, tried)
@@ -253,9 +256,8 @@ class Run:
         offer = self._legs.prefill.offer if self._legs.prefill is not None else None
         if offer is not None:
             ticket = self._router.tickets.seal(offer, decode.incarnation)
-            decode.send(LoadKV(self._request.request_id, ticket, offer.epoch))
-        tokens = self.tokens if self.has_tokens else []
-        decode.send(Activate(self._request.request_id, tokens))
+            decode.load(ticket, offer.epoch)
+        decode.activate(self.tokens if self.has_tokens else [])
 
     async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Pass on what prefill gave."""
@@ -369,7 +371,7 @@ class Run:
                 placement, message, transfer if consumer is None else None
             )
             if consumer is not None:
-                consumer.send(LoadKV(request.request_id, ticket, transfer.epoch))
+                consumer.load(ticket, transfer.epoch)
             outputs = await self._first_tokens(leg)
         except EngineDeadError:
             self._router.metrics.lost.labels("prefill").inc()
@@ -398,6 +400,7 @@ class Run:
     def _note(self, output: TokenOutput) -> bool:
         """Keep what the client gets; says whether that was all."""
         tokens = self.tokens[output.choice]
+        assert output.index <= len(tokens), f"tokens before index {output.index} are missing"
         tokens += output.token_ids[len(tokens) - output.index :]
         if output.finish_reason is not None:
             self._num_unfinished -= 1

@@ -41,7 +41,7 @@ class Waiter:
         order: When it came, among the requests of this ingress.
         is_promised: Whether it was let in by `check_open`: work has been done for it, and it may
             wait whoever has come since.
-        deadline_s: When it has waited too long; None before it waits.
+        deadline_s: When it has waited too long; None before it is entered.
         refused: Placements that had no room for it just now.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
         num_changes: Changes of the pools since which a refusal may be out of date.
@@ -121,17 +121,19 @@ class SlotQueue:
             NotReadyError: No replica can decode now.
             SaturatedError: The queue is full.
         """
+        is_new = waiter.deadline_s is None
+        if is_new:
+            asked_s = waiter.demand.deadline_s
+            limit_s = now_s + self.timeout_s
+            waiter.deadline_s = limit_s if asked_s is None else min(asked_s, limit_s)
         if not self._waiters or waiter.key < self._waiters[0].key:
             self._check_ready()
             placement = self._place(waiter)
             if placement is not None:
                 return placement
-        if waiter.deadline_s is None:
-            if not waiter.is_promised:
-                self._check_room()
-            deadline_s = now_s + self.timeout_s
-            asked_s = waiter.demand.deadline_s
-            waiter.deadline_s = deadline_s if asked_s is None else min(asked_s, deadline_s)
+        if is_new and not waiter.is_promised:
+            # Whoever was refused somewhere comes back to its place, however many have come since.
+            self._check_room()
         bisect.insort(self._waiters, waiter, key=lambda w: w.key)
         return None
 

@@ -65,6 +65,7 @@ class SlotWaits:
 
     def capacity_changed(self) -> None:
         """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
+        self._drop_gone()
         if not self._queue:
             return
         if not self._queue.is_ready:
@@ -73,7 +74,14 @@ class SlotWaits:
         for waiter, placement in self._queue.assign():
             self._futures.pop(waiter).set_result(placement)
 
+    def _drop_gone(self) -> None:
+        """Take out whoever was cancelled in this turn of the loop: its task has yet to run."""
+        for waiter in [waiter for waiter, future in self._futures.items() if future.done()]:
+            del self._futures[waiter]
+            self._queue.leave(waiter)
+
     def _expire(self, deadline_s: float) -> None:
+        self._drop_gone()
         # A timer may come early by the clock's resolution.
         now_s = max(asyncio.get_running_loop().time(), deadline_s)
         for waiter in self._queue.expire(now_s):

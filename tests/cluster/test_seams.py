@@ -24,6 +24,9 @@ from replicas.messages import (
     Accepted,
     Activate,
     AddRequest,
+    EngineRequest,
+    EngineSnapshot,
+    GroupSnapshot,
     KVLoaded,
     LoadKV,
     TokenLogprob,
@@ -102,21 +105,35 @@ def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
         async with (
             ScriptedEngine("prefill", "p", prefills) as first,
             ScriptedEngine("decode", "d", decodes) as second,
-            serving(first, second) as (_, post),
+            serving(first, second) as (ingress, _),
         ):
-            response = await ask(post, cache_salt="pepper", max_tokens=9)
-            return response.status
+            groups = [GroupSnapshot(3, 60, 1, 2, 0)]
+            await second.send(snapshot=EngineSnapshot(9, False, 0, 77, 5, groups, "decode", 0.25))
+            pools = ingress.fleet.pools
+            await until(lambda: pools.decode_views()[0].num_empty_slots == 3, "its load is known")
+            request = EngineRequest(
+                "r", [7] * 43, SamplingParams(max_tokens=9, seed=1, ignore_eos=True),
+                cache_salt="pepper", adapter="poet", priority=-1, tenant="acme", timeout_s=30.0,
+            )  # fmt: skip
+            now_s = asyncio.get_running_loop().time()
 
-    assert asyncio.run(run()) == 200
+            async def emit(_delta):
+                pass
+
+            await ingress.generate(request, emit)
+            return now_s
+
+    now_s = asyncio.run(run())
     [(asked, view)] = decode.seen
-    assert len(asked["prompt_token_ids"]) == asked["num_prompt_tokens"] == len(PROMPT)
+    assert asked["prompt_token_ids"] == [7] * asked["num_prompt_tokens"] == [7] * 43
     assert (asked["num_blocks"], len(asked["block_hashes"])) == (2, 1)
     assert (asked["num_choices"], asked["expected_output_tokens"]) == (1, 9)
-    assert (asked["cache_salt"], asked["adapter"], asked["tenant"]) == ("pepper", "", "")
-    assert (asked["priority"], asked["deadline_s"]) == (0, None)
+    assert (asked["cache_salt"], asked["adapter"], asked["tenant"]) == ("pepper", "poet", "acme")
+    assert asked["priority"] == -1
+    assert now_s + 30.0 <= asked["deadline_s"] <= now_s + 31.0
     assert (view["incarnation"], view["dp_group"], view["role"]) == ("d", 0, "decode")
-    assert (view["block_size"], view["num_empty_slots"], view["num_free_blocks"]) == (32, 4, 64)
-    assert (view["num_active"], view["num_queued_tokens"], view["step_s"]) == (0, 0, 0.0)
+    assert (view["block_size"], view["num_empty_slots"], view["num_free_blocks"]) == (32, 3, 60)
+    assert (view["num_active"], view["num_queued_tokens"], view["step_s"]) == (3, 77, 0.25)
     [(of_prefill, engine)] = prefill.seen
     assert of_prefill["request_id"] == asked["request_id"]
     assert (engine["incarnation"], engine["dp_group"], engine["role"]) == ("p", -1, "prefill")
@@ -161,6 +178,8 @@ def decodes(message):
                 TokenOutput(name, 2, [B], "stop", B, choice=2, logprobs=one(B)),
                 TokenOutput(name, 2, [B], "length", choice=0, logprobs=one(B)),
             ]
+            if count == 0:
+                return [TokenOutput(name, 0, [A], "length")]
             if count == 1:
                 return [TokenOutput(name, 1, [B], "length")]
             return [output for output in outputs if output.choice < count]
@@ -236,6 +255,39 @@ def test_replicas_that_trade_roles_are_asked_for_their_new_parts():
     modes, text = asyncio.run(run())
     assert modes == [["prefill", "decode"], ["decode", "prefill"]]
     assert "ttserve_router_refusals_total{" not in text
+
+
+def test_a_role_that_changes_while_a_request_is_being_placed_costs_it_nothing():
+    """The engine that was asked to decode prefills from now on, and the other way round."""
+
+    async def run():
+        def answers_late(message):
+            return (
+                []
+                if isinstance(message, AddRequest) and message.mode == "decode"
+                else (decodes(message) or prefills(message))
+            )
+
+        async with (
+            ScriptedEngine("prefill", "one", prefills) as one_,
+            ScriptedEngine("decode", "two", answers_late) as two,
+            serving(one_, two) as (ingress, post),
+        ):
+            asked = asyncio.ensure_future(ask(post))
+            await until(lambda: two.received(AddRequest), "asked to decode")
+            one_.role, two.role = "decode", "prefill"
+            for engine in (one_, two):
+                await engine.send(snapshot=engine.snapshot(4))
+            await until(
+                lambda: [v.incarnation for v in ingress.fleet.pools.prefill_views()] == ["two"],
+                "the ingress believes it",
+            )
+            await two.send(*accepts(two.received(AddRequest)[0]))
+            response = await asked
+            return response.status, ingress.fleet.pools.holds()
+
+    status, holds = asyncio.run(run())
+    assert (status, holds) == (200, [])
 
 
 # --- a configuration that arrives by override ----------------------------------------------------

@@ -116,13 +116,8 @@ class SlotQueueMachine(RuleBasedStateMachine):
             return
         self.pools.release(waiter.demand.request_id, engine)
         self.queue.refuse(waiter, Placement(engine, 0))
-        try:
-            placement = self.queue.enter(waiter, self.now_s)
-        except SaturatedError:
-            assert waiter.deadline_s is None, "whoever has waited keeps its place"
-            assert len(self.line) >= 3
-            self.settle()
-            return
+        # However many wait by now: it keeps the place that it had.
+        placement = self.queue.enter(waiter, self.now_s)
         if placement is not None:
             assert placement.incarnation != engine or waiter.num_snapshots < self.pools.num_changes
             self.held[waiter] = placement.incarnation
@@ -315,5 +310,36 @@ def test_client_that_leaves_in_the_moment_it_is_placed_leaves_its_slot_to_the_ne
             await leaver
         assert (await other).incarnation == "one"
         assert pools.holds() == [("one", "b")]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("moment", ["room", "no decoder", "too late"])
+def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
+    """Its future is cancelled at once, its task runs later: something may happen in between."""
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
+        await asyncio.sleep(0)
+        leaver.cancel()
+        if moment == "room":
+            pools.take_snapshot("one", snapshot(1))
+        elif moment == "no decoder":
+            pools.remove("one")
+        if moment == "too late":
+            waits._expire(asyncio.get_running_loop().time() + TIMEOUT_S)
+        else:
+            waits.capacity_changed()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        if moment == "room":
+            assert (await other).incarnation == "one"
+            assert pools.holds() == [("one", "b")]
+        else:
+            with pytest.raises((NotReadyError, QueueTimeoutError)):
+                await other
+        assert len(queue) == 0
 
     asyncio.run(run())

@@ -1,0 +1,168 @@
+"""Who an ingress knows: found, connected, lost, and looked for again."""
+
+import asyncio
+
+import pytest
+
+from cluster.routing import fleet as fleet_module
+from cluster.routing.fleet import Fleet
+from replicas.errors import EngineDeadError
+from replicas.messages import EngineSnapshot, GroupSnapshot
+from tests.cluster.engines import make_member, until
+
+
+class Connections:
+    """Connects to whoever is not in `dead`, and says one snapshot of each."""
+
+    def __init__(self, on_snapshot, on_dead):
+        self.on_snapshot, self.on_dead = on_snapshot, on_dead
+        self.incarnations = frozenset()
+        self.dead = {}
+
+    async def connect(self, description):
+        name = description.incarnation
+        await asyncio.sleep(0)
+        if name in self.dead:
+            raise self.dead[name]
+        self.incarnations |= {name}
+        self.say(name)
+
+    def say(self, name, seq=0, *, draining=False):
+        groups = [GroupSnapshot(4, 64, 0, 0, 0)]
+        self.on_snapshot(name, EngineSnapshot(seq, draining, 0, 0, 0, groups))
+
+    def lose(self, name):
+        self.incarnations -= {name}
+        self.on_dead(name, "test")
+
+
+class Discovery:
+    """Sees what it is told to; counts its answers."""
+
+    def __init__(self, *names, wanted=None):
+        self.members = [make_member("both", name) for name in names]
+        self.wanted = len(names) if wanted is None else wanted
+        self.num_looks = self.num_asked = 0
+
+    async def find(self):
+        self.num_looks += 1
+        await asyncio.sleep(0)
+        return self.members
+
+    async def num_wanted(self):
+        self.num_asked += 1
+        return self.wanted
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(fleet_module, "DISCOVERY_S", 0.01)
+    monkeypatch.setattr(fleet_module, "DISCOVERY_IDLE_S", 3600.0)
+
+
+def following(scenario, *names, wanted=None):
+    async def run():
+        fleet, discovery = Fleet(Connections), Discovery(*names, wanted=wanted)
+        task = asyncio.ensure_future(fleet.follow(discovery))
+        try:
+            await scenario(fleet, discovery)
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=5)
+            assert task.cancelled(), "whoever follows ends when it is told to"
+
+    asyncio.run(run())
+
+
+def known(fleet):
+    return sorted(m.description.incarnation for m in fleet.pools.members())
+
+
+async def until_complete(fleet):
+    await until(lambda: fleet._is_complete, "complete")
+
+
+def test_members_are_connected_and_then_looked_for_seldom():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        assert (known(fleet), fleet.pools.num_open) == (["a", "b"], 2)
+        looks = discovery.num_looks
+        await asyncio.sleep(0.1)
+        assert discovery.num_looks == looks
+
+    following(scenario, "a", "b")
+
+
+@pytest.mark.parametrize("wanted", [3, None])
+def test_while_members_are_missing_or_nobody_knows_it_looks_often(wanted):
+    async def scenario(fleet, discovery):
+        discovery.wanted = wanted
+        fleet._is_complete = False
+        fleet._look.set()
+        await until(lambda: fleet.pools.num_open == 1, "connected")
+        looks = discovery.num_looks
+        await until(lambda: discovery.num_looks > looks + 3, "it looks on")
+        discovery.members.append(make_member("both", "late"))
+        discovery.wanted = 2
+        await until_complete(fleet)
+        assert known(fleet) == ["a", "late"]
+
+    following(scenario, "a", wanted=2)
+
+
+def test_a_member_that_is_lost_is_looked_for_at_once_and_as_many_as_are_wanted_then():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        discovery.members = [make_member("both", "b"), make_member("both", "c")]
+        fleet.client.lose("a")
+        await until_complete(fleet)
+        assert known(fleet) == ["b", "c"]
+        discovery.members, discovery.wanted = [make_member("both", "c")], 1
+        fleet.client.lose("b")
+        await until_complete(fleet)
+        assert known(fleet) == ["c"], "fewer are wanted now"
+
+    following(scenario, "a", "b")
+
+
+def test_a_member_that_drains_does_not_count_as_there():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        fleet.client.say("a", 1, draining=True)
+        fleet.client.lose("b")
+        await until(lambda: discovery.num_looks > 5, "it looks on")
+        assert not fleet._is_complete
+        assert "a" in known(fleet), "it has requests to finish"
+
+    following(scenario, "a", "b", wanted=2)
+
+
+def test_a_member_that_cannot_be_reached_is_forgotten_and_tried_again():
+    async def scenario(fleet, discovery):
+        fleet.client.dead["a"] = EngineDeadError("gone")
+        await until(lambda: discovery.num_looks > 3, "it tries on")
+        assert not fleet._is_complete
+        fleet.client.dead.clear()
+        await until_complete(fleet)
+        assert fleet.pools.num_open == 1
+
+    following(scenario, "a")
+
+
+def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
+    async def run():
+        fleet = Fleet(Connections)
+        fleet.client.dead["a"] = RuntimeError("a bug")
+        with pytest.raises(RuntimeError):
+            await fleet.connect(make_member("both", "a"))
+        assert known(fleet) == []
+
+    asyncio.run(run())
+
+
+def test_cancelling_in_the_moment_of_a_loss_ends_it():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        fleet.client.lose("a")
+
+    following(scenario, "a")
