@@ -166,7 +166,7 @@ class IngressReplica:
     ) -> None:
         self._config = resolve(args)
         self._keys = key_ring(self._config.kv_key_file, made_secrets)
-        self._directory = PoolDirectory(pools, serve.get_replica_context().app_name)
+        self._directory = PoolDirectory(pools)
         self._following: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
@@ -205,12 +205,10 @@ class PoolDirectory:
 
     Args:
         handles: Handle of each pool's deployment, by its name.
-        application: Name of the Serve application that they are of.
     """
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], application: str) -> None:
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
         self._handles = dict(handles)
-        self._application = application
         self._status: asyncio.Future[ServeStatus] | None = None
 
     async def find(self) -> list[Member]:
@@ -230,7 +228,8 @@ class PoolDirectory:
             return None
         asked, self._status = self._status, None
         try:
-            deployments = asked.result().applications[self._application].deployments
+            application = serve.get_replica_context().app_name
+            deployments = asked.result().applications[application].deployments
             return sum(
                 count
                 for pool in self._handles

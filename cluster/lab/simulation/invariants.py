@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from cluster.lab.simulation.client import VirtualLink
     from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
     from cluster.lab.simulation.options import SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
-    from cluster.lab.simulation.simulator import VirtualIngress
     from replicas.faults import Fault
 
 _QUIET_S = 0.05

@@ -13,12 +13,13 @@ import asyncio
 import contextlib
 import itertools
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
 from cluster.lab.simulation.client import SILENCE_S, VirtualClient
+from cluster.lab.simulation.ingress import VirtualIngress
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.lab.simulation.lives import KEYS, Lives
 from cluster.lab.simulation.loop import VirtualLoop
@@ -48,14 +49,6 @@ _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
 _DRAIN_S = 300.0
 """After the last request, what is still held must be free within this virtual time."""
-
-
-class VirtualIngress(NamedTuple):
-    """The production's fleet and router over virtual connections, without text and HTTP."""
-
-    name: str
-    fleet: Fleet[VirtualClient]
-    router: Router
 
 
 class Simulation:
