@@ -16,6 +16,7 @@ from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Ref
 if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.network import KVHost
     from cluster.lab.simulation.recorder import Recorder
     from kv_transfer.messages import ToConsumer, ToProducer
     from kv_transfer.ticket import KeyRing
@@ -123,7 +124,7 @@ class LeaseMonitor:
         # By producer, transfer and consumer: when the lease ends; None before it begins.
         self._end_s: dict[tuple[str, bytes, bytes], float | None] = {}
 
-    def kv_sent(self, host: VirtualHost, peer: bytes, message: ToConsumer) -> None:
+    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
         """A producer sends a consumer a message."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
@@ -139,7 +140,7 @@ class LeaseMonitor:
                 f"{host.incarnation} sends KV at {now_s:.6f} s, and the lease ended at {end_s:.6f}"
             )
 
-    def kv_arrived(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
+    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
         """A message of a consumer reaches a producer."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
@@ -150,7 +151,7 @@ class LeaseMonitor:
             if end_s is not None and now_s < end_s:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
 
-    def _is_good(self, host: VirtualHost, peer: bytes, fetch: Fetch) -> bool:
+    def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
         ticket = self._keys.unseal(fetch.ticket, self._loop.time())
         return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
             fetch.transfer_id,

@@ -7,7 +7,7 @@ their protocol promises to bear it. All randomness comes from the run's seed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
-    from cluster.lab.simulation.monitors import LeaseMonitor
     from kv_transfer.messages import ToConsumer, ToProducer
     from kv_transfer.transports.virtual import VirtualTransport
 
@@ -47,6 +45,43 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_jitter_s: float = 0.0
 
 
+class KVHost(Protocol):
+    """What the network knows of a host.
+
+    Attributes:
+        incarnation: Names it as a consumer.
+        kv_endpoint: Names it as a producer.
+        transport: Takes what arrives; None where KV is not moved.
+    """
+
+    incarnation: str
+    kv_endpoint: str
+    transport: VirtualTransport | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing gets from or to it now."""
+
+    def corrupts(self) -> bool:
+        """Whether KV that leaves it now is damaged on its way."""
+
+    def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> object:
+        """Let something happen in its process at a virtual time."""
+
+    def do(self, callback: Callable[..., object], *args: object) -> None:
+        """Let something happen in its process now."""
+
+
+class KVObserver(Protocol):
+    """Who watches what passes between the KV connectors."""
+
+    def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
+        """A producer sends a consumer a message."""
+
+    def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
+        """A message of a consumer reaches a producer."""
+
+
 class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
@@ -57,7 +92,7 @@ class Channel:
         num_on_way: Messages that were sent and have not arrived.
     """
 
-    def __init__(self, network: Network, host: VirtualHost) -> None:
+    def __init__(self, network: Network, host: KVHost) -> None:
         self._network = network
         self._host = host
         self._last_s = float("-inf")
@@ -87,11 +122,11 @@ class Network:
 
     def __init__(self, loop: VirtualLoop, config: NetworkConfig, rng: np.random.Generator) -> None:
         self.loop = loop
-        self.kv_observer: LeaseMonitor | None = None
+        self.kv_observer: KVObserver | None = None
         self._config = config
         self._rng = rng
-        self._by_endpoint: dict[str, VirtualHost] = {}
-        self._by_peer: dict[bytes, VirtualHost] = {}
+        self._by_endpoint: dict[str, KVHost] = {}
+        self._by_peer: dict[bytes, KVHost] = {}
         self._free_s: dict[str, float] = {}
         # How often the connection of two hosts has broken: what was on its way then is lost.
         self._num_breaks: dict[tuple[str, str], int] = {}
@@ -100,19 +135,19 @@ class Network:
         """How long the next control message takes."""
         return self._config.latency_s + self._up_to_s(self._config.jitter_s)
 
-    def attach(self, host: VirtualHost) -> None:
+    def attach(self, host: KVHost) -> None:
         """Let a host's KV connector be found."""
         self._by_endpoint[host.kv_endpoint] = host
         self._by_peer[host.incarnation.encode()] = host
 
-    def detach(self, host: VirtualHost) -> None:
+    def detach(self, host: KVHost) -> None:
         """Take out a host that died: its peers find their connections broken."""
         self._by_endpoint.pop(host.kv_endpoint, None)
         self._by_peer.pop(host.incarnation.encode(), None)
         self._free_s.pop(host.incarnation, None)
         self.break_kv_connections(host)
 
-    def break_kv_connections(self, host: VirtualHost) -> None:
+    def break_kv_connections(self, host: KVHost) -> None:
         """Lose what is on its way to and from a host, and tell both ends of each connection."""
         for other in list(self._by_endpoint.values()):
             if other is not host:
@@ -121,7 +156,7 @@ class Network:
                 other.call_at(self._soon_s(), _lose, other, host)
                 host.call_at(self._soon_s(), _lose, host, other)
 
-    def to_producer(self, sender: VirtualHost, endpoint: str, message: ToProducer) -> None:
+    def to_producer(self, sender: KVHost, endpoint: str, message: ToProducer) -> None:
         """Carry a consumer's message."""
         host = self._by_endpoint.get(endpoint)
         if host is None:
@@ -132,7 +167,7 @@ class Network:
 
     def to_consumer(
         self,
-        sender: VirtualHost,
+        sender: KVHost,
         peer: bytes,
         message: ToConsumer,
         payload: NDArray[np.uint8] | None,
@@ -151,15 +186,15 @@ class Network:
         num_bytes += _MESSAGE_BYTES
         self._carry(sender, host, num_bytes, receive, sender.kv_endpoint, message, payload)
 
-    def _reach_producer(self, host: VirtualHost, peer: bytes, message: ToProducer) -> None:
+    def _reach_producer(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
         if self.kv_observer is not None:
             self.kv_observer.kv_arrived(host, peer, message)
         _transport(host).receive_from_consumer(peer, message)
 
     def _carry(
         self,
-        sender: VirtualHost,
-        host: VirtualHost,
+        sender: KVHost,
+        host: KVHost,
         num_bytes: int,
         receive: Callable[..., None],
         *args: object,
@@ -178,7 +213,7 @@ class Network:
     def _soon_s(self) -> float:
         return self.loop.time() + self._config.latency_s
 
-    def _arrivals(self, sender: VirtualHost, receiver: VirtualHost, num_bytes: int) -> list[float]:
+    def _arrivals(self, sender: KVHost, receiver: KVHost, num_bytes: int) -> list[float]:
         """When a KV message arrives: once as a rule, perhaps twice or never."""
         config, now_s = self._config, self.loop.time()
         if sender.is_cut or receiver.is_cut:
@@ -204,19 +239,19 @@ class Network:
         return damaged
 
 
-def _transport(host: VirtualHost) -> VirtualTransport:
+def _transport(host: KVHost) -> VirtualTransport:
     assert host.transport is not None, f"{host.incarnation} moves no KV"
     return host.transport
 
 
-def _lose(host: VirtualHost, other: VirtualHost) -> None:
+def _lose(host: KVHost, other: KVHost) -> None:
     """A host's connections to another one broke, in both roles."""
     if host.transport is not None:
         host.transport.lose_producer(other.kv_endpoint)
         host.transport.lose_consumer(other.incarnation.encode())
 
 
-def _pair(one: VirtualHost, other: VirtualHost) -> tuple[str, str]:
+def _pair(one: KVHost, other: KVHost) -> tuple[str, str]:
     """The connection of two hosts, whichever of them is named first."""
     first, second = sorted((one.incarnation, other.incarnation))
     return first, second
