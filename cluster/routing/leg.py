@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
     from cluster.routing.tickets import Transfer
-    from replicas.messages import AddRequest, ClientMessage, EngineEvent
+    from replicas.messages import AddRequest, ClientMessage, EngineEvent, RequestMode
     from replicas.streams import EngineStream, Inbox
 
 
@@ -182,14 +182,14 @@ class Legs:
         """
         if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
             self.drop_prefill(abort=True)
-        self.decode = Leg(self._client, self._pools, placement, message, self._inbox)
+        self.decode = self._ask(placement, message)
         return self.decode
 
     def ask_to_prefill(
         self, placement: Placement, message: AddRequest, offer: Transfer | None
     ) -> Leg:
         """Begin the prefill leg; see `Leg`."""
-        self.prefill = Leg(self._client, self._pools, placement, message, self._inbox, offer)
+        self.prefill = self._ask(placement, message, offer)
         return self.prefill
 
     async def next_of(self, wanted: Leg) -> EngineEvent:
@@ -208,11 +208,11 @@ class Legs:
             if leg is None:
                 continue  # It was dropped; this was on its way.
             if isinstance(event, EngineDeadError):
+                self._count_lost(leg.mode)
                 if leg is self.decode:
                     raise DecodeLostError(str(event))
                 if leg is wanted:
                     raise event
-                self._metrics.lost.labels("prefill").inc()
                 self.drop_prefill(abort=False)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self.decode and wanted is self.prefill
@@ -221,6 +221,16 @@ class Legs:
                 return event
             elif leg is self.decode:
                 leg.early.append(event)
+
+    def _ask(self, placement: Placement, message: AddRequest, offer: Transfer | None = None) -> Leg:
+        try:
+            return Leg(self._client, self._pools, placement, message, self._inbox, offer)
+        except EngineDeadError:
+            self._count_lost(message.mode)
+            raise
+
+    def _count_lost(self, mode: RequestMode) -> None:
+        self._metrics.lost.labels("prefill" if mode == "prefill" else "decode").inc()
 
     def _leg_of(self, stream: EngineStream) -> Leg | None:
         for leg in (self.decode, self.prefill):

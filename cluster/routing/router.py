@@ -209,13 +209,13 @@ class Run:
             num_failures += 1
             if num_failures < self._router.config.max_attempts:
                 continue
-            if isinstance(answer, Refused):
-                raise SaturatedError(
-                    f"{num_failures} placements were refused or lost; the last: {answer.message}",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            raise ReplicaLostError(
-                f"{num_failures} placements were refused or lost; the last: {answer}",
+            kind, why = (
+                (SaturatedError, answer.message)
+                if isinstance(answer, Refused)
+                else (ReplicaLostError, answer)
+            )
+            raise kind(
+                f"{num_failures} placements were refused or lost; the last: {why}",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -304,7 +304,6 @@ class Run:
         Raises:
             ReplicaLostError: It had generated something.
         """
-        self._router.metrics.lost.labels("decode").inc()
         self._legs.drop_decode(abort=True)
         if self._legs.prefill is not None and self._legs.prefill.offer is None:
             self._legs.drop_prefill(abort=True)
@@ -326,7 +325,6 @@ class Run:
             leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
         except (EngineDeadError, DecodeLostError) as error:
-            self._router.metrics.lost.labels("decode").inc()
             self._legs.drop_decode(abort=False)
             return error
         if isinstance(answer, Refused):
@@ -374,7 +372,6 @@ class Run:
                 consumer.load(ticket, transfer.epoch)
             outputs = await self._first_tokens(leg)
         except EngineDeadError:
-            self._router.metrics.lost.labels("prefill").inc()
             outputs = []
         if not outputs:
             self._legs.drop_prefill(abort=True)

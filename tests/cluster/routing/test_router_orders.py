@@ -200,6 +200,7 @@ def test_prefill_engine_that_dies_before_the_first_token_gives_way_to_another():
             await told(first, AddRequest)
             first.die()
             assert await result == [FIRST, 6, 7]
+            assert made.count("ttserve_router_lost_legs_total", leg="prefill") == 1
             transfer = ticket_of(second.received(AddRequest)[0]).transfer_id
             assert ticket_of(d.received(LoadKV)[0]).transfer_id == transfer
 
@@ -480,6 +481,7 @@ def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_compute
             lost.die()
             assert await result == [FIRST, 6, 7], "the client gets its first token once"
             assert d.received(LoadKV) == [], "only the lost engine could have fetched it"
+            assert made.count("ttserve_router_lost_legs_total", leg="decode") == 1
             assert d.received(Activate)[0].token_ids == [[FIRST]]
             await told(p, Abort)
             assert len(p.received(AddRequest)) == 1
