@@ -125,23 +125,23 @@ class Leg:
     def load(self, ticket: bytes, epoch: int) -> None:
         """Let the engine of a reservation fetch the prompt's KV; see `LoadKV`."""
         assert self.state is LegState.OPEN, f"{self!r} cannot load"
-        self.send(LoadKV(self._request_id, ticket, epoch))
+        self._send(LoadKV(self._request_id, ticket, epoch))
 
     def activate(self, token_ids: list[list[int]]) -> None:
         """Let a reservation start; see `Activate`."""
         self._go(LegState.ACTIVATED)
-        self.send(Activate(self._request_id, token_ids))
-
-    def send(self, message: ClientMessage) -> None:
-        """Tell the engine more of the request; if it is gone the stream will say so."""
-        with contextlib.suppress(EngineDeadError):
-            self._client.send(self.incarnation, message)
+        self._send(Activate(self._request_id, token_ids))
 
     def close(self, *, abort: bool) -> None:
         """Let go of everything; with `abort`, the engine drops the request too. Idempotent."""
         self._go(LegState.CLOSED)
         self._pools.release(self._request_id, self.incarnation)
         self.stream.close(abort=abort)
+
+    def _send(self, message: ClientMessage) -> None:
+        """Tell the engine more of the request; if it is gone the stream will say so."""
+        with contextlib.suppress(EngineDeadError):
+            self._client.send(self.incarnation, message)
 
     def _go(self, state: LegState) -> None:
         assert state in _SUCCESSORS[self.state], f"{self!r} cannot become {state.value}"

@@ -112,14 +112,14 @@ def block_is_indexed_before_it_is_computed(patch):
 
 
 def request_is_activated_twice(patch):
-    send = Leg.send
+    send = Leg._send
 
     def send_twice(self, message):
         send(self, message)
         if isinstance(message, Activate):
             send(self, message)
 
-    patch.setattr(Leg, "send", send_twice)
+    patch.setattr(Leg, "_send", send_twice)
 
 
 def client_that_leaves_is_not_told_of(patch):
