@@ -29,7 +29,7 @@ from cluster.config.environment import process_environment
 from cluster.config.resolve import ClusterConfig, replica_engine, resolve
 from cluster.config.serve_file import read_serve_file
 from cluster.lifecycle.supervisor import free_port
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas import AsyncLLM, SamplingParams
 
 if TYPE_CHECKING:

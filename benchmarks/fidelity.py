@@ -62,7 +62,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.launch import EngineHandle
@@ -564,7 +564,7 @@ def engine_configs(config: Path) -> list[tuple[Role, EngineConfig]]:
     cluster = resolve(read_serve_file(config).args)
     roles: list[Role] = [r for r in ("both", "prefill", "decode") if r in cluster.pools]
     return [
-        (role, msgspec.structs.replace(cluster.engines[role], num_threads=1, kv_keys=KEYS))
+        (role, msgspec.structs.replace(cluster.engines[role], num_threads=1, keys=KEYS))
         for role in roles
     ]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai import Emit
     from cluster.edge.transfers import TransfersView
     from cluster.routing.pools import Member
-    from kv_transfer.ticket import KeyRing
+    from kv_transfer.keys import KeyRing
     from replicas.messages import EngineRequest, FinishReason, TokenOutput
     from replicas.output_processor import OutputDelta
 

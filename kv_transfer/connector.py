@@ -48,9 +48,10 @@ from numpy.typing import NDArray
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.keys import KeyRing
 from kv_transfer.layout import KVLayout
 from kv_transfer.store import StoreConfig
-from kv_transfer.ticket import KeyRing, Role, Ticket
+from kv_transfer.ticket import Role, Ticket
 
 if TYPE_CHECKING:
     from kv_transfer.shared_region import RegionLayout, SharedRegion

@@ -16,8 +16,9 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from kv_transfer.errors import FailureReason, WireError
+from kv_transfer.keys import MAX_SEALED_BYTES
 from kv_transfer.lease import LeaseState
-from kv_transfer.ticket import MAX_SEALED_BYTES, Count, Name, TransferId
+from kv_transfer.ticket import Count, Name, TransferId
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 2048

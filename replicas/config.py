@@ -5,8 +5,8 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+from kv_transfer.keys import KeyRing
 from kv_transfer.store import StoreConfig
-from kv_transfer.ticket import KeyRing
 from replicas.errors import ConfigError
 from replicas.faults import Fault
 from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
@@ -205,7 +205,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             none while they load: for these it must cover the first conversion of the weights.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
-        kv_keys: What tickets must be signed with; without a key every ticket is refused.
+        keys: What tickets must be signed with; without a key every ticket is refused.
         kv_accept_dtypes: Element types of other engines' KV that this one converts to its own; not
             with "pooled" and "multi".
         kv_store: The store that pooled KV is kept in, if there is one.
@@ -241,7 +241,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_timeout_s: float = 3600.0
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
-    kv_keys: KeyRing = KeyRing()
+    keys: KeyRing = KeyRing()
     kv_accept_dtypes: tuple[str, ...] = ()
     kv_store: StoreConfig | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"

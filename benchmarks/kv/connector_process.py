@@ -29,9 +29,9 @@ from kv_transfer.connector import (
     load_connector,
 )
 from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.keys import KeyRing
 from kv_transfer.layout import KVLayout
 from kv_transfer.shared_region import RegionLayout, SharedRegion
-from kv_transfer.ticket import KeyRing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

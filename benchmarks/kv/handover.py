@@ -209,7 +209,7 @@ async def engine_pair(config: EngineConfig, schemes: Sequence[str]) -> AsyncIter
         schemes: Of the endpoints by which the decode engine may reach the other one.
     """
     config = msgspec.structs.replace(
-        config, kv_connector=RECORDING_CONNECTOR, kv_keys=KEYS, num_threads=1
+        config, kv_connector=RECORDING_CONNECTOR, keys=KEYS, num_threads=1
     )
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"

@@ -17,7 +17,7 @@ from replicas.generators.model_config import ModelConfig
 from replicas.kv_sizing import kv_rope, resolve_dtype
 
 _CONNECTORS = ("p2p", *STORE_CONNECTORS)
-_OWN_ENGINE_KEYS = ("model", "role", "kv_connector", "kv_endpoint", "kv_store", "kv_keys")
+_OWN_ENGINE_KEYS = ("model", "role", "kv_connector", "kv_endpoint", "kv_store", "keys")
 _OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
 
 
@@ -115,8 +115,8 @@ def _check_choice(key: str, name: str, choices: Collection[str]) -> None:
 def _check_kv(args: ClusterArgs) -> None:
     """How KV moves fits the pools, and has what it needs."""
     name = args.kv_connector
-    if args.kv_key_file is not None:
-        _check_absolute("args.kv_key_file", args.kv_key_file)
+    if args.key_file is not None:
+        _check_absolute("args.key_file", args.key_file)
     _check_choice("args.kv_connector", name, _CONNECTORS)
     if name == "pooled" and args.is_disaggregated:
         raise ClusterConfigError(

@@ -23,7 +23,7 @@ from cluster.config.schema import (
 )
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import FaultPlan
@@ -40,7 +40,7 @@ class ClusterConfig:
         served_model_name: Name that requests give.
         max_model_len: Longest sequence that every pool can hold, in tokens.
         data_host: Address on which engines listen, or "node", see `ClusterArgs`.
-        kv_key_file: File of the secrets that seal tickets; None if they are made.
+        key_file: File of the secrets that seal tickets; None if they are made.
         pools: Each pool's replicas, and what Ray gives them.
         engines: Each pool's engines, without what `replica_engine` adds.
         router: How requests are placed.
@@ -53,7 +53,7 @@ class ClusterConfig:
     served_model_name: str
     max_model_len: int
     data_host: str
-    kv_key_file: str | None
+    key_file: str | None
     pools: Mapping[Role, PoolConfig]
     engines: Mapping[Role, EngineConfig]
     router: RouterConfig
@@ -90,7 +90,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
         served_model_name=args.model_name or (DEMO_MODEL if is_demo else folder.name),
         max_model_len=max_model_len,
         data_host=args.data_host,
-        kv_key_file=args.kv_key_file,
+        key_file=args.key_file,
         pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
         engines=MappingProxyType(engines),
         router=args.router,
@@ -140,7 +140,7 @@ def replica_engine(
         mesh=mesh,
         simulated_mesh=simulated,
         kv_endpoint=f"tcp://{host}:*",
-        kv_keys=keys,
+        keys=keys,
     )
 
 

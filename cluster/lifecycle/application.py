@@ -1,9 +1,9 @@
 """The Serve application of a configuration: one deployment per pool, the ingress in front of them.
 
-Without `kv_key_file` the secret that seals tickets is made here and handed to the replicas with
+Without `key_file` the secret that seals tickets is made here and handed to the replicas with
 their init args. Serve's controller pickles these and checkpoints them in Ray's GCS, so that whoever
 can connect to the Ray cluster can read the secret. On a cluster that others use too, give
-`kv_key_file`: then each process reads the secrets from its own host, and Ray never has them.
+`key_file`: then each process reads the secrets from its own host, and Ray never has them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
         plain["fault_epoch_unix_s"] = time.time()
     # Beside the args, not in them: nothing that shows a configuration can show a secret. Ray stores
     # both, see above.
-    made_secrets = [] if config.kv_key_file is not None else [new_secret()]
+    made_secrets = [] if config.key_file is not None else [new_secret()]
     pools = {
         role: pool_deployment(config, role).bind(plain, role, made_secrets) for role in config.pools
     }

@@ -94,7 +94,7 @@ class PoolReplica:
         if host == NODE_HOST:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         rank = serve.get_replica_context().rank.rank if config.fault_plan.faults else 0
-        keys = key_ring(config.kv_key_file, made_secrets)
+        keys = key_ring(config.key_file, made_secrets)
         engine = replica_engine(config, role, rank, host=host, keys=keys, environment=environment)
         self._engine = start_engine(
             engine,
@@ -165,7 +165,7 @@ class IngressReplica:
         **pools: DeploymentHandle[Any],
     ) -> None:
         self._config = resolve(args)
-        self._keys = key_ring(self._config.kv_key_file, made_secrets)
+        self._keys = key_ring(self._config.key_file, made_secrets)
         self._directory = PoolDirectory(pools)
         self._following: asyncio.Task[None] | None = None
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.errors import ClusterConfigError
 from kv_transfer.config import TransferConfig
-from kv_transfer.ticket import MIN_KEY_BYTES, KeyRing, Ticket
+from kv_transfer.keys import MIN_KEY_BYTES, KeyRing
+from kv_transfer.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,14 +56,14 @@ def key_ring(key_file: str | None, made_secrets: Sequence[bytes] = ()) -> KeyRin
     except (OSError, UnicodeDecodeError) as error:
         # The error of a decoder has what it could not decode.
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
-        raise ClusterConfigError(f"args.kv_key_file: cannot read {key_file}: {reason}") from None
+        raise ClusterConfigError(f"args.key_file: cannot read {key_file}: {reason}") from None
     found = [
-        _secret(line.strip(), f"args.kv_key_file: {key_file}, line {number}")
+        _secret(line.strip(), f"args.key_file: {key_file}, line {number}")
         for number, line in enumerate(lines, 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not found:
-        raise ClusterConfigError(f"args.kv_key_file: {key_file} holds no secret")
+        raise ClusterConfigError(f"args.key_file: {key_file} holds no secret")
     return KeyRing(tuple(found))
 
 

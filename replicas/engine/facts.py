@@ -60,7 +60,7 @@ def connector_settings(
     return ConnectorSettings(
         incarnation=incarnation,
         bind=config.kv_endpoint,
-        keys=config.kv_keys,
+        keys=config.keys,
         unix_epoch_s=unix_epoch_s,
         accept_dtypes=config.kv_accept_dtypes,
         store=config.kv_store,

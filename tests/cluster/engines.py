@@ -29,7 +29,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
 from replicas.config import EngineConfig
@@ -129,7 +129,7 @@ def engine_config(role: Role, **changes: object) -> EngineConfig:
         "max_num_waiting": 64 if role == "prefill" else 0,
         "tt_data_parallel": 1 if role == "prefill" else 2,
         "kv_connector": None if role == "both" else "p2p",
-        "kv_keys": KEYS,
+        "keys": KEYS,
         "role": role,
     }
     return EngineConfig(**{**fields, **changes})

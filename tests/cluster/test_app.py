@@ -87,7 +87,7 @@ def test_every_build_makes_one_secret_that_all_deployments_share_and_no_args_hol
 
 
 def test_secrets_of_a_file_are_read_where_they_are_needed_and_passed_to_nobody(args, tmp_path):
-    bound = deployments(build({**args, "kv_key_file": str(tmp_path / "not here")}))
+    bound = deployments(build({**args, "key_file": str(tmp_path / "not here")}))
     assert [d.init_args[-1] for d in bound.values()] == [[]] * 3
 
 
@@ -111,7 +111,7 @@ def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, s
         args["kv_store"] = {"backend": store, "capacity_bytes": 2**20}
     deployments_module.PoolReplica(args, "both", [bytes(16)])
     [engine] = started
-    assert engine.kv_keys.secrets == (bytes(16),)
+    assert engine.keys.secrets == (bytes(16),)
     assert (engine.kv_store is not None) == (store is not None)
 
 

@@ -54,7 +54,7 @@ def test_serve_refuses_a_bad_key_file_before_anything_starts(run, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("too short")
     path = tmp_path / "serve.yaml"
-    path.write_text(GOOD.format(model="demo").replace("pools", f"kv_key_file: {keys}, pools"))
+    path.write_text(GOOD.format(model="demo").replace("pools", f"key_file: {keys}, pools"))
     result = run("serve", "--config", path)
     assert result.exit_code == 2
     assert f"{keys}, line 1" in result.output

@@ -36,7 +36,7 @@ def config(case="llama-gqa", *, num_shards=None, **changes):
             "max_batch_size": 32,
             "num_blocks": 80,
             "kv_connector": connector,
-            "kv_keys": KEYS,
+            "keys": KEYS,
             **changes,
         },
     )

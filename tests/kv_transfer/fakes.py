@@ -26,6 +26,7 @@ from kv_transfer.connector import (
 from kv_transfer.consumer import Route
 from kv_transfer.errors import FailureReason, WireError
 from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.keys import KeyRing
 from kv_transfer.layout import ROW_TOKENS, KVLayout
 from kv_transfer.messages import (
     Agent,
@@ -40,7 +41,7 @@ from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.shared_region import RegionLayout, SharedRegion
-from kv_transfer.ticket import KeyRing, Ticket
+from kv_transfer.ticket import Ticket
 from kv_transfer.transport import Command, Event, Load, WireCounters
 
 KEYS = KeyRing((b"a secret of this cluster's router",))

@@ -6,8 +6,8 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
+from kv_transfer.keys import CLOCK_TOLERANCE_S
 from kv_transfer.messages import Data, Fetch, LeaseInfo, Mapped
-from kv_transfer.ticket import CLOCK_TOLERANCE_S
 from tests.kv_transfer.fakes import FakeEngine, make_ticket
 from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair
 from tests.kv_transfer.worlds import World

@@ -9,6 +9,7 @@ import pytest
 
 import kv_transfer.consumer
 from kv_transfer.errors import FailureReason, LayoutMismatchError, TicketError
+from kv_transfer.keys import CLOCK_TOLERANCE_S, KeyRing
 from kv_transfer.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -21,7 +22,6 @@ from kv_transfer.messages import (
     Mapped,
     Renew,
 )
-from kv_transfer.ticket import CLOCK_TOLERANCE_S, KeyRing
 from tests.kv_transfer.fakes import KEYS, LAYOUT, FakeIO, make_loopback_engine
 from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair
 from tests.kv_transfer.worlds import World

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import FailureReason, WireError
+from kv_transfer.keys import MAX_SEALED_BYTES
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -30,7 +31,6 @@ from kv_transfer.messages import (
     encode,
     encode_mapped,
 )
-from kv_transfer.ticket import MAX_SEALED_BYTES
 
 TID = bytes(range(16))
 FETCH = Fetch(

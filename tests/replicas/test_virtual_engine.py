@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_tokens=4, temperature=0.0, seed=0, ignore_eos=True
 
 
 def make_engine(net, name):
-    config = simulated_config(kv_connector="p2p", kv_keys=KEYS)
+    config = simulated_config(kv_connector="p2p", keys=KEYS)
     device = VirtualDevice(
         timing=engine_timing(config, FOUR_CHIPS, 0.0),
         facts=simulated_facts(config),

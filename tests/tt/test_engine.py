@@ -151,7 +151,7 @@ def test_the_cache_has_the_blocks_that_the_budget_says(config):
 )
 def test_kv_goes_between_a_mesh_and_a_cpu(config, computes, optimizations, dtype):
     """Its bytes are right where tokens can be: in the tests of the engines' KV."""
-    common = {"kv_connector": "p2p", "kv_keys": KEYS}
+    common = {"kv_connector": "p2p", "keys": KEYS}
     mesh = config(
         "N300", mesh={"optimizations": optimizations}, tt_data_parallel=2,
         kv_accept_dtypes=() if dtype == "bfloat16" else ("bfloat16",), **common,

@@ -153,7 +153,7 @@ MOVED = {
 @pytest.mark.parametrize("name", MOVED)
 def test_kv_moves_from_a_prefill_mesh_to_a_decode_mesh(pair, name):
     case, optimizations, *ends = MOVED[name]
-    common = {"kv_connector": "p2p", "kv_keys": KEYS}
+    common = {"kv_connector": "p2p", "keys": KEYS}
     configs = [
         config(
             case,

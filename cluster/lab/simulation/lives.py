@@ -19,7 +19,7 @@ from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.host import VirtualHost
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.virtual_engine import VirtualDevice
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Lives:
             name=place.name,
             role=spec.role,
             incarnation=f"{place.name.replace('/', '-')}.{next(self._incarnations)}",
-            config=msgspec.structs.replace(spec.engine, kv_keys=KEYS, role=spec.role),
+            config=msgspec.structs.replace(spec.engine, keys=KEYS, role=spec.role),
             device=VirtualDevice(
                 timing=spec.timing,
                 facts=spec.facts,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.network import KVHost
     from cluster.lab.simulation.recorder import Recorder
+    from kv_transfer.keys import KeyRing
     from kv_transfer.messages import ToConsumer, ToProducer
-    from kv_transfer.ticket import KeyRing
     from replicas.messages import ClientMessage, EngineEvent, RequestMode
 
 _MILLISECOND_S = 0.001

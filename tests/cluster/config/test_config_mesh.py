@@ -11,7 +11,7 @@ from cluster.config.environment import process_environment
 from cluster.config.resolve import replica_engine, resolve
 from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.config import NATIVE_TT_GENERATOR
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget

@@ -14,7 +14,7 @@ from cluster.config.resolve import replica_engine, resolve
 from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import supervisor
-from kv_transfer.ticket import KeyRing
+from kv_transfer.keys import KeyRing
 from replicas.faults import KINDS, FaultPlan
 
 with warnings.catch_warnings():
@@ -205,4 +205,4 @@ def test_a_pool_replica_knows_itself_by_the_rank_of_serve(args, monkeypatch, ran
     monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
     deployments.PoolReplica(args, "decode", [bytes(16)])
     assert [fault.kind for fault in started[0].simulated_mesh.faults] == kinds
-    assert started[0].kv_keys.secrets == (bytes(16),)
+    assert started[0].keys.secrets == (bytes(16),)

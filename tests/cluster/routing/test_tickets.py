@@ -11,7 +11,7 @@ from cluster.errors import ClusterConfigError
 from cluster.routing.tickets import TicketOffice, key_ring, new_secret
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TicketError
-from kv_transfer.ticket import CLOCK_TOLERANCE_S, KeyRing
+from kv_transfer.keys import CLOCK_TOLERANCE_S, KeyRing
 from replicas.config import EngineConfig
 from replicas.messages import EngineRequest
 from tests.cluster.engines import KEYS, make_member, sampling
@@ -108,7 +108,7 @@ def test_key_file_that_cannot_be_used_is_refused_and_shows_nothing_of_it(tmp_pat
         path.write_bytes(content)
     with pytest.raises(ClusterConfigError, match=reason) as caught:
         key_ring(str(path))
-    assert "args.kv_key_file" in str(caught.value)
+    assert "args.key_file" in str(caught.value)
     for secret in ("not a key", "00112233", ONE.hex()):
         assert secret not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -119,8 +119,8 @@ def test_no_text_of_a_cluster_shows_a_secret(tmp_path):
     path.write_text(ONE.hex())
     ring = key_ring(str(path))
     shown = [repr(ring), str(ring), repr(office(ring)), f"{ring!r}"]
-    shown += [repr(resolve({"pools": {"both": {}}, "kv_key_file": str(path)}))]
-    shown.append(repr(EngineConfig(model="/x", kv_keys=ring)))
+    shown += [repr(resolve({"pools": {"both": {}}, "key_file": str(path)}))]
+    shown.append(repr(EngineConfig(model="/x", keys=ring)))
     for text in shown:
         assert ONE.hex() not in text
         assert repr(ONE)[2:-1] not in text

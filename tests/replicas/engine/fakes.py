@@ -12,7 +12,8 @@ from kv_transfer.connector import (
     TransferResults,
 )
 from kv_transfer.errors import TicketError
-from kv_transfer.ticket import KeyRing, Ticket
+from kv_transfer.keys import KeyRing
+from kv_transfer.ticket import Ticket
 from replicas.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.messages import EngineRequest, RequestMode

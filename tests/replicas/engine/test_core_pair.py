@@ -36,7 +36,7 @@ def config(**changes):
             "max_batch_size": 32,
             "num_blocks": 130,
             "kv_connector": "p2p",
-            "kv_keys": KEYS,
+            "keys": KEYS,
             **changes,
         },
     )

@@ -499,7 +499,7 @@ def kv_config(*faults, epoch_unix_s=0.0):
         *faults,
         epoch_unix_s=epoch_unix_s,
         kv_connector="p2p",
-        kv_keys=KEYS,
+        keys=KEYS,
         max_num_batched_tokens=128,
     )
 

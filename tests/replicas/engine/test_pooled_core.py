@@ -268,7 +268,7 @@ def test_a_request_dropped_while_it_waits_for_a_store_leaves_nothing(
 def test_a_pair_with_a_store_gives_the_same_tokens(shelf, make_alone, plain, warm):
     if warm:
         make_alone().generate(PROMPTS)
-    settings = config(shelf[1], "multi", kv_keys=KEYS, num_blocks=100, max_batch_size=16)
+    settings = config(shelf[1], "multi", keys=KEYS, num_blocks=100, max_batch_size=16)
     pair = Pair(settings, settings)
     try:
         found = pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))

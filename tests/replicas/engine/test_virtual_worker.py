@@ -316,7 +316,7 @@ def test_a_step_without_a_batch_has_no_rows():
 def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():
     """What thousands of replicas do: transfers take their time and carry nothing."""
     net, sides = Net(), {}
-    config = simulated_config(kv_connector="p2p", kv_keys=KEYS)
+    config = simulated_config(kv_connector="p2p", keys=KEYS)
     for name in ("prefill", "decode"):
         clock = CountingClock()
         worker = virtual_worker(config, clock, models_kv=False, net=net, name=name)

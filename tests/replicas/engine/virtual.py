@@ -128,7 +128,7 @@ def real_side(
     monkeypatch.setattr(worker_module, "WallClock", lambda: clock)
     if net is not None:
         LoopConnector.net = net
-        config = msgspec.structs.replace(config, kv_connector=LOOP, kv_keys=KEYS)
+        config = msgspec.structs.replace(config, kv_connector=LOOP, keys=KEYS)
     return Side(EngineCore(config, UniProcExecutor(config, name), name), clock)
 
 
@@ -136,7 +136,7 @@ def virtual_side(config: EngineConfig, net: Net | None = None, name: str = "e") 
     """The simulator's worker for the same mesh."""
     clock = CountingClock()
     if net is not None:
-        config = msgspec.structs.replace(config, kv_connector=LOOP, kv_keys=KEYS)
+        config = msgspec.structs.replace(config, kv_connector=LOOP, keys=KEYS)
     worker = virtual_worker(config, clock, net=net, name=name)
     return Side(EngineCore(config, OneWorker(worker), name), clock)
 

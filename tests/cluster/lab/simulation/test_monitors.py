@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.lab.simulation.monitors import LeaseMonitor
+from kv_transfer.keys import KeyRing
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import PROTOCOL_VERSION, Data, Fetch, LeaseInfo, Renew
-from kv_transfer.ticket import KeyRing, Ticket
+from kv_transfer.ticket import Ticket
 
 KEYS = KeyRing((bytes(16),))
 TRANSFER = bytes(range(16))

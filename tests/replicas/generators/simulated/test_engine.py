@@ -99,7 +99,7 @@ def test_a_request_never_ends_before_its_length():
     ids=["chunks to two lanes", "whole", "four lanes to one", "one board to another"],
 )
 def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode):
-    common = {"kv_connector": "p2p", "kv_keys": KEYS, "num_blocks": 130, "max_batch_size": 16}
+    common = {"kv_connector": "p2p", "keys": KEYS, "num_blocks": 130, "max_batch_size": 16}
     pair = Pair(simulated_config(**common, **prefill), simulated_config(**common, **decode))
     try:
         found = pair.generate(PROMPTS, [SAMPLING] * len(PROMPTS))
@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused(changes, message):
 
 def test_a_pair_of_other_models_never_shares_kv():
     other = FOUR_CHIPS.__class__(model="Mistral-7B", board="p150x4")
-    common = {"kv_connector": "p2p", "kv_keys": KEYS, "num_blocks": 130}
+    common = {"kv_connector": "p2p", "keys": KEYS, "num_blocks": 130}
     configs = [simulated_config(**common), simulated_config(**common, simulated_mesh=other)]
     with engine_core(configs[0]) as core, engine_core(configs[1]) as another:
         assert core.kv_layout.content_hash() != another.kv_layout.content_hash()

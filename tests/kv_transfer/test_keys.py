@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import FailureReason, LayoutMismatchError, TicketError
-from kv_transfer.ticket import (
-    CLOCK_TOLERANCE_S,
-    MAX_SEALED_BYTES,
-    MIN_KEY_BYTES,
-    KeyRing,
-    Ticket,
-    check_ticket,
-)
+from kv_transfer.keys import CLOCK_TOLERANCE_S, MAX_SEALED_BYTES, MIN_KEY_BYTES, KeyRing
+from kv_transfer.ticket import Ticket, check_ticket
 from tests.kv_transfer.fakes import LAYOUT, make_ticket
 
 OLD, NEW = b"the secret of last year", b"the secret of this year"
@@ -47,7 +41,7 @@ def test_a_ticket_sealed_with_another_secret_is_refused() -> None:
 
 def test_an_empty_ring_opens_nothing_and_seals_nothing() -> None:
     assert refusal(KeyRing(), KEYS.seal(TICKET)) is FailureReason.AUTH
-    with pytest.raises(TicketError, match="kv_keys"):
+    with pytest.raises(TicketError, match="keys"):
         KeyRing().seal(TICKET)
 
 
@@ -177,3 +171,10 @@ def test_a_ticket_names_one_to_three_addresses(num_endpoints: int) -> None:
     ticket = msgspec.structs.replace(TICKET, producer_endpoints=("tcp://h:1",) * num_endpoints)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket)
+
+
+def test_derived_keys_differ_by_purpose_and_secret_and_never_show_a_secret() -> None:
+    ring = KeyRing((OLD, NEW))
+    one, other = ring.derive("one"), ring.derive("other")
+    assert len({*one, *other, OLD, NEW}) == 6
+    assert KeyRing((NEW,)).derive("one") == one[1:]
