@@ -59,7 +59,9 @@ def serve(
     try:
         # Checked here too: a mistake costs no start of Ray.
         file = options.read()
-        key_ring(resolve(file.args).key_file)
+        key_file = resolve(file.args).key_file
+        if key_file is not None:
+            key_ring(key_file)
         code = supervise(options, file.http_options.host, file.http_options.port)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)

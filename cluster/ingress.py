@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -46,7 +47,7 @@ class Ingress:
 
     Args:
         config: The cluster's configuration.
-        keys: What seals tickets; the engines have the same.
+        keys: What seals tickets and opens the engines' sockets; the engines have the same.
 
     Attributes:
         fleet: The engines; whoever makes the ingress lets it follow a discovery.
@@ -56,7 +57,7 @@ class Ingress:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.metrics = RouterMetrics(config.served_model_name)
-        self.fleet = Fleet(AsyncMPClient)
+        self.fleet = Fleet(partial(AsyncMPClient, keys))
         self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
         self._created_s = int(time.time())
         self._was_complete = False

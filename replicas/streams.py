@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from replicas.errors import EngineDeadError
-from replicas.messages import Abort, UtilityResult
+from replicas.messages import Abort, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,8 +112,12 @@ class StreamTable:
         """Drop a utility call."""
         self._calls.pop(call_id, None)
 
-    def take(self, frame: EngineFrame) -> None:
-        """Hand out what a frame brings: the snapshot first, it counts what the events tell of."""
+    def take(self, frame: EngineFrame) -> bool:
+        """Hand out what a frame brings: the snapshot first, it counts what the events tell of.
+
+        Returns:
+            False if the engine says that it does not know this client, or not any more.
+        """
         if frame.snapshot is not None:
             self._on_snapshot(frame.incarnation, frame.snapshot)
         for event in frame.events:
@@ -121,10 +125,13 @@ class StreamTable:
                 future = self._calls.get(event.call_id)
                 if future is not None and not future.done():
                     future.set_result(event)
+            elif isinstance(event, NotGreeted):
+                return False
             else:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
                     stream.put(event)
+        return True
 
     def fail(self, reason: str) -> None:
         """Tell every open stream and call that the engine is gone."""

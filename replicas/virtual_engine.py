@@ -142,10 +142,10 @@ class VirtualEngine:
         self._has_changed = True
         self._server.take(client, message, now_s)
 
-    def client_gone(self, client: bytes) -> None:
+    def client_gone(self, client: bytes, now_s: float) -> None:
         """Drop a client and all that it asked for."""
         self._has_changed = True
-        self._server.client_gone(client)
+        self._server.client_gone(client, now_s)
 
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""

@@ -97,17 +97,18 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pools: Either `prefill` and `decode`, or `both` alone.
         model: Absolute path of a model folder, or "demo" for the bundled model.
         model_name: Name that requests give; None takes the folder's.
-        data_host: Address on which engines listen for ingresses and for each other; "node" takes
-            each host's own, as Ray knows it, which a cluster of several hosts needs.
+        data_host: Address on which engines listen for ingresses and for each other, a number and no
+            wildcard; "node" takes each host's own, as Ray knows it, which a cluster of several
+            hosts needs.
         kv_connector: How KV moves: "p2p" between the pools, "pooled" through a store, "multi" by
             either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
         kv_store: The store of "pooled" and "multi", one for all replicas; fields of
             `kv_transfer.store.StoreConfig`.
-        key_file: File of the secrets that seal tickets between the pools, on every host, for one
-            of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
-            the first seals, each of them opens. None makes one for each version of the application,
-            so that replicas of two versions hand nothing over, and Ray stores it, see
-            `cluster.lifecycle.application`: give a file on a cluster that others use too.
+        key_file: File of the secrets by which ingresses and engines know each other and that seal
+            tickets between the pools, on every host, for one of a Kubernetes Secret: one a line, in
+            hexadecimal or base64, at least 16 bytes each; the first proves and seals, each of them
+            is believed. None makes one for each application, and Ray stores it, see
+            `cluster.lifecycle.secret`: give a file on a cluster that others use too.
         engine: Fields of every engine's configuration.
         router: How requests are placed.
         ingress: The HTTP edge.

@@ -28,16 +28,15 @@ from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
-from cluster.lifecycle.drain import drain_engine
+from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
-from cluster.routing.tickets import key_ring
 from replicas.boards import RESOURCE
 from replicas.launch import start_engine, stop_timeout_s
 from replicas.messages import EngineDescription
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping
 
     from ray.serve import Deployment
     from ray.serve.handle import DeploymentHandle
@@ -74,7 +73,6 @@ class PoolReplica:
     Args:
         args: The application's `args`.
         role: The pool that it belongs to.
-        made_secrets: What seals tickets, where no file says it.
 
     Raises:
         EngineStartError: The engine could not start; carries its reason.
@@ -85,7 +83,7 @@ class PoolReplica:
     # Serve deletes replicas whose constructor failed too: these have no engine to stop.
     _is_serving = False
 
-    def __init__(self, args: Mapping[str, Any], role: Role, made_secrets: Sequence[bytes]) -> None:
+    def __init__(self, args: Mapping[str, Any], role: Role) -> None:
         config = resolve(args)
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
@@ -93,8 +91,9 @@ class PoolReplica:
         host, environment = config.data_host, process_environment()
         if host == NODE_HOST:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        rank = serve.get_replica_context().rank.rank if config.fault_plan.faults else 0
-        keys = key_ring(config.key_file, made_secrets)
+        context = serve.get_replica_context()
+        rank = context.rank.rank if config.fault_plan.faults else 0
+        keys = deployment_keys(config, context.app_name)
         engine = replica_engine(config, role, rank, host=host, keys=keys, environment=environment)
         self._engine = start_engine(
             engine,
@@ -124,7 +123,7 @@ class PoolReplica:
         if not self._is_serving:
             return
         self._is_serving = False
-        if not await drain_engine(self._engine.description, self._drain_timeout_s):
+        if not await asyncio.to_thread(self._engine.drain, self._drain_timeout_s):
             logger.warning("stopped with requests running role=%s", self._role)
         await asyncio.to_thread(self._engine.stop)
 
@@ -151,21 +150,15 @@ class IngressReplica:
 
     Args:
         args: The application's `args`.
-        made_secrets: What seals tickets, where no file says it.
         **pools: Handle of each pool's deployment, by role.
 
     Raises:
         ClusterConfigError: The file of secrets cannot be used.
     """
 
-    def __init__(
-        self,
-        args: Mapping[str, Any],
-        made_secrets: Sequence[bytes],
-        **pools: DeploymentHandle[Any],
-    ) -> None:
+    def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
         self._config = resolve(args)
-        self._keys = key_ring(self._config.key_file, made_secrets)
+        self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)
         self._following: asyncio.Task[None] | None = None
 

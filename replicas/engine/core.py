@@ -37,11 +37,11 @@ from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     LAPSED,
+    MAX_REQUEST_ID_CHARS,
     Abort,
     Accepted,
     Activate,
     AddRequest,
-    Drain,
     EngineMetrics,
     EngineSnapshot,
     KVLoaded,
@@ -52,6 +52,7 @@ from replicas.messages import (
     Utility,
     UtilityResult,
 )
+from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
@@ -59,11 +60,11 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
-    from replicas.messages import EngineEvent, RefusalReason
+    from replicas.messages import EngineEvent, EngineRequest, RefusalReason
 
 logger = logging.getLogger(__name__)
 
-CoreMessage = AddRequest | LoadKV | Activate | Abort | Drain | Utility
+CoreMessage = AddRequest | LoadKV | Activate | Abort | Utility
 
 _REFUSALS: dict[RefusalReason, str] = {
     "no_slot": "no decode slot is free in the asked DP group",
@@ -121,6 +122,7 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._host_s = 0.0
+        self._ticket_log = QuietLog(logger)
         try:
             self._start(config, incarnation, unix_epoch_s)
         except BaseException:
@@ -166,22 +168,29 @@ class EngineCore:
     # --- messages ------------------------------------------------------------------------------
 
     def handle(self, client: bytes, message: CoreMessage, now_s: float) -> None:
-        """Take one client message; answers appear in `take_events`."""
+        """Take one client message; answers appear in `take_events`.
+
+        Nothing that a client can send raises here. What it says of a request is done only if the
+        request is its own.
+        """
         match message:
             case AddRequest():
                 self._add(client, message, now_s)
             case LoadKV():
-                self._load(client, message, now_s)
+                if self._scheduler.is_of(client, message.request_id):
+                    self._load(client, message, now_s)
             case Activate():
-                self._activate(message, now_s)
+                if self._scheduler.is_of(client, message.request_id):
+                    self._activate(message, now_s)
             case Abort():
                 for request_id in message.request_ids:
-                    self._successors.pop(request_id, None)
-                    self._scheduler.abort(request_id)
-            case Drain():
-                self._scheduler.drain()
+                    self._abort(client, request_id)
             case Utility():
                 self._events[client].append(self._call_utility(message, now_s))
+
+    def drain(self) -> None:
+        """Refuse every new request from now on; what runs goes on."""
+        self._scheduler.drain()
 
     def client_gone(self, client: bytes) -> int:
         """Drop everything that a client asked for; returns how many requests that was."""
@@ -394,7 +403,22 @@ class EngineCore:
     def _problem(self, message: AddRequest) -> str | None:
         """Why a request can never run here, or None."""
         request = message.request
+        problem = self._prompt_problem(request)
+        if problem is not None:
+            return problem
+        if not -1 <= message.dp_group < self.config.tt_data_parallel:
+            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
+        try:
+            request.sampling.validate()
+            request.check_supported()
+        except InvalidRequestError as error:
+            return str(error)
+        return self._mode_problem(message)
+
+    def _prompt_problem(self, request: EngineRequest) -> str | None:
         num_prompt = len(request.prompt_token_ids)
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
         if num_prompt == 0:
             return "the prompt is empty"
         if num_prompt >= self.max_model_len:
@@ -404,14 +428,7 @@ class EngineCore:
             )
         if not _are_below(request.prompt_token_ids, self.facts.vocab_size):
             return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
-        if not -1 <= message.dp_group < self.config.tt_data_parallel:
-            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
-        try:
-            request.sampling.validate()
-            request.check_supported()
-        except InvalidRequestError as error:
-            return str(error)
-        return self._mode_problem(message)
+        return None
 
     def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
@@ -433,22 +450,43 @@ class EngineCore:
         try:
             self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
         except TransferError as error:
-            logger.warning("ticket of %s refused: %s", message.request_id, error)
+            self._ticket_log.say(now_s, "ticket of %s refused: %s", message.request_id, error)
             self._events[client].append(
                 KVLoaded(message.request_id, message.epoch, failure_word(error))
             )
 
+    def _abort(self, client: bytes, request_id: str) -> None:
+        if request_id in self._successors and self._successors[request_id][0] == client:
+            del self._successors[request_id]
+        if self._scheduler.is_of(client, request_id):
+            self._scheduler.abort(request_id)
+
     def _activate(self, message: Activate, now_s: float) -> None:
-        """Start a reserved request, unless its tokens are not of this model."""
+        """Start a reserved request, unless no engine of this model can have drawn its tokens."""
         seq = self._scheduler.get(message.request_id)
         token_ids = message.token_ids[0] if message.token_ids else []
-        if seq is not None and not all(0 <= t < self.facts.vocab_size for t in token_ids):
-            self._scheduler.abort(message.request_id)
-            self._fail(seq, f"a token id is outside the vocabulary of {self.facts.vocab_size}")
-            return
+        if seq is not None:
+            problem = self._activation_problem(seq, message)
+            if problem is not None:
+                self._scheduler.abort(message.request_id)
+                self._fail(seq, problem)
+                return
         ended = self._scheduler.activate(message.request_id, token_ids, now_s)
         if ended is not None:
             self._fail_transfer(ended)
+
+    def _activation_problem(self, seq: Sequence, message: Activate) -> str | None:
+        if len(message.token_ids) > 1:
+            return "it has one choice, and was activated with tokens of several"
+        for token_ids in message.token_ids:
+            if seq.num_prompt_tokens + len(token_ids) >= self.max_model_len:
+                return (
+                    f"a prompt of {seq.num_prompt_tokens} tokens with {len(token_ids)} of output "
+                    f"leaves no room below max_model_len {self.max_model_len}"
+                )
+            if token_ids and not _are_below(token_ids, self.facts.vocab_size):
+                return f"a token id is outside the vocabulary of {self.facts.vocab_size}"
+        return None
 
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""
@@ -517,7 +555,7 @@ class EngineCore:
                 self._scheduler.reset_prefix_cache()
                 return UtilityResult(message.call_id, True)
             case unknown:
-                return UtilityResult(message.call_id, error=f"no utility method {unknown!r}")
+                return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -467,6 +467,11 @@ class Scheduler:
         """The live sequence of this id, if any."""
         return self._sequences.get(request_id)
 
+    def is_of(self, client: bytes, request_id: str) -> bool:
+        """Whether a live sequence, or one whose blocks are still held, is this client's."""
+        seq = self._sequences.get(request_id) or self._held.get(request_id)
+        return seq is not None and seq.client == client
+
     def next_deadline_s(self) -> float | None:
         """When the next reservation lapses."""
         waiting = (s.deadline_s for s in self._reserved.values() if not s.is_activated)

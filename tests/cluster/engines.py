@@ -29,6 +29,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
+from kv_transfer.curve import Doorkeeper, secure_server, server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
@@ -209,7 +210,7 @@ class Rig:
             self.lost.append(incarnation)
             on_dead(incarnation, reason)
 
-        return AsyncMPClient(on_snapshot, on_lost)
+        return AsyncMPClient(KEYS, on_snapshot, on_lost)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""
@@ -310,6 +311,7 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
     """A member whose engine exists on paper only."""
     fields: dict[str, object] = {
         "incarnation": incarnation,
+        "public_key": server_public_key(KEYS, incarnation),
         "input_endpoint": "tcp://127.0.0.1:1",
         "output_endpoint": "tcp://127.0.0.1:1",
         "kv_endpoints": ("tcp://127.0.0.1:1",),
@@ -345,7 +347,8 @@ class ScriptedEngine:
         self, role: Role, incarnation: str, answer: Callable[[ClientMessage], list[EngineEvent]]
     ) -> None:
         self._context = zmq.asyncio.Context()
-        self._input, self._output = (self._bind() for _ in range(2))
+        Doorkeeper(zmq.Context.shadow(self._context), KEYS)
+        self._input, self._output = (self._bind(incarnation) for _ in range(2))
         self.role: Role = role
         self.member = make_member(
             role,
@@ -394,8 +397,9 @@ class ScriptedEngine:
             frame = EngineFrame(self.member.description.incarnation, list(events), snapshot)
             await self._output.send_multipart((client, encode(frame)))
 
-    def _bind(self) -> zmq.asyncio.Socket:
+    def _bind(self, incarnation: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
+        secure_server(socket, KEYS, incarnation)
         socket.bind("tcp://127.0.0.1:*")
         return socket
 

@@ -380,9 +380,10 @@ def test_client_may_be_closed_the_moment_it_loses_an_engine():
     async def run():
         closing = []
         client = AsyncMPClient(
+            KEYS,
             on_dead=lambda _incarnation, _reason: closing.append(
                 asyncio.ensure_future(client.close())
-            )
+            ),
         )
         async with ScriptedEngine("both", "e", finishes) as engine:
             await client.connect(engine.member.description)

@@ -196,7 +196,7 @@ class VirtualHost:
         inbox, self._inbox = self._inbox, []
         for client, message in inbox:
             if message is None:
-                self.engine.client_gone(client)
+                self.engine.client_gone(client, now_s)
             else:
                 self.engine.take(client, message, now_s)
         self._is_stepping, self._is_woken = True, False
