@@ -205,7 +205,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             none while they load: for these it must cover the first conversion of the weights.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
-        keys: What tickets must be signed with; without a key every ticket is refused.
+        keys: What tickets must be signed with; without a key every ticket is refused. The first one
+            also keys the prefix cache, whose key is random without.
         kv_accept_dtypes: Element types of other engines' KV that this one converts to its own; not
             with "pooled" and "multi".
         kv_store: The store that pooled KV is kept in, if there is one.

@@ -13,6 +13,7 @@ only after the connector has let go of them.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
@@ -55,6 +57,7 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
+    from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
@@ -152,6 +155,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
+            prefix_cache_key=_prefix_cache_key(config.keys),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.facts.eos_token_ids),
             connector=self._connector,
@@ -518,6 +522,12 @@ class EngineCore:
                 return UtilityResult(message.call_id, True)
             case unknown:
                 return UtilityResult(message.call_id, error=f"no utility method {unknown!r}")
+
+
+def _prefix_cache_key(keys: KeyRing) -> bytes:
+    """The deployment's key, or where it has no secrets one of this engine alone."""
+    derived = keys.derive(PREFIX_CACHE)
+    return derived[0] if derived else secrets.token_bytes(32)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.block_hash import chain_start, extend_block_hashes
+from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -47,13 +47,15 @@ class DPGroups:
     Args:
         config: The engine's configuration.
         num_blocks: Blocks of each group, null block included.
+        prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
 
     Attributes:
         stats: Totals of each group, counted by whoever knows.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, prefix_cache_key: bytes) -> None:
         count = config.tt_data_parallel
+        self._prefix_cache_key = prefix_cache_key
         self._block_size = config.block_size
         self._slots_per_group = config.slots_per_group
         self._enable_prefix_caching = bool(config.enable_prefix_caching)
@@ -224,8 +226,9 @@ class DPGroups:
             assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
 
     def _extend_hashes(self, seq: Sequence) -> None:
-        salt = b"" if seq.block_hashes else chain_start(seq.request.cache_salt)
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, salt)
+        if len(seq.block_hashes) < seq.num_tokens // self._block_size:
+            root = prefix_root(self._prefix_cache_key, seq.request.cache_salt)
+            extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, root)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -83,6 +83,7 @@ class Scheduler:
     Args:
         config: The engine's configuration, every None that depends on the generator decided.
         num_blocks: Blocks of each DP group, null block included.
+        prefix_cache_key: See `DPGroups`.
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
         connector: Scheduler side of the KV connector, if the engine has one.
@@ -97,6 +98,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         num_blocks: int,
+        prefix_cache_key: bytes,
         max_model_len: int,
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
@@ -110,7 +112,7 @@ class Scheduler:
         self._connector = connector
         self._resumes_prefill = resumes_prefill
         self._chunk_alignment = chunk_alignment
-        self._groups = DPGroups(config, num_blocks)
+        self._groups = DPGroups(config, num_blocks, prefix_cache_key)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []

@@ -17,7 +17,7 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
-from tests.replicas.engine.fakes import EOS, FakeConnector
+from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,7 @@ class World:
         self.scheduler = Scheduler(
             config,
             num_blocks=num_blocks,
+            prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,

@@ -23,7 +23,14 @@ from replicas.messages import (
     Utility,
 )
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine.fakes import EOS, FakeConnector, make_config, make_sequence, make_ticket
+from tests.replicas.engine.fakes import (
+    EOS,
+    PREFIX_CACHE_KEY,
+    FakeConnector,
+    make_config,
+    make_sequence,
+    make_ticket,
+)
 from tests.replicas.engine.pictures import picture
 
 if TYPE_CHECKING:
@@ -111,6 +118,7 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             num_blocks=num_blocks,
+            prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,

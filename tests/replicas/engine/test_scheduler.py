@@ -11,6 +11,7 @@ from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
 from tests.replicas.engine.fakes import (
     EOS,
+    PREFIX_CACHE_KEY,
     FakeConnector,
     make_config,
     make_sequence,
@@ -22,6 +23,7 @@ def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
     return Scheduler(
         make_config(**changes),
         num_blocks=num_blocks,
+        prefix_cache_key=PREFIX_CACHE_KEY,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         connector=connector,
@@ -404,8 +406,8 @@ def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     connector = FakeConnector(4)
     connector.pool["a"] = 8
     scheduler = Scheduler(
-        make_config(), num_blocks=9, max_model_len=32, eos_token_ids=frozenset({EOS}),
-        connector=connector, resumes_prefill=False,
+        make_config(), num_blocks=9, prefix_cache_key=PREFIX_CACHE_KEY, max_model_len=32,
+        eos_token_ids=frozenset({EOS}), connector=connector, resumes_prefill=False,
     )  # fmt: skip
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {"a": 10}
