@@ -486,9 +486,13 @@ class EngineCore:
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
-            self._tell_loaded(self._scheduler.kv_received(request_id))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
         for request_id, failure in transfers.failed.items():
-            self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(
+                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+            )
         for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 

@@ -61,6 +61,10 @@ class World:
     def write(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix, start: int) -> None:
         """Write the KV of tokens `start` and later of a sequence."""
         size = self.config.block_size
+        pool = self.scheduler._groups._pools[lane]
+        for block in block_ids[start // size : -(-len(tokens) // size)]:
+            holders, is_indexed = pool._ref_counts[block], pool._hashes[block] is not None
+            assert (holders, is_indexed) == (1, False), f"a write to block {block} of others"
         for position in range(start, len(tokens)):
             place = (lane, block_ids[position // size], position % size)
             self.kv[place] = tokens[: position + 1]
