@@ -206,9 +206,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         keys: What clients prove themselves with, and tickets must be sealed with;
-            `replicas.launch.start_engine` makes one where there is none.
-        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own; not
-            with "pooled" and "multi".
+            `replicas.launch.start_engine` makes one where there is none. The first one also keys
+            the prefix cache, whose key is random without.
+        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own, each
+            for the request that asked alone; not with "pooled" and "multi".
         kv_store: The store that pooled KV is kept in, if there is one.
         kv_load_failure_policy: What becomes of a request whose KV another engine did not send:
             "recompute" goes on from the part that was verified and computes the rest, as is always

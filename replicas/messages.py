@@ -42,7 +42,8 @@ class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         modality: "image", for one.
         offset: Index of the first placeholder in the prompt.
         length: How many there are.
-        content_hash: Of `data`; equal placeholders share cached KV only under an equal one.
+        content_hash: Of `data`; equal placeholders share cached KV only under an equal one, so
+            that it has to be a cryptographic hash, made by whoever decoded the client's request.
         data: As the client sent it, still encoded.
     """
 

@@ -111,6 +111,10 @@ class BlockPool:
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
+    def is_private(self, block_id: int) -> bool:
+        """Whether a block has one holder, and nobody else can find it."""
+        return self._ref_counts[block_id] == 1 and self._hashes[block_id] is None
+
     def cache(self, block_id: int, block_hash: bytes) -> None:
         """Make a full, computed block findable; a second block of the same hash stays private."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not held"

@@ -13,6 +13,7 @@ only after the connector has let go of them.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
@@ -56,6 +58,7 @@ from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
+    from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
@@ -154,6 +157,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
+            prefix_cache_key=_prefix_cache_key(config.keys),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.facts.eos_token_ids),
             connector=self._connector,
@@ -520,9 +524,13 @@ class EngineCore:
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
-            self._tell_loaded(self._scheduler.kv_received(request_id))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
         for request_id, failure in transfers.failed.items():
-            self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(
+                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+            )
         for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 
@@ -556,6 +564,12 @@ class EngineCore:
                 return UtilityResult(message.call_id, True)
             case unknown:
                 return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+
+
+def _prefix_cache_key(keys: KeyRing) -> bytes:
+    """The deployment's key, or where it has no secrets one of this engine alone."""
+    derived = keys.derive(PREFIX_CACHE)
+    return derived[0] if derived else secrets.token_bytes(32)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -53,6 +53,8 @@ class Sequence:
         next_load: RESERVED only: ticket and epoch that replace the transfer under way as soon as
             that has ended.
         load_epoch: RESERVED only: the client's number of the ticket in use.
+        is_converted: Some of the KV in its blocks came in another dtype. That, and what is computed
+            from it, is not what this engine computes: nobody else may find those blocks.
         load_failure: Why the KV of the latest load did not come; None if it did, or may yet.
         is_activated: RESERVED only: the client said to start.
         is_aborted: The client gave it up; nobody may count on what it still holds.
@@ -80,6 +82,7 @@ class Sequence:
     is_announced: bool = False
     next_load: tuple[bytes, int] | None = None
     load_epoch: int = 0
+    is_converted: bool = False
     load_failure: str | None = None
     is_activated: bool = False
     is_aborted: bool = False
