@@ -69,6 +69,22 @@ def serve(
 
 
 @app.command()
+def environment() -> None:
+    """Print the variables that `ray start` needs on each host, as shell commands for `eval`."""
+    import shlex
+
+    from cluster.lifecycle import haproxy
+    from cluster.lifecycle.supervisor import private_folder
+
+    script = haproxy.find_script()
+    if script is None:
+        typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
+    variables = {"RAY_AUTH_MODE": "token", **haproxy.environment(private_folder(), script)}
+    for name, value in variables.items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+@app.command()
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:

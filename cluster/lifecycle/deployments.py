@@ -28,6 +28,7 @@ from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
+from cluster.lifecycle import haproxy
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
@@ -61,9 +62,14 @@ _deployment = partial(
     # A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty.
     max_constructor_retry_count=2,
 )
-_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""Serve would run the ingress on an event loop of its own in a second thread, and carry every chunk
-of every stream from there to the loop that sends it: a third of what an ingress costs per token."""
+_INGRESS_VARIABLES = {
+    # Serve would run the ingress on an event loop of its own in a second thread, and carry every
+    # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
+    # per token.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    haproxy.DOOR_VARIABLE: haproxy.DOOR,
+}
+"""What Ray Serve reads when the process of an ingress starts."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -177,6 +183,7 @@ class IngressReplica:
             ingress,
             version=importlib.metadata.version("ttserve"),
             max_body_bytes=self._config.ingress.max_body_bytes,
+            request_timeout_s=self._config.ingress.request_timeout_s,
         )
 
         @contextlib.asynccontextmanager
@@ -344,7 +351,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         ray_actor_options={
             "num_cpus": config.ingress.num_cpus,
-            "runtime_env": {"env_vars": _ONE_LOOP},
+            "runtime_env": {"env_vars": _INGRESS_VARIABLES},
         },
         # As long as the pools let their requests run, or streams would be cut here.
         graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),

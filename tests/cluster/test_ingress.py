@@ -186,7 +186,9 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
             ScriptedEngine("both", "e", finishes) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            client = Client(create_app(service, version="0", max_body_bytes=2**20))
+            client = Client(
+                create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+            )
             for seed in (None, None, 0):
                 body = {"prompt": "x", "max_tokens": 1, "seed": seed}
                 assert (await client.request("POST", "/v1/completions", body)).status == 200
@@ -219,7 +221,7 @@ def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
             ScriptedEngine("decode", "d", finishes) as decode,
             serving(prefill.member, decode.member) as service,
         ):
-            app = create_app(service, version="0", max_body_bytes=2**20)
+            app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
             client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
             return client.status, [*prefill.messages, *decode.messages]
 

@@ -60,7 +60,7 @@ async def serving(*engines, args=None, **fields):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: ingress.is_ready()[0], "ready")
-        app = create_app(ingress, version="0", max_body_bytes=2**20)
+        app = create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60)
         yield ingress, lambda *request: Client(app).request(*request)
     finally:
         await ingress.close()

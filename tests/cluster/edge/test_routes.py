@@ -79,7 +79,7 @@ class Client:
 
 
 def make_app(service, max_body_bytes=MAX_BODY_BYTES):
-    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes)
+    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes, request_timeout_s=60)
 
 
 def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
