@@ -95,7 +95,10 @@ class Ingress:
             self._was_complete = True
         if not pools.can_decode:
             return False, "no replica can decode"
-        return True, f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else ""
+        return (
+            True,
+            f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else "",
+        )
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""

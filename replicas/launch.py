@@ -5,8 +5,8 @@ engine lives by, so an engine never outlives its parent, however the parent ends
 
 A device that hangs takes the engine's core thread with it, and maybe the whole interpreter, so it
 is this process that watches: the engine sends beats that say how far its core thread is, and one
-that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have given it nothing
-new for long by then (`replicas.engine.pulse`): the kill is for what is left on it, and for its mesh.
+that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have long given it
+nothing new by then (`replicas.engine.pulse`): the kill is for what is left on it and for its mesh.
 """
 
 from __future__ import annotations
