@@ -87,18 +87,24 @@ class Ingress:
         )
 
     def is_ready(self) -> tuple[bool, str]:
-        """Ready once every pool has had a replica, and as long as one can decode."""
+        """Ready once every pool has had a replica, and as long as one decodes that gets on."""
         pools = self.fleet.pools
         if not self._was_complete:
             missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
-        return (True, "") if pools.can_decode else (False, "no replica can decode")
+        if not pools.can_decode:
+            return False, "no replica can decode"
+        return (
+            True,
+            f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else "",
+        )
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
         self.metrics.num_queued.set(len(self._router.queue))
+        self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)

@@ -328,11 +328,20 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one engine step has for one client; empty as a heartbeat."""
+    """Everything one engine step has for one client; empty as a heartbeat.
+
+    Attributes:
+        incarnation: The engine's.
+        events: In order.
+        snapshot: Taken after them, if the client has not had it.
+        stalled_s: How long the engine has been in one step, if that is longer than it should be
+            (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
+    """
 
     incarnation: str
     events: list[EngineEvent] = []
     snapshot: EngineSnapshot | None = None
+    stalled_s: float = 0.0
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -109,7 +109,7 @@ class Backend(Protocol):
         """
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether new requests can be served, and why not."""
+        """Whether new requests can be served, and what is wrong: if they can, also without it."""
 
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -231,7 +231,9 @@ class _Routes:
     async def health(self, request: Request) -> Response:
         del request
         is_ready, reason = self._backend.is_ready()
-        return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
+        if is_ready:
+            return _json({"status": "degraded", "reason": reason}) if reason else Response()
+        return _json({"status": "not ready", "reason": reason}, 503)
 
     async def live(self, request: Request) -> Response:
         del request

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
+    from cluster.routing.fleet import Fleet
+    from replicas.async_client import AsyncMPClient
     from replicas.config import EngineConfig, Role
     from replicas.launch import EngineHandle
 
@@ -166,16 +168,16 @@ class IngressReplica:
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)
-        self._following: asyncio.Task[None] | None = None
+        self._fleet: Fleet[AsyncMPClient] | None = None
 
     async def check_health(self) -> None:
-        """Tell Serve whether this ingress still finds replicas.
+        """Tell Serve whether this ingress is of use: it knows replicas, or may find some.
 
         Raises:
-            RuntimeError: It does not; Serve starts another one.
+            RuntimeError: It is not; Serve starts another one.
         """
-        if self._following is not None and self._following.done():
-            raise RuntimeError("discovery has ended")
+        if self._fleet is not None and self._fleet.is_lost:
+            raise RuntimeError("no replica is known, and discovery fails all the time")
 
     def __serve_build_asgi_app__(self) -> Starlette:
         ingress = Ingress(self._config, self._keys)
@@ -189,7 +191,7 @@ class IngressReplica:
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
-            self._following = following
+            self._fleet = ingress.fleet
             try:
                 yield
             finally:
@@ -212,11 +214,24 @@ class PoolDirectory:
         self._status: asyncio.Future[ServeStatus] | None = None
 
     async def find(self) -> list[Member]:
-        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
-        pools = await asyncio.gather(
-            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items())
-        )
-        return [member for members in pools for member in members]
+        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies.
+
+        Raises:
+            Exception: Whatever a pool's handle failed with, if no pool has anybody.
+        """
+        found: list[Member] = []
+        errors: list[BaseException] = []
+        for answer in await asyncio.gather(
+            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items()),
+            return_exceptions=True,
+        ):
+            if isinstance(answer, BaseException):
+                errors.append(answer)
+            else:
+                found += answer
+        if errors and not found:
+            raise errors[0]
+        return found
 
     async def num_wanted(self) -> int | None:
         """Replicas that Serve runs or starts now, whatever the configuration said."""

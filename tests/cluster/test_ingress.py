@@ -335,6 +335,15 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             service.fleet.add([decode.member, prefill.member])
             await connected(service, [decode.member, prefill.member])
             assert service.is_ready() == (True, "")
+            service.fleet._set_moves(prefill.incarnation, moves=False)
+            assert service.is_ready() == (True, "replicas that do not get on: 1")
+            metrics = (await service.metrics_text()).decode()
+            assert 'ttserve_router_stalled_replicas{model_name="tiny"} 1.0' in metrics
+            service.fleet._set_moves(decode.incarnation, moves=False)
+            assert service.is_ready() == (False, "no replica can decode")
+            for engine in (prefill, decode):
+                service.fleet._set_moves(engine.incarnation, moves=True)
+            assert service.is_ready() == (True, "")
             service.fleet._lose(prefill.incarnation, "test")
             assert service.is_ready() == (True, ""), "the decode pool can do without"
             service.fleet._lose(decode.incarnation, "test")

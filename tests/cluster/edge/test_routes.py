@@ -432,6 +432,14 @@ def test_health_says_why_it_is_not_ready_while_live_stays_well():
     assert call(service, "GET", "/live").status == 200
 
 
+def test_health_is_degraded_while_a_part_is_ill_and_the_rest_serves():
+    service = FakeBackend()
+    service.ready = (True, "replicas that do not get on: 1")
+    response = call(service, "GET", "/health")
+    assert (response.status, response.body["status"]) == (200, "degraded")
+    assert response.body["reason"] == "replicas that do not get on: 1"
+
+
 def test_metrics_and_version():
     response = call(FakeBackend(), "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
