@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
-from replicas.engine.block_pool import BlockPool
+from replicas.engine.block_pool import BlockPool, PrefixWalk
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -102,30 +102,17 @@ class DPGroups:
         """
         tried = set(full_groups)
         while (group := self.choose(seq, tried)) is not None:
-            hits = self.find_prefix(seq, group)
-            if self.fits(group, num_tokens, hits):
-                return group, hits
+            walk = self._find_prefix(seq, group)
+            if self._fits(group, num_tokens, walk):
+                return group, walk.block_ids
             tried.add(group)
         return None
-
-    def find_prefix(self, seq: Sequence, group: int) -> list[int]:
-        """Cached leading blocks; at least one token is left to compute, for its logits."""
-        if not self._enable_prefix_caching:
-            return []
-        self._extend_hashes(seq)
-        limit = (seq.num_tokens - 1) // self._block_size
-        return self._pools[group].find_prefix(seq.block_hashes[:limit])
-
-    def fits(self, group: int, num_tokens: int, hits: list[int]) -> bool:
-        """Whether a group has blocks for so many tokens, the first of them in `hits`."""
-        pool = self._pools[group]
-        num_new_blocks = self._num_blocks_for(num_tokens) - len(hits)
-        return num_new_blocks + pool.num_evictable(hits) <= pool.num_free_blocks
 
     def admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
         pool = self._pools[group]
         pool.share(hits)
+        seq.walks.clear()
         seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
         seq.num_cached_blocks = len(hits)
         seq.num_computed_tokens = len(hits) * self._block_size
@@ -242,6 +229,20 @@ class DPGroups:
             unwritten = seq.block_ids[seq.num_computed_tokens // self._block_size :]
             shared = [b for b in unwritten if not self._pools[seq.dp_group].is_private(b)]
             assert not shared, f"{seq.request_id} writes to blocks {shared} that others may read"
+
+    def _find_prefix(self, seq: Sequence, group: int) -> PrefixWalk:
+        """Cached leading blocks; at least one token is left to compute, for its logits."""
+        walk = seq.walks.setdefault(group, PrefixWalk())
+        if self._enable_prefix_caching:
+            self._extend_hashes(seq)
+            limit = (seq.num_tokens - 1) // self._block_size
+            self._pools[group].bring_up_to_date(walk, seq.block_hashes, limit)
+        return walk
+
+    def _fits(self, group: int, num_tokens: int, walk: PrefixWalk) -> bool:
+        """Whether a group has blocks for so many tokens, the first of them found already."""
+        num_new_blocks = self._num_blocks_for(num_tokens) - len(walk.block_ids)
+        return num_new_blocks + walk.num_evictable <= self._pools[group].num_free_blocks
 
     def _extend_hashes(self, seq: Sequence) -> None:
         if len(seq.block_hashes) < seq.num_tokens // self._block_size:
