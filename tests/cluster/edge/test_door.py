@@ -7,6 +7,7 @@ import json
 import pytest
 
 from cluster.edge.door import Door, DoorLimits
+from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -137,7 +138,7 @@ def test_a_quiet_stream_outlives_the_time_for_writes():
         await emit(OutputDelta(0, "a", [1]))
         await asyncio.sleep(4 * QUICK.write_timeout_s)
         await emit(OutputDelta(0, "b", [2], "length"))
-        return (1, 2, 0)
+        return Usage(1, 2)
 
     with door(app=make_app(FakeBackend(pauses))) as (_, port):
         status, body = ask(port, {**HI, "stream": True})
