@@ -108,9 +108,9 @@ def test_more_bodies_than_there_may_be_get_429():
         assert ask(port, HI)[0] == 429
 
 
-def test_a_body_of_megabytes_comes_through_as_it_was_sent():
-    text = "x" * 3_000_000
-    with door(app=make_app(FakeBackend(), max_body_bytes=2**22)) as (guard, port):
+def test_a_large_body_comes_through_as_it_was_sent():
+    text = "x" * 500_000
+    with door() as (guard, port):
         status, body = ask(port, {"prompt": text}, path="/tokenize")
         assert (status, json.loads(body)["count"]) == (200, len(text))
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
