@@ -138,7 +138,8 @@ def _start_ray(options: ServeOptions) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=True,
         logging_level=logging.ERROR,
-        _temp_dir=options.folder,
+        # A folder of its own: Ray lets every user of the host write in it.
+        _temp_dir=f"{options.folder}/r",
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
