@@ -30,6 +30,7 @@ from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.logs import log_to_standard_error
 from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError
@@ -261,9 +262,7 @@ class EngineProcess:
 
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s"
-    )
+    log_to_standard_error()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     # Not for processes of ours, a compiler for one: the parent takes its end for ours.
     os.set_inheritable(arguments.ready_fd, False)
