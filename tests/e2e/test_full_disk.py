@@ -1,6 +1,7 @@
 """A server whose private folder, with Ray's session and all logs, is on a disk that fills up."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -59,5 +60,14 @@ def test_a_full_disk_stops_no_request(server):
     long = BODY | {"prompt": "Return the value of " * 150, "stream": True}
     assert list(harness.stream_events(server.url, "/v1/completions", long))[-1] == "[DONE]"
     assert harness.get_json(f"{server.url}/health")[0] == 200
+    # An engine that is lost now is back at the latest when there is room again.
+    server.footprint.look()
+    engine = next(
+        process.process_id
+        for process in server.footprint.processes_left()
+        if "replicas.engine.process" in process.command
+    )
+    os.kill(engine, signal.SIGKILL)
+    harness.wait_for(lambda: harness.post_json(url, BODY)[0] != 200, 20, "the loss is seen")
     os.unlink(f"{server.disk}/fill")
-    assert harness.post_json(url, BODY)[0] == 200
+    harness.wait_for(lambda: harness.post_json(url, BODY)[0] == 200, 60, "it serves again")
