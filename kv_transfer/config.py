@@ -4,7 +4,12 @@ Times are seconds on the monotonic clock of the process that waits; no clock is 
 hosts.
 """
 
+from typing import Literal
+
 import msgspec
+
+KVNetwork = Literal["encrypted", "plain"]
+"""How KV travels between hosts."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

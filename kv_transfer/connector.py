@@ -45,7 +45,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.keys import KeyRing
@@ -153,9 +153,12 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         incarnation: Unique name of this engine process, the one that tickets name.
         bind: Where to listen: ``tcp://<address>:*`` for a free port, ``tcp://<address>:<port>``
-            or ``ipc://<path>``. The address is one of this host, never a wildcard.
+            or ``ipc://<path>``. The address is one of this host, never a wildcard; and loopback
+            where there are no keys.
         config: Deadlines and sizes.
-        keys: What tickets are sealed with.
+        keys: What tickets are sealed with, and connections over the network are secured with.
+        network: Whether KV that leaves the host is encrypted, and its connections prove that they
+            hold a secret; or "plain": whoever has a ticket is served, and can be listened to.
         unix_now_s: Wall clock of this host, in Unix seconds: tickets expire by it. Read whenever
             one is checked and never kept, as it may be set at any time.
         step_now_s: Monotonic clock of this engine's steps: what copying costs is measured by it.
@@ -172,6 +175,7 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     config: TransferConfig = field(default_factory=TransferConfig)
     keys: KeyRing = field(default_factory=KeyRing)
     accept_dtypes: tuple[str, ...] = ()
+    network: KVNetwork = "encrypted"
     store: StoreConfig | None = None
     link_faults: LinkFaults = field(default_factory=NoLinkFaults)
 
@@ -363,6 +367,7 @@ class TransferStats(Struct, frozen=True, kw_only=True):
         num_unknown_ids: Messages about transfers that this engine does not know.
         num_malformed: Frames that are no message of the protocol.
         num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
+        num_denied: Connections over the network that held no secret of the deployment.
         store: Totals of the pool.
     """
 
@@ -384,6 +389,7 @@ class TransferStats(Struct, frozen=True, kw_only=True):
     num_unknown_ids: int = 0
     num_malformed: int = 0
     num_bad_tickets: int = 0
+    num_denied: int = 0
     store: StoreStats = field(default_factory=StoreStats)
 
 

@@ -338,6 +338,7 @@ class P2PConnectorWorker:
             num_unknown_ids=counters.num_unknown_ids,
             num_malformed=counters.num_malformed,
             num_bad_tickets=counters.num_bad_tickets,
+            num_denied=counters.num_denied,
         )
 
     def transfers(self, now_s: float) -> list[TransferInfo]:

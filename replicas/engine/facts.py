@@ -67,6 +67,7 @@ def connector_settings(
         incarnation=incarnation,
         bind=config.kv_endpoint,
         keys=config.keys,
+        network=config.kv_network,
         unix_now_s=unix_now_s,
         step_now_s=step_now_s,
         accept_dtypes=config.kv_accept_dtypes,

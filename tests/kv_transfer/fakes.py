@@ -242,23 +242,22 @@ def make_engine(
     config: TransferConfig = QUICK,
     link_faults: LinkFaults | None = None,
     accept_dtypes: tuple[str, ...] = (),
+    **settings: Any,
 ) -> FakeEngine:
     """Make an engine on the real transport; the caller closes ``worker``."""
-    settings = ConnectorSettings(
-        incarnation=name,
-        unix_now_s=time.time,
-        step_now_s=time.monotonic,
+    told = make_settings(
+        name,
+        **{"unix_now_s": time.time, "step_now_s": time.monotonic, **settings},
         bind=bind,
         config=config,
-        keys=KEYS,
         accept_dtypes=accept_dtypes,
         link_faults=link_faults or NoLinkFaults(),
     )
     notified = threading.Event()
     connector = P2PConnector()
-    worker = connector.create_worker(settings, notified.set)
+    worker = connector.create_worker(told, notified.set)
     worker.register_kv_caches(io)
-    scheduler = connector.create_scheduler(settings, io.layout)
+    scheduler = connector.create_scheduler(told, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, time.monotonic)
 
 
