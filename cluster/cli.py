@@ -59,11 +59,29 @@ def serve(
     try:
         # Checked here too: a mistake costs no start of Ray.
         file = options.read()
-        key_ring(resolve(file.args).key_file)
+        key_file = resolve(file.args).key_file
+        if key_file is not None:
+            key_ring(key_file)
         code = supervise(options, file.http_options.host, file.http_options.port)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
     raise typer.Exit(code)
+
+
+@app.command()
+def environment() -> None:
+    """Print the variables that `ray start` needs on each host, as shell commands for `eval`."""
+    import shlex
+
+    from cluster.lifecycle import haproxy
+    from cluster.lifecycle.supervisor import private_folder
+
+    script = haproxy.find_script()
+    if script is None:
+        typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
+    variables = {"RAY_AUTH_MODE": "token", **haproxy.environment(private_folder(), script)}
+    for name, value in variables.items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 @app.command()

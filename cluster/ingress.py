@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -46,7 +47,7 @@ class Ingress:
 
     Args:
         config: The cluster's configuration.
-        keys: What seals tickets; the engines have the same.
+        keys: What seals tickets and opens the engines' sockets; the engines have the same.
 
     Attributes:
         fleet: The engines; whoever makes the ingress lets it follow a discovery.
@@ -56,7 +57,7 @@ class Ingress:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.metrics = RouterMetrics(config.served_model_name)
-        self.fleet = Fleet(AsyncMPClient)
+        self.fleet = Fleet(partial(AsyncMPClient, keys))
         self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
         self._created_s = int(time.time())
         self._was_complete = False
@@ -86,18 +87,24 @@ class Ingress:
         )
 
     def is_ready(self) -> tuple[bool, str]:
-        """Ready once every pool has had a replica, and as long as one can decode."""
+        """Ready once every pool has had a replica, and as long as one decodes that gets on."""
         pools = self.fleet.pools
         if not self._was_complete:
             missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
-        return (True, "") if pools.can_decode else (False, "no replica can decode")
+        if not pools.can_decode:
+            return False, "no replica can decode"
+        return (
+            True,
+            f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else "",
+        )
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
         self.metrics.num_queued.set(len(self._router.queue))
+        self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)

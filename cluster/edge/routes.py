@@ -109,7 +109,7 @@ class Backend(Protocol):
         """
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether new requests can be served, and why not."""
+        """Whether new requests can be served, and what is wrong: if they can, also without it."""
 
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -118,15 +118,18 @@ class Backend(Protocol):
         """What moves between the replicas now."""
 
 
-def create_app(backend: Backend, *, version: str, max_body_bytes: int) -> Starlette:
-    """Build the ASGI app.
+def create_app(
+    backend: Backend, *, version: str, max_body_bytes: int, request_timeout_s: float
+) -> Starlette:
+    """Build the ASGI app, which `cluster.edge.door` keeps slow clients from.
 
     Args:
         backend: Runs the requests.
         version: What /version says.
         max_body_bytes: Larger request bodies are answered with 413.
+        request_timeout_s: A request that is not done by then is aborted: 408, or an error event.
     """
-    routes = _Routes(backend, version, max_body_bytes)
+    routes = _Routes(backend, version, max_body_bytes, request_timeout_s)
     return Starlette(
         routes=[
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -153,10 +156,13 @@ def create_app(backend: Backend, *, version: str, max_body_bytes: int) -> Starle
 class _Routes:
     """The handlers; each reads, validates, asks the backend, answers."""
 
-    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+    def __init__(
+        self, backend: Backend, version: str, max_body_bytes: int, request_timeout_s: float
+    ) -> None:
         self._backend = backend
         self._version = version
         self._max_body_bytes = max_body_bytes
+        self._request_timeout_s = request_timeout_s
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
 
@@ -184,17 +190,19 @@ class _Routes:
             request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
             seed=secrets.randbits(63),
         )
+        request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s)
         spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
         if spec.stream:
             generate = functools.partial(self._backend.generate, request)
-            return EventStream(generate, ChunkWriter(shape, request, spec), _serving_error)
+            chunks = ChunkWriter(shape, request, spec)
+            return EventStream(generate, chunks, _serving_error, request.timeout_s)
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
         generating = self._backend.generate(request, emit)
-        usage = await until_disconnect(http_request.receive, generating)
+        usage = await until_disconnect(http_request.receive, generating, request.timeout_s)
         return _json(whole_body(shape, request, spec, deltas, usage))
 
     async def models(self, request: Request) -> Response:
@@ -223,7 +231,9 @@ class _Routes:
     async def health(self, request: Request) -> Response:
         del request
         is_ready, reason = self._backend.is_ready()
-        return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
+        if is_ready:
+            return _json({"status": "degraded", "reason": reason}) if reason else Response()
+        return _json({"status": "not ready", "reason": reason}, 503)
 
     async def live(self, request: Request) -> Response:
         del request
