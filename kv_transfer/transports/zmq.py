@@ -283,10 +283,9 @@ class ZmqTransport:
         config = self._settings.config
         is_wanted = config.use_nixl
         if is_wanted is None:
-            # Nothing encrypts what it carries.
-            is_plain = self._settings.network == "plain"
-            is_wanted = is_plain and is_installed() and has_rdma_device()
-        if not is_wanted:
+            is_wanted = is_installed() and has_rdma_device()
+        # Nothing encrypts what it carries.
+        if not is_wanted or self._settings.network != "plain":
             return None
         try:
             return NixlEnd(
