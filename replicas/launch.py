@@ -49,6 +49,14 @@ UNKNOWN_STEP_S = 300.0
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
 
+KERNEL_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""How many compiled kernels oneDNN, and PyTorch's layer above it, keep in an engine; else 1,024.
+
+In bfloat16 every shape of a product is a kernel of some 250 KB in each, and prompts come in all
+lengths. Those that are thrown away leave holes in the heap, so an engine grew for as long as it met
+new shapes. Its parent's environment, where it names one of these, has the last word.
+"""
+
 Hang = Literal["step", "frozen"]
 """step: the core thread does not get on; frozen: nothing in the process does."""
 
@@ -225,7 +233,7 @@ def start_engine(
             [sys.executable, "-m", "replicas.engine.process"],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env=child_environment(config, env),
+            env={**KERNEL_LIMITS, **child_environment(config, env)},
         )
     except BaseException:
         os.close(read_fd)

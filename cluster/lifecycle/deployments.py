@@ -277,9 +277,11 @@ class PoolDirectory:
 def _tell(line: str) -> None:
     """Write to the worker's own standard error, which Ray shows to its driver.
 
-    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet.
+    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet. A full
+    disk must not keep an engine from starting, nor its replica from ending with it.
     """
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -46,8 +46,8 @@ _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
 _FIRST_PORT, _LAST_PORT = 20000, 29999
 # Unix socket paths end at 107 bytes. The longest below the folder are Ray's object-store socket and
-# HAProxy's admin socket while it is being replaced: 82 bytes, counted from the folder's own end.
-_MAX_FOLDER_BYTES = 107 - 82
+# HAProxy's admin socket while it is being replaced: 84 bytes, counted from the folder's own end.
+_MAX_FOLDER_BYTES = 107 - 84
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):

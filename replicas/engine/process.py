@@ -46,6 +46,7 @@ from replicas.engine.inbox import (
     Unreadable,
     Wake,
 )
+from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
 from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
@@ -357,9 +358,7 @@ class EngineProcess:
 
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s"
-    )
+    log_to_standard_error()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     # Not for processes of ours, a compiler for one: the parent takes its end for ours.
     os.set_inheritable(arguments.ready_fd, False)

@@ -463,6 +463,35 @@ def test_metrics_leave_out_an_engine_that_does_not_answer():
     assert "vllm:time_to_first_token_seconds" in families
 
 
+def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeypatch):
+    monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ingress_module, "_SCRAPE_TIMEOUT_S", 0.1)
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", lambda _: []) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            app = create_app(service, version="1", max_body_bytes=1000)
+            paths = ["/metrics", "/kv"] * 50
+            looks = [asyncio.create_task(Client(app).request("GET", path)) for path in paths]
+            await asyncio.sleep(0)
+            for look in looks[:40]:  # who leaves takes no answer from the others
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+            first = len(engine.received(Utility))
+            for _ in range(3):
+                await asyncio.gather(*(Client(app).request("GET", path) for path in paths))
+            return first, len(engine.received(Utility)), looks
+
+    started_s = time.monotonic()
+    first, num_asked, looks = asyncio.run(run())
+    assert first == 2
+    assert num_asked == 2 * (1 + 3)
+    assert time.monotonic() - started_s >= 3 * ingress_module.MIN_ASK_INTERVAL_S
+    assert {look.result().status for look in looks if not look.cancelled()} == {200}
+
+
 def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):
     monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.2)
     under_way = TransferInfo(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 import time
@@ -20,7 +21,9 @@ def poll(predicate, what="", deadline_s=20):
 
 @contextlib.contextmanager
 def serving(app):
-    """Serve an app; yields its port."""
+    """Serve an app; yields its port. Raises the limit of open files, for hundreds of clients."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
@@ -56,13 +59,13 @@ def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
 
 
 def answer(client):
-    """Status and body of what comes until the server closes; status 0 where nothing comes."""
+    """Status and body of what comes until the server closes; status 0 where it is no answer."""
     raw = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := client.recv(65536):
             raw += chunk
     head, _, body = raw.partition(b"\r\n\r\n")
-    return (int(head.split()[1]) if head else 0), body
+    return (int(head.split()[1]) if head.startswith(b"HTTP/") else 0), body
 
 
 def ask(port, body, **options):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from cluster.edge.door import Door, DoorLimits
+from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -107,9 +108,9 @@ def test_more_bodies_than_there_may_be_get_429():
         assert ask(port, HI)[0] == 429
 
 
-def test_a_body_of_megabytes_comes_through_as_it_was_sent():
-    text = "x" * 3_000_000
-    with door(app=make_app(FakeBackend(), max_body_bytes=2**22)) as (guard, port):
+def test_a_large_body_comes_through_as_it_was_sent():
+    text = "x" * 500_000
+    with door() as (guard, port):
         status, body = ask(port, {"prompt": text}, path="/tokenize")
         assert (status, json.loads(body)["count"]) == (200, len(text))
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
@@ -137,7 +138,7 @@ def test_a_quiet_stream_outlives_the_time_for_writes():
         await emit(OutputDelta(0, "a", [1]))
         await asyncio.sleep(4 * QUICK.write_timeout_s)
         await emit(OutputDelta(0, "b", [2], "length"))
-        return (1, 2, 0)
+        return Usage(1, 2)
 
     with door(app=make_app(FakeBackend(pauses))) as (_, port):
         status, body = ask(port, {**HI, "stream": True})

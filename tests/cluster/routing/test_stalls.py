@@ -282,6 +282,33 @@ def test_a_prefill_engine_that_accepts_and_gives_no_token_is_given_up_after_a_lo
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("role", ["both", "decode"])
+def test_an_engine_that_takes_a_request_and_never_decodes_is_given_up_after_a_long_time(
+    role, monkeypatch
+):
+    monkeypatch.setattr(leg, "FIRST_TOKEN_S", 0.3)
+
+    def finishes(message):
+        accepted = accepts(message) if role == "both" else []
+        return decodes(message) + [TokenOutput(e.request_id, 0, [6], "length") for e in accepted]
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as prefill,
+            ScriptedEngine(role, "d1", accepts) as first,
+            ScriptedEngine(role, "d2", finishes) as other,
+            rig() as made,
+        ):
+            await made.connect(first.member, other.member)
+            if role == "decode":
+                await made.connect(prefill.member)
+            tokens = await answer_of(ask(made))
+            assert tokens == ([6] if role == "both" else [5, 6])
+            assert asked(first) == asked(other) == 1
+
+    asyncio.run(run())
+
+
 def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_counts_as_dead(
     monkeypatch,
 ):
