@@ -155,7 +155,12 @@ def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
     # Between pools any; within one pool nothing goes from one engine to another.
     is_useless = args.kv_connector == "p2p" and not args.is_disaggregated
     connector = None if is_useless else args.kv_connector
-    own = {"model": str(folder), "kv_connector": connector, "kv_store": args.kv_store}
+    own = {
+        "model": str(folder),
+        "kv_connector": connector,
+        "kv_store": args.kv_store,
+        "kv_network": args.kv_network,
+    }
     engines = {}
     for role, pool in args.pools.items():
         # A router queues in front of decode slots, so that it can still choose.

@@ -89,7 +89,7 @@ class Simulation:
         self._transfer_ids = itertools.count(1)
         # The longest of any pool's: a ticket must not be too old for a producer that still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
-        # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
+        # The wall clock here is the virtual one, as it is for the engines.
         tickets = TicketOffice(KEYS, longest, self._new_transfer_id, self.loop.time)
         self.ingresses = [
             self._make_ingress(f"ingress/{i}", tickets) for i in range(options.ingresses)
