@@ -22,6 +22,7 @@ from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part 
 from replicas.engine.virtual_worker import StepClock, VirtualWorker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
+from replicas.messages import Drain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +148,16 @@ class VirtualEngine:
         self._has_changed = True
         self._server.client_gone(client)
 
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._has_changed = True
+        self._core.handle(b"", Drain(), 0.0)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it takes nothing new and has nothing left to do."""
+        return self._core.snapshot(0).draining and not self._core.num_live
+
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""
         self._clock.start(now_s)
@@ -205,6 +216,11 @@ class VirtualEngine:
     def metrics(self, now_s: float) -> EngineMetrics:
         """Every counter."""
         return self._core.metrics(now_s)
+
+    @property
+    def clients(self) -> list[bytes]:
+        """Whoever it serves, and whoever it still has a request of."""
+        return self._server.clients
 
     @property
     def num_live(self) -> int:

@@ -60,6 +60,11 @@ class EngineServer:
         if num_dropped:
             logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
 
+    @property
+    def clients(self) -> list[bytes]:
+        """Whoever it serves, and whoever the core still has a request of."""
+        return [*self._clients, *self.core.clients]
+
     def frames(self, now_s: float) -> Frames:
         """Take what is to be sent now: every client's events, and the snapshot where it is due."""
         if self._renew_snapshot():

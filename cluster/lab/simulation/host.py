@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
+from cluster.lab.simulation.inbox import VirtualInbox
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.messages import Data
 from kv_transfer.transports.virtual import VirtualTransport
@@ -42,6 +43,7 @@ class VirtualHost:
         faults: What goes wrong with the replica, in virtual seconds.
 
     Attributes:
+        inbox: What has come for the core.
         links: What sends a client a frame and the times of its steps, by the client's id.
         transport: Of its KV connector, if it has one.
         kv_endpoint: Where its KV is fetched from.
@@ -67,6 +69,7 @@ class VirtualHost:
         self.name = name
         self.role: Role = role
         self.incarnation = incarnation
+        self.inbox = VirtualInbox()
         self.links: dict[bytes, Callable[[EngineFrame, list[float]], None]] = {}
         self.transport: VirtualTransport | None = None
         self.busy_s = 0.0
@@ -81,7 +84,6 @@ class VirtualHost:
         self.started_s = self._loop.time()
         self._faults = faults
         self._row_bytes = device.timing.bytes_per_token * ROW_TOKENS
-        self._inbox: list[tuple[bytes, ClientMessage | None]] = []
         self._turn = _NO_TURN
         self._num_steps = 0
         self._turn_started_s = 0.0
@@ -98,8 +100,7 @@ class VirtualHost:
 
     def __repr__(self) -> str:
         state = "dead" if self.stopped_s is not None else "frozen" if self.is_frozen else "up"
-        waiting = len(self._inbox)
-        return f"VirtualHost({self.incarnation}, {state}, {waiting} waiting, {self.engine!r})"
+        return f"VirtualHost({self.incarnation}, {state}, {len(self.inbox)} waiting, {self.engine!r})"
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -110,13 +111,38 @@ class VirtualHost:
 
     @property
     def is_answering(self) -> bool:
-        """Whether its process exists, runs, and can be reached now."""
-        return self.is_alive and not self.is_frozen and not self.is_cut
+        """Whether its process exists, runs, and hears and is heard by clients now."""
+        return self.is_alive and not self.is_frozen and not self.is_deaf and not self.is_mute
 
     @property
     def is_cut(self) -> bool:
         """Whether nothing gets from or to it now."""
         return self._faults.is_partitioned(self._loop.time())
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether nothing that clients send reaches it now."""
+        return self._faults.is_deaf(self._loop.time())
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether nothing that it sends reaches clients now."""
+        return self._faults.is_mute(self._loop.time())
+
+    @property
+    def clings(self) -> bool:
+        """Whether it would not end now if it were told to."""
+        return self.is_frozen or self._faults.clings(self._loop.time())
+
+    @property
+    def pulse(self) -> int:
+        """What its beats tell its parent; see `replicas.engine.process.Pulse`."""
+        return 2 * self.num_turns + bool(self._turn.end_times_s)
+
+    def drain(self) -> None:
+        """Take nothing new from now on; its parent's word."""
+        self.engine.drain()
+        self._wake()
 
     def kill(self) -> None:
         """End the process at once; nothing that it had to do happens any more."""
@@ -162,13 +188,23 @@ class VirtualHost:
         """A client's message has arrived."""
         self.do(self._put, client, message)
 
+    def unclog(self) -> None:
+        """There is room in the inbox again."""
+        self.inbox.open()
+        self._wake()
+
     def client_gone(self, client: bytes) -> None:
         """The process notices that it cannot reach a client any more."""
-        self.links.pop(client, None)
-        self.do(self._put, client, None)
+        self.do(self._note_gone, client)
 
-    def _put(self, client: bytes, message: ClientMessage | None) -> None:
-        self._inbox.append((client, message))
+    def _put(self, client: bytes, message: ClientMessage) -> None:
+        is_clogged = self._faults.is_clogged(self._loop.time())
+        self.inbox.bring(client, message, is_clogged=is_clogged)
+        self._wake()
+
+    def _note_gone(self, client: bytes) -> None:
+        self.links.pop(client, None)
+        self.inbox.note_gone(client)
         self._wake()
 
     # --- turns of the core ----------------------------------------------------------------------
@@ -193,8 +229,7 @@ class VirtualHost:
             self._timer.cancel()
             self._timer = None
         now_s = self._loop.time()
-        inbox, self._inbox = self._inbox, []
-        for client, message in inbox:
+        for client, message in self.inbox.take():
             if message is None:
                 self.engine.client_gone(client)
             else:
@@ -245,7 +280,7 @@ class VirtualHost:
 
     def _sleep(self) -> None:
         """Nothing to do: until a message, or a deadline."""
-        if self._inbox or self._is_woken:
+        if len(self.inbox) or self._is_woken:
             self._wake()
             return
         self.idle_since_s = self._loop.time()
@@ -260,7 +295,10 @@ class VirtualHost:
                 groups = frame.snapshot.groups
                 self._count_slots(sum(g.num_running + g.num_reserved for g in groups))
             send_frame = self.links.get(client)
-            if send_frame is not None:
+            if send_frame is None:
+                # As the engine's sender finds: of a greeting that came late, for one.
+                self.inbox.note_gone(client)
+            else:
                 send_frame(frame, step_times_s)
 
     # --- KV ------------------------------------------------------------------------------------
@@ -291,6 +329,9 @@ class VirtualHost:
     def check_invariants(self) -> None:
         """Engine and transfers are whole."""
         self.engine.check_invariants()
+        if not len(self.inbox):
+            strangers = [c for c in self.engine.clients if c not in self.links]
+            assert not strangers, f"{self!r} still works for {strangers}, who are gone"
         if self.transport is not None:
             self.transport.check_invariants()
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.monitors import ProtocolMonitor
-from cluster.lab.simulation.records import ABORTED, OK
+from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
+from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
-    from cluster.lab.simulation.options import SimulationOptions
+    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
     from replicas.faults import Fault
@@ -36,6 +37,9 @@ _QUIET_S = 0.05
 _TINY_S = 1e-6
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
+
+_CLOSING = frozenset({"hang", "clog", "replace"})
+"""What lets a replica take nothing new, though it is not lost."""
 
 _LENT = (
     "num_inflight_sends", "num_inflight_loads",
@@ -75,6 +79,11 @@ class Invariants:
     def watch(self, ingress: VirtualIngress) -> None:
         """Check an ingress from now on."""
         self._ingresses.append(ingress)
+
+    def forget(self, ingress: VirtualIngress) -> None:
+        """An ingress has died: there is nothing to check of it any more."""
+        self._ingresses.remove(ingress)
+        self.monitor(ingress.name).died()
 
     # --- after every event ----------------------------------------------------------------------
 
@@ -137,6 +146,9 @@ class Invariants:
             for link in ingress.fleet.client.links:
                 assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
                 if link.host.is_answering:
+                    assert not link.num_lost, (
+                        f"{link.num_lost} messages of {ingress.name} to {link.host!r} were lost"
+                    )
                     _check_view(ingress, link)
 
 
@@ -146,7 +158,7 @@ def _is_idle(host: VirtualHost, now_s: float) -> bool:
     is_quiet = since_s is not None and now_s - since_s > _QUIET_S
     # Of one that is cut off frames are missing, until its connections break when that is over; of
     # one that has just died nobody has heard yet.
-    return is_quiet and host.is_alive and not host.is_frozen and not host.is_cut
+    return is_quiet and host.is_answering and host.inbox.is_empty
 
 
 def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
@@ -201,18 +213,31 @@ class Expectations:
 
     Args:
         options: How requests were placed, what went wrong and who left.
-        decoding: The replicas that decode, as in a fault plan.
-        reservation_timeout_s: Shortest of any engine.
+        pools: The replicas.
     """
 
-    def __init__(
-        self, options: SimulationOptions, decoding: Sequence[str], reservation_timeout_s: float
-    ) -> None:
+    def __init__(self, options: SimulationOptions, pools: Sequence[PoolSpec]) -> None:
         self._most_queued = options.router.max_queued_requests
+        reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
-        # When each replica that decodes may first have been lost.
-        self._lost_s = [_first_loss_s(options.faults.entries_for(name)) for name in decoding]
+        faults = options.faults
+        # When each replica that decodes may first have been lost, or taken nothing new.
+        decoding = [
+            (faults.entries_for(f"{spec.role}/{rank}"), spec)
+            for spec in pools
+            if spec.role != "prefill"
+            for rank in range(spec.replicas)
+        ]
+        self._lost_s = [_first_loss_s(entries, spec) for entries, spec in decoding]
+        self._closed_s = [
+            min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
+            for lost_s, (entries, _) in zip(self._lost_s, decoding, strict=True)
+        ]
+        self._first_ingress_s = min(
+            (f.at_s for f in faults.faults if f.kind == "kill" and f.target.startswith(INGRESS)),
+            default=float("inf"),
+        )
 
     def check(
         self,
@@ -230,15 +255,20 @@ class Expectations:
         Raises:
             AssertionError: It did not.
         """
-        lost = [lost_s <= record.finished_s for lost_s in self._lost_s]
+        lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
+        closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
+        # One that has just come knows of no engine yet.
+        has_new_ingress = self._first_ingress_s <= record.finished_s
         may = {
             OK: True,
             ABORTED: number in self._aborts,
+            INGRESS_LOST: has_new_ingress,
+            NO_INGRESS: has_new_ingress,
             "BadRequestError": not has_room,
             "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
-            "SaturatedError": any(lost) or self._num_beside(record, records) > self._most_queued,
-            "NotReadyError": all(lost),
-            "ReplicaLostError": any(lost),
+            "SaturatedError": any(closed) or self._num_beside(record, records) > self._most_queued,
+            "NotReadyError": all(closed) or has_new_ingress,
+            "ReplicaLostError": lost,
         }
         assert may.get(record.outcome, False), (
             f"{record.request_id} ended with {record.outcome} after "
@@ -252,14 +282,18 @@ class Expectations:
         return sum(r.arrival_s <= moment_s <= r.finished_s for r in records) - 1
 
 
-def _first_loss_s(faults: Sequence[Fault]) -> float:
+def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     """When a replica may first have been given up: infinity if never."""
-    silences = [f for f in faults if f.kind in {"freeze", "partition"}]
+    silences = [f for f in faults if f.kind in {"freeze", "partition", "mute"}]
     silent_s = sum(f.window.end_s - f.window.start_s for f in silences)
-    # Connections that live through a partition break when it is over.
-    losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition"}]
+    # Connections that live through lost messages break when they come through again.
+    losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
+    losses_s += [f.at_s + spec.drain_timeout_s for f in faults if f.kind == "replace"]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
+    stuck = [f for f in faults if f.kind in {"freeze", "hang"}]
+    if sum(f.window.end_s - f.window.start_s for f in stuck) >= spec.engine.step_timeout_s:
+        losses_s.extend(f.at_s for f in stuck)
     return min(losses_s, default=float("inf"))
 
 

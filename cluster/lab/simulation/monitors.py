@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _MILLISECOND_S = 0.001
 """Leases are told in whole milliseconds."""
 
+_NO_TIME = float("-inf")
+"""A clock at which no ticket is too old: that is for the producer's own to say."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -89,6 +92,10 @@ class ProtocolMonitor:
         for asked in self._asked.values():
             asked.pop(incarnation, None)
 
+    def died(self) -> None:
+        """The ingress is gone; engines will notice."""
+        self._asked.clear()
+
     def ended(self, request_id: str) -> None:
         """A request has ended at the ingress.
 
@@ -152,7 +159,7 @@ class LeaseMonitor:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
 
     def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
-        ticket = self._keys.unseal(fetch.ticket, self._loop.time())
+        ticket = self._keys.unseal(fetch.ticket, _NO_TIME)
         return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
             fetch.transfer_id,
             host.incarnation,

@@ -24,6 +24,7 @@ class PoolSpec(NamedTuple):
         timing: What their steps cost.
         facts: What the modelled device and the served model are.
         transfer: Deadlines and sizes of its KV transfers.
+        drain_timeout_s: How long requests may go on in a replica that is to be replaced.
     """
 
     role: Role
@@ -32,6 +33,7 @@ class PoolSpec(NamedTuple):
     timing: StepTiming
     facts: ModelFacts
     transfer: TransferConfig = TransferConfig()
+    drain_timeout_s: float = 600.0
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
