@@ -86,9 +86,9 @@ class Lives:
         return [place.name for place in self._places]
 
     @property
-    def empty(self) -> list[str]:
-        """Places where no replica runs now."""
-        return [place.name for place in self._places if place.host is None]
+    def unsettled(self) -> list[str]:
+        """Places where no replica runs now, or one that is to be replaced."""
+        return [p.name for p in self._places if p.parent is None or p.parent.is_draining]
 
     async def find(self) -> list[Member]:
         """See `Discovery`: an actor answers although its engine stands still, but not if cut off.

@@ -147,7 +147,6 @@ class Simulation:
         end_s = self.loop.time()
         if self._invariants is not None:
             await self._drain()
-            assert not self.lives.empty, f"nobody has come back to {self.lives.empty}"
             self._invariants.check_end()
             self._check_requests()
         for host in hosts:
@@ -160,15 +159,20 @@ class Simulation:
         return end_s
 
     async def _drain(self) -> None:
-        """Let every fault pass, and wait until every engine that runs has given everything back."""
+        """Let every fault pass, and wait until every engine that runs has given everything back.
+
+        And until every replica that ended has a successor.
+        """
         ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
         last_s = max((s for s in ends_s if s != float("inf")), default=0.0)
         await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
         deadline_s = self.loop.time() + _DRAIN_S
-        while held := self._held():
-            assert self.loop.time() < deadline_s, f"still held after {_DRAIN_S:g} s: {held}"
+        while (held := self._held()) or self.lives.unsettled:
+            assert self.loop.time() < deadline_s, (
+                f"after {_DRAIN_S:g} s still held: {held}; and not there: {self.lives.unsettled}"
+            )
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
 
