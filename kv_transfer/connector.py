@@ -156,8 +156,9 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
             or ``ipc://<path>``. The address is one of this host, never a wildcard.
         config: Deadlines and sizes.
         keys: What tickets are sealed with.
-        unix_epoch_s: Unix time at which this engine's monotonic clock was zero: tickets expire by
-            the wall clock, everything else by the monotonic one.
+        unix_now_s: Wall clock of this host, in Unix seconds: tickets expire by it. Read whenever
+            one is checked and never kept, as it may be set at any time.
+        step_now_s: Monotonic clock of this engine's steps: what copying costs is measured by it.
         accept_dtypes: KV dtypes of producers that this engine takes although they are not its own;
             converting them may lose precision.
         store: The pool of the connectors that have one.
@@ -165,10 +166,11 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     """
 
     incarnation: str
+    unix_now_s: Callable[[], float]
+    step_now_s: Callable[[], float]
     bind: str = "tcp://127.0.0.1:*"
     config: TransferConfig = field(default_factory=TransferConfig)
     keys: KeyRing = field(default_factory=KeyRing)
-    unix_epoch_s: float = 0.0
     accept_dtypes: tuple[str, ...] = ()
     store: StoreConfig | None = None
     link_faults: LinkFaults = field(default_factory=NoLinkFaults)
@@ -510,7 +512,8 @@ class KVConnectorWorker(Protocol):
     """Worker side: moves bytes between KV memory and other engines.
 
     Every method is called on the engine's core thread, and only ``start_load_kv``, the two layer
-    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer.
+    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer, and
+    what all of them copy in one step is bounded (``step_budget``).
     """
 
     @property
@@ -525,7 +528,7 @@ class KVConnectorWorker(Protocol):
         """
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop transfers, then inject what arrived."""
+        """Before the forward: begin a step, start and stop transfers, inject what arrived."""
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Before a layer's attention: return once its loaded KV is in place."""

@@ -49,6 +49,14 @@ class InvalidLayoutError(KVTransferError, ValueError):
     """A KV cache is laid out in a way that cannot be transferred."""
 
 
+class AddressError(KVTransferError, ValueError):
+    """Nobody may listen on such an address; says which one to give."""
+
+
+class ServerKeyError(KVTransferError):
+    """Two processes have no secret in common, or one of them has none; says what to do."""
+
+
 class TransferError(KVTransferError):
     """The connector was used wrongly or can no longer work.
 

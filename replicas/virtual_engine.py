@@ -92,11 +92,12 @@ class VirtualEngine:
     """See the module docstring.
 
     Args:
-        config: The engine's configuration. Its tickets expire by the virtual clock.
+        config: The engine's configuration.
         device: What it runs on.
         incarnation: Id of this start.
         make_transport: Makes its KV transport.
         notify: Called when a turn is due although no message came.
+        now_s: The virtual clock, which is also the wall clock that tickets expire by.
 
     Raises:
         ConfigError: The configuration and the device do not fit.
@@ -109,10 +110,11 @@ class VirtualEngine:
         incarnation: str,
         make_transport: TransportFactory,
         notify: Callable[[], None],
+        now_s: Callable[[], float],
     ) -> None:
         clock = self._clock = StepClock()
         settings = msgspec.structs.replace(
-            connector_settings(config, incarnation, 0.0), config=device.transfer
+            connector_settings(config, incarnation, now_s, clock.now_s), config=device.transfer
         )
         self._timing = device.timing
         mesh = config.simulated_mesh
@@ -131,7 +133,7 @@ class VirtualEngine:
             make_transport=make_transport,
             notify=notify,
         )
-        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_epoch_s=0.0)
+        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, now_s)
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
 

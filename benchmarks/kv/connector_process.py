@@ -106,7 +106,8 @@ class ConnectorEnd:
             incarnation=arguments.name,
             config=arguments.config,
             keys=KEYS,
-            unix_epoch_s=time.time() - time.monotonic(),
+            unix_now_s=time.time,
+            step_now_s=time.monotonic,
         )
         self._notified = threading.Event()
         self._commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

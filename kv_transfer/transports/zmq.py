@@ -266,7 +266,7 @@ class ZmqTransport:
         """Tell whether this is a ticket of a transfer from here."""
         settings = self._settings
         try:
-            ticket = settings.keys.unseal(sealed, time.monotonic() + settings.unix_epoch_s)
+            ticket = settings.keys.unseal(sealed, settings.unix_now_s())
         except TicketError:
             return False
         return bool(ticket.consumer) and ticket.producer_incarnation == settings.incarnation

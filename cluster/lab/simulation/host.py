@@ -94,7 +94,9 @@ class VirtualHost:
         self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._num_busy_slots = 0
         self._slots_since_s = self.started_s
-        self.engine = VirtualEngine(config, device, incarnation, self._make_transport, self._wake)
+        self.engine = VirtualEngine(
+            config, device, incarnation, self._make_transport, self._wake, self._loop.time
+        )
         endpoints = self.engine.description.kv_endpoints
         self.kv_endpoint = endpoints[0] if endpoints else f"none://{incarnation}"
 

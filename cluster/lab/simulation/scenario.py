@@ -417,7 +417,7 @@ class _Dice:
             chunk_bytes=chunk_bytes,
             window_bytes=chunk_bytes * self._pick(1, 2, 8),
             max_inflight_bytes=chunk_bytes * self._pick(2, 64),
-            max_bytes_per_call=_BYTES_PER_BLOCK * self._pick(1, 4, 1024),
+            copy_s=self._pick(1e-6, 0.01, 1.0),
         )
 
     def _timing(self) -> ScenarioTiming:
