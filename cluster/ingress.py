@@ -98,6 +98,7 @@ class Ingress:
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
         self.metrics.num_queued.set(len(self._router.queue))
+        self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)

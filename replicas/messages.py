@@ -14,7 +14,7 @@ from replicas.config import Role
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 RequestMode = Literal["local", "prefill", "decode"]
 """local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
@@ -318,11 +318,20 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one engine step has for one client; empty as a heartbeat."""
+    """Everything one engine step has for one client; empty as a heartbeat.
+
+    Attributes:
+        incarnation: The engine's.
+        events: In order.
+        snapshot: Taken after them, if the client has not had it.
+        stalled_s: How long the engine has been in one step, if that is longer than it should be
+            (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
+    """
 
     incarnation: str
     events: list[EngineEvent] = []
     snapshot: EngineSnapshot | None = None
+    stalled_s: float = 0.0
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,8 +69,9 @@ class Fleet(Generic[ClientT_co]):
     """See the module docstring.
 
     Args:
-        make_client: Makes the connections, from what to call with (incarnation, snapshot) and
-            what to call with (incarnation, reason) once when an engine is lost.
+        make_client: Makes the connections, from what to call with (incarnation, snapshot), what to
+            call with (incarnation, reason) once when an engine is lost, and what to call with
+            (incarnation, whether it gets on) when that changes.
 
     Attributes:
         client: The connections.
@@ -81,10 +82,15 @@ class Fleet(Generic[ClientT_co]):
     def __init__(
         self,
         make_client: Callable[
-            [Callable[[str, EngineSnapshot], None], Callable[[str, str], None]], ClientT_co
+            [
+                Callable[[str, EngineSnapshot], None],
+                Callable[[str, str], None],
+                Callable[[str, bool], None],
+            ],
+            ClientT_co,
         ],
     ) -> None:
-        self.client = make_client(self._take_snapshot, self._lose)
+        self.client = make_client(self._take_snapshot, self._lose, self._set_moves)
         self.pools = PoolState()
         self.on_change: Callable[[], None] = lambda: None
         self._connecting: dict[str, asyncio.Task[None]] = {}
@@ -144,6 +150,16 @@ class Fleet(Generic[ClientT_co]):
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
+        self.on_change()
+
+    def _set_moves(self, incarnation: str, moves: bool) -> None:
+        member = self.pools.member(incarnation)
+        replica = member.replica_id if member else incarnation
+        if moves:
+            logger.info("replica=%s moves again", replica)
+        else:
+            logger.warning("replica=%s does not get on: it gets nothing new", replica)
+        self.pools.set_moves(incarnation, moves)
         self.on_change()
 
     def _lose(self, incarnation: str, reason: str) -> None:

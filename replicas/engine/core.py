@@ -30,6 +30,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import TransferError
 from replicas.engine.facts import connector_settings
+from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler, failure_word
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.errors import ConfigError, EngineError, InvalidRequestError
@@ -98,6 +99,11 @@ class EngineCore:
         executor: The way to its workers, which are set up here.
         incarnation: Random id of this start.
         unix_now_s: Wall clock, by which tickets expire.
+        pulse: Where its progress is told; None makes one.
+
+    Attributes:
+        pulse: As given; whoever drives the core tells it of turns, the core what is computed.
+        warm_up_s: How long its warm-up took.
 
     Raises:
         ConfigError: The configuration and the model do not fit; says which numbers.
@@ -109,8 +115,10 @@ class EngineCore:
         executor: Executor,
         incarnation: str = "local",
         unix_now_s: Callable[[], float] = time.time,
+        pulse: Pulse | None = None,
     ) -> None:
         config.validate()
+        self.pulse = Pulse() if pulse is None else pulse
         self._executor = executor
         self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
@@ -142,7 +150,9 @@ class EngineCore:
         listening: tuple[tuple[str, ...], KVLayout] | None = self._executor.collective_rpc(
             "initialize_kv_cache", self.facts.num_blocks, self.max_model_len
         )[0]
+        started = time.perf_counter()
         self._executor.collective_rpc("warm_up")
+        self.warm_up_s = time.perf_counter() - started
         self.kv_endpoints: tuple[str, ...] | None = None
         self.kv_layout: KVLayout | None = None
         if listening is not None:
@@ -224,6 +234,7 @@ class EngineCore:
         meta = self._connector_meta(batch)
         result: StepResult | None = None
         if batch is not None or meta is not None:
+            self.pulse.compute(0 if batch is None else batch.num_tokens)
             result = self._executor.collective_rpc("begin_step", batch, meta, now_s)[0]
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s

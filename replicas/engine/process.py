@@ -30,6 +30,7 @@ from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.pulse import Pulse
 from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError
@@ -52,28 +53,6 @@ SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 _SEND_HWM = 100_000
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
-
-
-class Pulse:
-    """Whether the core thread gets on; written by it alone, read by the thread that beats.
-
-    Attributes:
-        count: Grows with every turn of the core thread's loop; odd while it works, even while it
-            waits for messages.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 1
-
-    def work(self) -> None:
-        """Another turn begins."""
-        self.count = (self.count + 2) | 1
-
-    def rest(self) -> None:
-        """Nothing is to be done until a message comes."""
-        self.count = (self.count | 1) + 1
 
 
 class _Wake(msgspec.Struct, frozen=True):
@@ -140,11 +119,13 @@ class Sender(threading.Thread):
         incarnation: str,
         queues: tuple[Outbox, Inbox],
         links: ClientLinks,
+        pulse: Pulse,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
         self._outbox, self._inbox = queues
         self._links = links
-        self._heartbeat = encode(EngineFrame(incarnation))
+        self._pulse = pulse
+        self._heartbeat = EngineFrame(incarnation)
         self._last_sent_s: dict[bytes, float] = {}
         self._socket = _bind_router(context, host)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -182,9 +163,14 @@ class Sender(threading.Thread):
 
     def _send_heartbeats(self) -> None:
         now_s = time.monotonic()
-        for client, last_s in list(self._last_sent_s.items()):
-            if now_s - last_s >= HEARTBEAT_S:
-                self._send(client, self._heartbeat)
+        due = [c for c, last_s in self._last_sent_s.items() if now_s - last_s >= HEARTBEAT_S]
+        if not due:
+            return
+        # This thread lives on when the core thread hangs in a device call.
+        stalled_s = self._pulse.stalled_s(now_s)
+        raw = encode(msgspec.structs.replace(self._heartbeat, stalled_s=stalled_s))
+        for client in due:
+            self._send(client, raw)
 
 
 class EngineProcess:
@@ -194,23 +180,20 @@ class EngineProcess:
         server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
         outbox: Frames for the sender.
-        pulse: Where it says that it gets on.
     """
 
-    def __init__(
-        self, server: EngineServer, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None
-    ) -> None:
+    def __init__(self, server: EngineServer, inbox: Inbox, outbox: Outbox) -> None:
         self._server = server
         self._inbox = inbox
         self._outbox = outbox
-        self._pulse = Pulse() if pulse is None else pulse
+        self._pulse = server.core.pulse
         self._stopped = False
 
     def run(self) -> None:
         """Loop until `_STOP` comes."""
         ran = False
         while not self._stopped:
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
@@ -230,9 +213,9 @@ class EngineProcess:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
         try:
             if wait:
-                self._pulse.rest()
+                self._pulse.rest(time.monotonic())
             item = self._inbox.get(block=wait, timeout=self._wait_s())
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
             # Bounded, so that a flood of messages cannot keep the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
@@ -241,7 +224,7 @@ class EngineProcess:
         except queue.Empty:
             return
         finally:
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
 
     def _wait_s(self) -> float | None:
         deadline_s = self._server.next_deadline_s()
@@ -298,9 +281,11 @@ def main() -> None:
             notify=lambda: inbox.put((b"", _WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
-        core = EngineCore(arguments.config, executor, arguments.incarnation)
+        core = EngineCore(arguments.config, executor, arguments.incarnation, pulse=pulse)
         receiver = Receiver(context, arguments.host, inbox, links)
-        sender = Sender(context, arguments.host, arguments.incarnation, (outbox, inbox), links)
+        sender = Sender(
+            context, arguments.host, arguments.incarnation, (outbox, inbox), links, pulse
+        )
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
@@ -310,10 +295,11 @@ def main() -> None:
         EngineReport(
             ready=describe(
                 core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
-            )
+            ),
+            warm_up_s=core.warm_up_s,
         )
     )
-    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox, pulse).run()
+    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox).run()
     core.shutdown()
     outbox.put(None)
     sender.join(timeout=1.0)

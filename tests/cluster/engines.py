@@ -204,12 +204,13 @@ class Rig:
         self,
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
+        on_moves: Callable[[str, bool], None],
     ) -> AsyncMPClient:
         def on_lost(incarnation: str, reason: str) -> None:
             self.lost.append(incarnation)
             on_dead(incarnation, reason)
 
-        return AsyncMPClient(on_snapshot, on_lost)
+        return AsyncMPClient(on_snapshot, on_lost, on_moves)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""

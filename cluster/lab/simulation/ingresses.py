@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     OnSnapshot = Callable[[str, EngineSnapshot], None]
     OnDead = Callable[[str, str], None]
+    OnMoves = Callable[[str, bool], None]
 
 
 class Ingresses:
@@ -83,6 +84,11 @@ class Ingresses:
         for ingress in self.living:
             ingress.fleet.client.lose(incarnation, reason)
 
+    def hush(self, incarnation: str) -> None:
+        """Nobody has heard of an engine for a while."""
+        for ingress in self.living:
+            ingress.fleet.client.hush(incarnation)
+
     def _kill(self, rank: int) -> None:
         ingress = self._ingresses[rank]
         if ingress.is_alive:
@@ -120,13 +126,23 @@ class Ingresses:
         name = f"{INGRESS}/{start}"
         observer = self._invariants.monitor(name) if self._invariants else self._recorder
 
-        def make_client(on_snapshot: OnSnapshot, on_dead: OnDead) -> VirtualClient:
+        def make_client(
+            on_snapshot: OnSnapshot, on_dead: OnDead, on_moves: OnMoves
+        ) -> VirtualClient:
             def on_dead_or_lost(incarnation: str, reason: str) -> None:
                 on_dead(incarnation, reason)
                 self._on_lost(name, incarnation)
 
             hosts = self._lives.living
-            return VirtualClient(name, self._network, hosts, observer, on_snapshot, on_dead_or_lost)
+            return VirtualClient(
+                name,
+                self._network,
+                hosts,
+                observer,
+                on_snapshot=on_snapshot,
+                on_dead=on_dead_or_lost,
+                on_moves=on_moves,
+            )
 
         faults = self._faults(rank)
 

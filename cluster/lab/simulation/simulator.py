@@ -71,6 +71,7 @@ class Simulation:
             self.network,
             self.recorder,
             lambda incarnation, reason: self.ingresses.lose(incarnation, reason),
+            lambda incarnation: self.ingresses.hush(incarnation),
         )
         self._invariants: Invariants | None = None
         if options.checks:

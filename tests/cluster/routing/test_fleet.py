@@ -14,8 +14,8 @@ from tests.cluster.engines import make_member, until
 class Connections:
     """Connects to whoever is not in `dead`, and says one snapshot of each."""
 
-    def __init__(self, on_snapshot, on_dead):
-        self.on_snapshot, self.on_dead = on_snapshot, on_dead
+    def __init__(self, on_snapshot, on_dead, on_moves):
+        self.on_snapshot, self.on_dead, self.on_moves = on_snapshot, on_dead, on_moves
         self.incarnations = frozenset()
         self.dead = {}
 

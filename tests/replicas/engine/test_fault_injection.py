@@ -29,6 +29,7 @@ from replicas.engine.fault_injection import (
     schedule_signals,
 )
 from replicas.engine.process import Receiver, Sender
+from replicas.engine.pulse import Pulse
 from replicas.errors import EngineDeadError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -191,7 +192,7 @@ def test_frames_of_a_partition_never_arrive():
     outbox = queue.SimpleQueue()
     context = zmq.Context()
     links = ScriptedLinks(True, False, True)
-    sender = Sender(context, "127.0.0.1", "first", (outbox, queue.SimpleQueue()), links)
+    sender = Sender(context, "127.0.0.1", "first", (outbox, queue.SimpleQueue()), links, Pulse())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with connect_dealer(context, b"client", sender.endpoint) as dealer:
         assert monitor.poll(20_000), "the client is connected"

@@ -56,6 +56,7 @@ class Bench:
         self.heard = []
         self.snapshots = []
         self.dead = []
+        self.moves = []
         self.client = self.new_client("ingress")
 
     def new_client(self, name):
@@ -64,8 +65,11 @@ class Bench:
             self.network,
             {self.host.incarnation: self.host},
             self,
-            lambda _, snapshot: self.snapshots.append((self.loop.time(), name, snapshot)),
-            lambda incarnation, reason: self.dead.append((self.loop.time(), incarnation, reason)),
+            on_snapshot=lambda _, snapshot: self.snapshots.append(
+                (self.loop.time(), name, snapshot)
+            ),
+            on_dead=lambda *told: self.dead.append((self.loop.time(), *told)),
+            on_moves=lambda *told: self.moves.append((self.loop.time(), *told)),
         )
         self.connect(client)
         return client
