@@ -63,9 +63,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def with_half_of_a_step(self) -> "TransferConfig":
         """Return this for one of two that share the time in which a step may copy."""
-        return msgspec.structs.replace(
-            self, copy_s=self.copy_s / 2, copy_share=self.copy_share / 2
-        )
+        return msgspec.structs.replace(self, copy_s=self.copy_s / 2, copy_share=self.copy_share / 2)
 
     @property
     def probe_s(self) -> float:

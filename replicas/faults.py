@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "drop_link", "corrupt", "partition",
-    "hang", "deaf", "mute", "clog", "clock", "cling", "replace", "full",
+    "hang", "deaf", "mute", "clog", "clock", "cling", "replace",
 ]  # fmt: skip
 """What happens, and to what.
 
@@ -31,17 +31,17 @@ that leave it have flipped bytes. partition: nothing gets from or to it. hang: a
 not come back before the window's end; the rest of the process works on. deaf: nothing that clients
 send reaches it. mute: nothing that it sends reaches clients. clog: its inbox is full, and takes
 nothing. clock: its wall clock is off by `shift_s`. cling: told to end, it does not. replace: it is
-drained, ended and started again, as in a rolling update. full: a store takes no value.
+drained, ended and started again, as in a rolling update.
 """
 
 KINDS: tuple[str, ...] = get_args(FaultKind)
-INGRESS, STORE = "ingress", "store"
+INGRESS = "ingress"
 """What fails beside engines, as targets name it."""
 _INSTANTS = frozenset({"kill", "drop_link", "replace"})
-_KINDS_OF = {INGRESS: ("kill", "clock"), STORE: ("kill", "full")}
+_INGRESS_KINDS = ("kill", "clock")
 """What can happen to what is no engine."""
 _FIELDS = ("at_s", "target", "kind", "duration_s", "factor", "shift_s")
-_TARGET = re.compile(r"(prefill|decode|both|ingress|store)/(0|[1-9][0-9]*)")
+_TARGET = re.compile(r"(prefill|decode|both|ingress)/(0|[1-9][0-9]*)")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         at_s: When, in seconds after the plan's epoch.
-        target: Which replica: "pool/rank", for one "decode/1"; or "ingress/0", "store/0".
+        target: Which replica: "pool/rank", for one "decode/1"; or "ingress/0".
         kind: What goes wrong.
         duration_s: How long; None is for ever. Nothing for kill, drop_link and replace, which are
             instants.
@@ -161,10 +161,6 @@ class ReplicaFaults:
         """How many seconds its wall clock is ahead of the others' now."""
         return sum(shift_s for window, shift_s in self._clocks if window.holds(now_s))
 
-    def is_full(self, now_s: float) -> bool:
-        """Whether the store takes no value now."""
-        return self._holds("full", now_s)
-
     # --- when ----------------------------------------------------------------------------------
 
     def kills(self) -> tuple[float, ...]:
@@ -275,6 +271,19 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"replica(s); use {pool}/0 to {pool}/{num_replicas[pool] - 1}"
                 )
 
+    def check_real(self) -> None:
+        """Check that replicas outside the simulator can act on it.
+
+        Raises:
+            FaultPlanError: They cannot on an entry; names it.
+        """
+        for i, fault in enumerate(self.faults):
+            if fault.kind == "replace" or fault.target.startswith(INGRESS):
+                raise FaultPlanError(
+                    f"[{i}]: {fault.kind} of {fault.target} happens in the simulator alone; kill "
+                    "the ingress's process, or deploy a changed configuration, and remove it here"
+                )
+
 
 class PlanClock(msgspec.Struct, frozen=True):
     """Turns readings of a process's own clock into seconds of a plan, and back.
@@ -340,7 +349,7 @@ def _check_times(fault: Fault, where: str) -> None:
     if _TARGET.fullmatch(fault.target) is None:
         raise FaultPlanError(
             f"{where}.target: {fault.target!r} is no replica; give pool/rank with a pool of "
-            "prefill, decode, both, for one decode/1, or ingress/rank, or store/0"
+            "prefill, decode, both, for one decode/1, or ingress/rank"
         )
     if fault.duration_s is None:
         return
@@ -357,14 +366,11 @@ def _check_times(fault: Fault, where: str) -> None:
 
 def _check_kind(fault: Fault, where: str) -> None:
     """Refuse what cannot happen to its target."""
-    kinds = _KINDS_OF.get(fault.target.partition("/")[0])
-    if kinds is not None and fault.kind not in kinds:
+    if fault.target.startswith(INGRESS) and fault.kind not in _INGRESS_KINDS:
         raise FaultPlanError(
             f"{where}.target: {fault.kind} does not happen to {fault.target}, only "
-            f"{' and '.join(kinds)}; give a replica of a pool of prefill, decode, both"
+            f"{' and '.join(_INGRESS_KINDS)}; give a replica of a pool of prefill, decode, both"
         )
-    if kinds is None and fault.kind == "full":
-        raise FaultPlanError(f"{where}.target: full happens to a store; give store/0")
 
 
 def _check_amounts(fault: Fault, where: str) -> None:

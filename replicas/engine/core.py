@@ -55,6 +55,8 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig

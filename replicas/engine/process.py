@@ -29,7 +29,7 @@ from kv_transfer.errors import KVTransferError
 from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.fault_injection import ClientLinks, EngineFaults, SignalSender, engine_faults
 from replicas.engine.pulse import Pulse
 from replicas.engine.reports import EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
@@ -95,7 +95,7 @@ class Receiver(threading.Thread):
         try:
             while True:
                 frames = self._socket.recv_multipart()
-                if len(frames) != 2 or not self._links.is_open():
+                if len(frames) != 2 or not self._links.hears():
                     continue
                 try:
                     message = decode_client_message(frames[1])
@@ -149,7 +149,7 @@ class Sender(threading.Thread):
             self._send_heartbeats()
 
     def _send(self, client: bytes, raw: bytes) -> None:
-        if not self._links.is_open():
+        if not self._links.speaks():
             return
         try:
             self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
@@ -256,10 +256,16 @@ def main() -> None:
     outbox: Outbox = queue.SimpleQueue()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: inbox.put((b"", _STOP)))
+    faults = engine_faults(arguments.config)
+
+    def stop() -> None:
+        if not faults.clings():
+            inbox.put((b"", _STOP))
+
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: stop())
     threading.Thread(
         target=_stop_at_eof,
-        args=(inbox, arguments.stop_timeout_s),
+        args=(stop, faults, arguments.stop_timeout_s),
         name="parent-watch",
         daemon=True,
     ).start()
@@ -272,7 +278,6 @@ def main() -> None:
     threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        faults = engine_faults(arguments.config)
         signal_sender = SignalSender(faults)
         links = ClientLinks(faults)
         executor = UniProcExecutor(
@@ -281,7 +286,9 @@ def main() -> None:
             notify=lambda: inbox.put((b"", _WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
-        core = EngineCore(arguments.config, executor, arguments.incarnation, pulse=pulse)
+        core = EngineCore(
+            arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
+        )
         receiver = Receiver(context, arguments.host, inbox, links)
         sender = Sender(
             context, arguments.host, arguments.incarnation, (outbox, inbox), links, pulse
@@ -324,14 +331,16 @@ def _beat(tell: Callable[[EngineReport], None], pulse: Pulse) -> None:
             time.sleep(BEAT_S)
 
 
-def _stop_at_eof(inbox: Inbox, timeout_s: float) -> None:
+def _stop_at_eof(stop: Callable[[], None], faults: EngineFaults, timeout_s: float) -> None:
     """Ask for the end once the parent closes stdin, and insist if the core thread is stuck."""
     # Not through the buffered reader: this thread may still wait when the interpreter ends, which
     # aborts if somebody holds the buffer's lock. Nothing is in the buffer: one line was sent.
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    inbox.put((b"", _STOP))
-    time.sleep(timeout_s)
+    stop()
+    # One that is to cling does so for longer than its parent waits, and not for ever: whatever
+    # happens to the parent, nothing of it is to be left.
+    time.sleep(3 * timeout_s if faults.clings() else timeout_s)
     os._exit(1)
 
 

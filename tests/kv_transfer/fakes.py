@@ -503,9 +503,7 @@ def make_loopback_engine(
         window_bytes=4 * io.layout.row_bytes,
         mapped_chunk_bytes=2 * io.layout.row_bytes,
     )
-    told = make_settings(
-        name, config=config or chunks, **{"unix_now_s": network.clock, **settings}
-    )
+    told = make_settings(name, config=config or chunks, **{"unix_now_s": network.clock, **settings})
     notified = threading.Event()
     worker = P2PConnectorWorker(told, notified.set, functools.partial(LoopbackTransport, network))
     worker.register_kv_caches(io)

@@ -21,7 +21,14 @@ from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
 from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
 from kv_transfer.pooled_worker import PooledConnectorWorker
 from kv_transfer.store import StoreConfig
-from tests.kv_transfer.fakes import KEYS, LoopbackTransport, Network, make_settings, make_ticket, ticks
+from tests.kv_transfer.fakes import (
+    KEYS,
+    LoopbackTransport,
+    Network,
+    make_settings,
+    make_ticket,
+    ticks,
+)
 from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, Shelf
 from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, layout_of
 from tests.kv_transfer.test_pooled import SLOW, UNIT, UNIT_BYTES, tokens

@@ -11,7 +11,14 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import PROTOCOL_VERSION, Data, Fetch, Mapped, Renew
 from kv_transfer.transport import Arrived, ArrivedMapped
-from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_loopback_engine, make_ticket, ticks
+from tests.kv_transfer.fakes import (
+    KEYS,
+    FakeEngine,
+    FakeIO,
+    make_loopback_engine,
+    make_ticket,
+    ticks,
+)
 from tests.kv_transfer.pairs import Pair
 from tests.kv_transfer.worlds import TINY, World
 

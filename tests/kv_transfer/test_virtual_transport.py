@@ -15,7 +15,15 @@ from kv_transfer.messages import Cancel, Data, Done, Fetch, LeaseInfo, Renew
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.transport import CancelLoad, Delivered, Load, LoadFailed, Offer, SendFailed
-from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeEngine, FakeIO, make_settings, make_ticket
+from tests.kv_transfer.fakes import (
+    KEYS,
+    LAYOUT,
+    QUICK,
+    FakeEngine,
+    FakeIO,
+    make_settings,
+    make_ticket,
+)
 from tests.kv_transfer.virtual_wire import Net, Wire
 
 SOURCE, TARGET = tuple(range(9, 1, -1)), tuple(range(1, 9))

@@ -61,6 +61,11 @@ def replica(*entries):
         ({"kind": "slow", "factor": 0.5}, ["[1].factor", "0.5"]),
         ({"kind": "slow", "factor": math.inf}, ["[1].factor", "inf"]),
         ({"kind": "slow", "factor": math.nan}, ["[1].factor", "nan"]),
+        ({"kind": "slow", "target": "ingress/0", "factor": 2.0}, ["[1].target", "kill and clock"]),
+        ({"kind": "clock"}, ["[1].shift_s", "clock needs seconds"]),
+        ({"kind": "clock", "shift_s": math.inf}, ["[1].shift_s", "inf"]),
+        ({"shift_s": 5.0}, ["[1].shift_s", "freeze takes no shift_s", "remove it"]),
+        ({"kind": "replace"}, ["[1].duration_s", "replace", "remove duration_s"]),
         ({"factor": 2.0}, ["[1].factor", "freeze takes no factor", "remove it"]),
         ({"for_s": 2.0}, ["[1]", "'for_s'", "duration_s"]),
         ({"at_s": 21.0}, ["[1]", "freeze of decode/0", "overlaps entry [0]"]),
@@ -131,6 +136,16 @@ def test_targets_that_exist_are_accepted():
     plan.check_targets({"prefill": 1, "decode": 2})
 
 
+@pytest.mark.parametrize(
+    "fields", [{"target": "ingress/0"}, {"kind": "replace"}], ids=["ingress", "replace"]
+)
+def test_what_happens_in_the_simulator_alone_is_refused_to_real_replicas(fields):
+    plan = FaultPlan.parse([entry(), kill(**fields)])
+    with pytest.raises(FaultPlanError, match=r"\[1\]: .* in the simulator alone"):
+        plan.check_real()
+    FaultPlan.parse([entry()]).check_real()
+
+
 # --- what is wrong when ------------------------------------------------------------------------
 
 
@@ -197,7 +212,7 @@ def plans(draw):
     """Plans about two replicas without overlaps: windows of a kind take turns on a grid."""
     entries = []
     for target in ("decode/0", "decode/1"):
-        for kind in sorted(set(KINDS) - {"full"}):
+        for kind in KINDS:
             edges = sorted(draw(st.sets(seconds, max_size=6)))
             for start_s, end_s in zip(edges[::2], edges[1::2], strict=False):
                 fields = {"at_s": start_s, "target": target, "kind": kind}

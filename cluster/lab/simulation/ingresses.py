@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.client import VirtualClient
 from cluster.lab.simulation.ingress import VirtualIngress
 from cluster.lab.simulation.lives import KEYS
+from cluster.lab.simulation.loop import UNIX_S
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
 from cluster.routing.router import Router
@@ -147,8 +148,8 @@ class Ingresses:
         faults = self._faults(rank)
 
         def unix_now_s() -> float:
-            """The virtual clock, wrong where the plan says so."""
-            return self._loop.time() + faults.clock_shift_s(self._loop.time())
+            """The wall clock, wrong where the plan says so."""
+            return UNIX_S + self._loop.time() + faults.clock_shift_s(self._loop.time())
 
         fleet = Fleet(make_client)
         tickets = TicketOffice(KEYS, self._transfer, self._new_transfer_id, unix_now_s)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.monitors import ProtocolMonitor
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
+from cluster.lab.simulation.waits import WaitMonitor
 from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.lab.simulation.client import VirtualLink
+    from cluster.lab.simulation.clocks import Clocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.loop import VirtualLoop
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
+    from cluster.lab.simulation.waits import Waits
     from replicas.faults import Fault
 
 _QUIET_S = 0.05
@@ -53,6 +56,8 @@ class Invariants:
 
     Args:
         hosts: Every start of a replica; grows.
+        longest: How long a request waits at most.
+        clocks: Whether a ticket may be too old.
     """
 
     def __init__(
@@ -61,10 +66,14 @@ class Invariants:
         hosts: list[VirtualHost],
         recorder: Recorder,
         leases: LeaseMonitor,
+        longest: Waits,
+        clocks: Clocks,
     ) -> None:
+        self._clocks = clocks
         self._loop: VirtualLoop = network.loop
         self._hosts = hosts
         self._recorder = recorder
+        self._longest = longest
         self._monitors: dict[str, ProtocolMonitor] = {}
         self._ingresses: list[VirtualIngress] = []
         self._moment_s = float("-inf")
@@ -74,7 +83,12 @@ class Invariants:
 
     def monitor(self, ingress: str) -> ProtocolMonitor:
         """The watcher of what an ingress says; it also tells the recorder."""
-        return self._monitors.setdefault(ingress, ProtocolMonitor(self._recorder))
+        if ingress not in self._monitors:
+            waits = WaitMonitor(self._loop, self._longest)
+            self._monitors[ingress] = ProtocolMonitor(
+                self._loop, self._recorder, waits, self._clocks
+            )
+        return self._monitors[ingress]
 
     def watch(self, ingress: VirtualIngress) -> None:
         """Check an ingress from now on."""
@@ -154,7 +168,7 @@ class Invariants:
 
 def _is_idle(host: VirtualHost, now_s: float) -> bool:
     """Whether an engine has nothing to do, and has had the time to say so."""
-    since_s = host.idle_since_s
+    since_s = host.core.idle_since_s
     is_quiet = since_s is not None and now_s - since_s > _QUIET_S
     # Of one that is cut off frames are missing, until its connections break when that is over; of
     # one that has just died nobody has heard yet.
@@ -216,9 +230,13 @@ class Expectations:
     Args:
         options: How requests were placed, what went wrong and who left.
         pools: The replicas.
+        longest: How long a request waits at most.
     """
 
-    def __init__(self, options: SimulationOptions, pools: Sequence[PoolSpec]) -> None:
+    def __init__(
+        self, options: SimulationOptions, pools: Sequence[PoolSpec], longest: Waits
+    ) -> None:
+        self._longest_s = longest.until_first_token_s
         self._most_queued = options.router.max_queued_requests
         reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
@@ -257,6 +275,9 @@ class Expectations:
         Raises:
             AssertionError: It did not.
         """
+        times_s = record.token_times_s
+        heard_s = (times_s[0] if len(times_s) else record.finished_s) - record.arrival_s
+        assert heard_s <= self._longest_s, f"{record.request_id} heard nothing for {heard_s:.1f} s"
         lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
         closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
         # One that has just come knows of no engine yet.
@@ -287,16 +308,22 @@ class Expectations:
 def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     """When a replica may first have been given up: infinity if never."""
     silences = [f for f in faults if f.kind in {"freeze", "partition", "mute"}]
-    silent_s = sum(f.window.end_s - f.window.start_s for f in silences)
+    silent_s = sum(map(_length_s, silences))
     # Connections that live through lost messages break when they come through again.
     losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
     losses_s += [f.at_s + spec.drain_timeout_s for f in faults if f.kind == "replace"]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
+    # One that hangs for so long says so, and whoever has no token yet goes elsewhere.
+    losses_s += [f.at_s for f in faults if f.kind == "hang" and _length_s(f) >= SILENCE_S]
     stuck = [f for f in faults if f.kind in {"freeze", "hang"}]
-    if sum(f.window.end_s - f.window.start_s for f in stuck) >= spec.engine.step_timeout_s:
+    if sum(map(_length_s, stuck)) >= spec.engine.step_timeout_s:
         losses_s.extend(f.at_s for f in stuck)
     return min(losses_s, default=float("inf"))
+
+
+def _length_s(fault: Fault) -> float:
+    return fault.window.end_s - fault.window.start_s
 
 
 def check_tokens(

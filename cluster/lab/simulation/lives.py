@@ -172,8 +172,11 @@ class Lives:
         )
         place.host = host
         place.parent = VirtualParent(
-            host, self._loop, config, spec.drain_timeout_s, functools.partial(self._end, place)
+            host, self._network, config, spec.drain_timeout_s, functools.partial(self._end, place)
         )
+        for window in (*faults.freezes(), *faults.hangs()):
+            if window.holds(self._loop.time()):
+                place.parent.watch(window.end_s)
         place.silent_since_s = None
         place.at_thaw.clear()
         if faults.is_frozen(self._loop.time()):
@@ -197,10 +200,13 @@ class Lives:
 
     def _kill(self, place: _Place) -> None:
         if place.host is not None:
-            self._end(place, place.host)
+            self._end(place, place.host, 0.0)
 
-    def _end(self, place: _Place, host: VirtualHost) -> None:
-        """An engine ends, for whatever reason; another one takes its place."""
+    def _end(self, place: _Place, host: VirtualHost, last_words_s: float) -> None:
+        """An engine ends, for whatever reason; another one takes its place.
+
+        Its connections break `last_words_s` later than those of one that is killed.
+        """
         if place.host is not host:
             return
         host.kill()
@@ -208,7 +214,9 @@ class Lives:
         del self.living[host.incarnation]
         place.host = place.parent = None
         latency_s = self._options.network.latency_s
-        self._loop.call_later(latency_s, self._lose, host.incarnation, "its connection broke")
+        self._loop.call_later(
+            last_words_s + latency_s, self._lose, host.incarnation, "its connection broke"
+        )
         down_s = self._options.restart_s + place.spec.timing.warm_up_s()
         self._loop.call_later(down_s, self._start, place)
 

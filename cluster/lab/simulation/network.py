@@ -135,6 +135,11 @@ class Network:
         """How long the next control message takes."""
         return self._config.latency_s + self._up_to_s(self._config.jitter_s)
 
+    @property
+    def longest_delay_s(self) -> float:
+        """How long a control message takes at most."""
+        return self._config.latency_s + self._config.jitter_s
+
     def attach(self, host: KVHost) -> None:
         """Let a host's KV connector be found."""
         self._by_endpoint[host.kv_endpoint] = host

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.lab.simulation.host import VirtualHost
-    from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.network import Network
     from replicas.config import EngineConfig
 
 _POLL_S = 0.2
@@ -29,7 +29,7 @@ class VirtualParent:
         host: Its engine.
         config: The engine's configuration.
         drain_timeout_s: How long requests may go on in an engine that is to be replaced.
-        end: Called with the host when it ends, by itself or not.
+        end: Called when the engine ends, with the host and how long its connections outlive it.
 
     Attributes:
         is_draining: Whether the engine is to be replaced, and takes nothing new.
@@ -38,14 +38,15 @@ class VirtualParent:
     def __init__(
         self,
         host: VirtualHost,
-        loop: VirtualLoop,
+        network: Network,
         config: EngineConfig,
         drain_timeout_s: float,
-        end: Callable[[VirtualHost], None],
+        end: Callable[[VirtualHost, float], None],
     ) -> None:
         self.is_draining = False
         self._host = host
-        self._loop = loop
+        self._loop = network.loop
+        self._longest_delay_s = network.longest_delay_s
         self._watch = HangWatch(config.step_timeout_s)
         self._watches_until_s = float("-inf")
         self._drain_timeout_s = drain_timeout_s
@@ -64,8 +65,8 @@ class VirtualParent:
         host = self._host
         if not host.is_alive:
             return
-        if self._watch.look([] if host.is_frozen else [host.pulse]) is not None:
-            self._end(host)
+        if self._watch.look([] if host.is_frozen else [host.core.pulse]) is not None:
+            self._end(host, 0.0)
         elif self._loop.time() < self._watches_until_s:
             self._loop.call_later(LOOK_S, self._look)
 
@@ -83,7 +84,9 @@ class VirtualParent:
         host = self._host
         if not host.is_alive:
             return
-        if self._loop.time() >= deadline_s or (not host.is_frozen and host.engine.is_drained):
+        # What a turn gives is known when it begins, and told when it ends.
+        is_idle = host.engine.is_drained and not host.core.is_working
+        if self._loop.time() >= deadline_s or (is_idle and not host.is_frozen):
             self._await_end(self._loop.time() + self._stop_s)
         else:
             self._loop.call_later(_POLL_S, self._await_idle, deadline_s)
@@ -92,7 +95,10 @@ class VirtualParent:
         """It has been told to end; one that does not is killed after its time."""
         if not self._host.is_alive:
             return
-        if self._loop.time() >= kill_s or not self._host.clings:
-            self._end(self._host)
+        if not self._host.clings:
+            # What it has said reaches clients before its connections close.
+            self._end(self._host, self._longest_delay_s)
+        elif self._loop.time() >= kill_s:
+            self._end(self._host, 0.0)
         else:
             self._loop.call_later(_POLL_S, self._await_end, kill_s)

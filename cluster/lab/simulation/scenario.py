@@ -45,7 +45,11 @@ _KINDS: tuple[FaultKind, ...] = (
 )  # fmt: skip
 _INGRESS_KINDS: tuple[FaultKind, ...] = ("kill", "kill", "clock")
 _INSTANTS = frozenset({"kill", "drop_link", "replace"})
-_ENDLESS = frozenset({"freeze", "partition", "hang", "mute"})
+_STUCK_KINDS: tuple[FaultKind, ...] = (
+    "hang", "hang", "deaf", "deaf", "mute", "clog",
+)  # fmt: skip
+_STUCK_SPAN_S = 60.0
+_ENDLESS = frozenset({"freeze", "partition", "hang", "mute", "deaf"})
 """What may last for ever: whoever waits for the replica gives it up, or its parent ends it."""
 _SHIFTS_S = (-3600.0, -180.0, -5.0, 5.0, 180.0, 3600.0)
 """Less and more than clocks may differ by, and than a ticket is good for."""
@@ -358,9 +362,13 @@ class _Dice:
         order = self._pick("decode_first", "prefill_first")
         router = msgspec.structs.replace(scenario.router, order=order)
         scenario = msgspec.structs.replace(scenario, router=router)
-        if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
-            return self._with_lost_consumers(scenario)
-        return scenario
+        if is_calm:
+            return scenario
+        if is_split and order == "prefill_first" and self._happens(0.3):
+            scenario = self._with_lost_consumers(scenario)
+        elif self._happens(0.3):
+            scenario = self._with_stuck_engines(scenario)
+        return self._with_set_clocks(scenario) if self._happens(0.2) else scenario
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)
@@ -472,7 +480,7 @@ class _Dice:
         self, pools: Sequence[ScenarioPool], ingresses: int, arrivals_s: Sequence[float]
     ) -> tuple[Fault, ...]:
         """Faults soon after an arrival: that is when they meet something."""
-        targets = [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
+        targets = _replicas(pools)
         senders = [target for target in targets if target.startswith("prefill")]
         busy_until_s: dict[tuple[str, str], float] = {}
         faults: list[Fault] = []
@@ -490,10 +498,10 @@ class _Dice:
             fault = self._fault(float(at_s), target, kind)
             busy_until_s[target, kind] = fault.window.end_s
             faults.append(fault)
-            if kind == "replace" and busy_until_s.get((target, "cling"), -1.0) < at_s:
-                if self._happens(0.3):
-                    faults.append(self._fault(float(at_s), target, "cling"))
-                    busy_until_s[target, "cling"] = faults[-1].window.end_s
+            if kind == "replace" and self._happens(0.3):
+                # Told to end, it may have reasons of its own not to.
+                faults.append(Fault(at_s=float(at_s), target=target, kind="cling"))
+                busy_until_s[target, "replace"] = float("inf")
         return tuple(faults)
 
     def _fault(self, at_s: float, target: str, kind: FaultKind) -> Fault:
@@ -520,6 +528,18 @@ class _Dice:
                 at_s += float(self._rng.exponential(1.5))
                 faults.append(Fault(at_s=at_s, target=f"{pool.role}/{rank}", kind="replace"))
         return tuple(faults)
+
+    def _with_set_clocks(self, scenario: Scenario) -> Scenario:
+        """The wall clock of all is set, as where all run on one host, and set right again later."""
+        ingresses = [f"{INGRESS}/{rank}" for rank in range(scenario.ingresses)]
+        at_s = scenario.requests[-1].arrival_s * float(self._rng.random())
+        shift_s = self._pick(*_SHIFTS_S)
+        clocks = tuple(
+            Fault(at_s=at_s, target=target, kind="clock", duration_s=20.0, shift_s=shift_s)
+            for target in [*_replicas(scenario.pools), *ingresses]
+        )
+        others = tuple(fault for fault in scenario.faults if fault.kind != "clock")
+        return msgspec.structs.replace(scenario, faults=(*others, *clocks))
 
     def _stopped_producers(
         self, pools: Sequence[ScenarioPool], arrivals_s: Sequence[float]
@@ -559,6 +579,28 @@ class _Dice:
             restart_s=0.1,
         )
 
+    def _with_stuck_engines(self, scenario: Scenario) -> Scenario:
+        """Engines that say nothing, or nothing useful, for so long that others have to step in.
+
+        Requests go on coming all the while.
+        """
+        targets = _replicas(scenario.pools)
+        stretch = _STUCK_SPAN_S / max(scenario.requests[-1].arrival_s, 1e-3)
+        requests = tuple(
+            msgspec.structs.replace(request, arrival_s=request.arrival_s * stretch)
+            for request in scenario.requests
+        )
+        faults = []
+        at_s = 0.0
+        for target in self._rng.permutation(targets)[: self._pick(1, 2, 3)]:
+            at_s += float(self._rng.exponential(2.0))
+            kind = self._pick(*_STUCK_KINDS)
+            # Nobody else notices one that is deaf: whoever asks waits as long as he may.
+            longest_s = 30.0 if kind == "clog" else None
+            duration_s = self._pick(90.0 if kind == "deaf" else 12.0, 30.0, longest_s)
+            faults.append(Fault(at_s=at_s, target=str(target), kind=kind, duration_s=duration_s))
+        return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
+
     def _happens(self, share: float) -> bool:
         return bool(self._rng.random() < share)
 
@@ -567,6 +609,11 @@ class _Dice:
 
     def _pick(self, *choices: _T) -> _T:
         return choices[int(self._rng.integers(len(choices)))]
+
+
+def _replicas(pools: Sequence[ScenarioPool]) -> list[str]:
+    """Every replica, as in a fault plan."""
+    return [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
 
 
 def _blocks(number: int, num_prompt_tokens: int, prefix: int, num_shared: int) -> tuple[int, ...]:

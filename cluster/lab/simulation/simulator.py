@@ -18,6 +18,7 @@ import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
 from cluster.lab.simulation.client import SILENCE_S
+from cluster.lab.simulation.clocks import Clocks
 from cluster.lab.simulation.ingresses import Ingresses, raise_failure
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.lab.simulation.lives import KEYS, Lives
@@ -26,6 +27,8 @@ from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
+from cluster.lab.simulation.waits import longest_waits
+from replicas.faults import INGRESS
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 
@@ -70,9 +73,13 @@ class Simulation:
             options,
             self.network,
             self.recorder,
-            lambda incarnation, reason: self.ingresses.lose(incarnation, reason),
-            lambda incarnation: self.ingresses.hush(incarnation),
+            lambda incarnation, reason: self.ingresses.lose(incarnation, reason),  # noqa: PLW0108
+            lambda incarnation: self.ingresses.hush(incarnation),  # noqa: PLW0108 - not made yet
         )
+        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
+        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
+        engines = [spec.engine for spec in self._pools]
+        self._longest_waits = longest_waits(options.router, engines, longest)
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
@@ -81,9 +88,9 @@ class Simulation:
                 self.lives.hosts,
                 self.recorder,
                 LeaseMonitor(self.loop, lease_s, KEYS),
+                self._longest_waits,
+                Clocks(options.faults, self._names, longest.rendezvous_s + longest.lease_s),
             )
-        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
-        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
         self.ingresses = Ingresses(
             options, self.network, self.recorder, self.lives, longest, self._invariants
         )
@@ -92,6 +99,11 @@ class Simulation:
         # Which ingress has taken a request, by number.
         self._taken: dict[int, VirtualIngress] = {}
         self._num_done = 0
+
+    @property
+    def _names(self) -> list[str]:
+        """Every replica and ingress, as in a fault plan."""
+        return [*self.lives.names, *(f"{INGRESS}/{i}" for i in range(self._options.ingresses))]
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -169,10 +181,12 @@ class Simulation:
         await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
-        deadline_s = self.loop.time() + _DRAIN_S
+        # What a hung engine holds is free when its parent ends it.
+        drain_s = _DRAIN_S + max(spec.engine.step_timeout_s for spec in self._pools)
+        deadline_s = self.loop.time() + drain_s
         while (held := self._held()) or self.lives.unsettled:
             assert self.loop.time() < deadline_s, (
-                f"after {_DRAIN_S:g} s still held: {held}; and not there: {self.lives.unsettled}"
+                f"after {drain_s:g} s still held: {held}; and not there: {self.lives.unsettled}"
             )
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
@@ -200,7 +214,7 @@ class Simulation:
     def _check_requests(self) -> None:
         """Every request ended once, rightly, and with the right tokens."""
         options = self._options
-        expectations = Expectations(options, self._pools)
+        expectations = Expectations(options, self._pools, self._longest_waits)
         records = self.recorder.records()
         assert len(records) == len(self._workload.requests)
         facts = self._pools[0].facts
@@ -229,6 +243,8 @@ class Simulation:
         task = asyncio.current_task()
         assert task is not None
         ingress.run(task)
+        if self._invariants is not None:
+            self._invariants.monitor(ingress.name).began(entry.request_id)
         try:
             request = self._engine_request(i, entry.request_id)
 
