@@ -33,6 +33,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +186,9 @@ def start_engine(role: Role, config: EngineConfig, record: Path) -> Engine:
         for line in lines:
             report = msgspec.json.decode(line, type=EngineReport)
             if report.ready is not None:
-                return Engine(role, config, EngineHandle(process, report.ready), record)
+                return Engine(
+                    role, config, EngineHandle(process, report.ready, config.keys), record
+                )
             if report.failed is not None:
                 break
     process.kill()
@@ -214,7 +217,7 @@ class Ingress:
     """The production's router over real connections, as `Ingress` has it."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet(AsyncMPClient)
+        self.fleet = Fleet(partial(AsyncMPClient, KEYS))
         metrics = RouterMetrics("fidelity")
         self.router = Router(self.fleet, RouterConfig(), metrics, TicketOffice(KEYS))
 

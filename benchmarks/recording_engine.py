@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.fault_injection import ClientLinks
+    from replicas.engine.inbox import InboxItem
     from replicas.engine.server import EngineServer
     from replicas.engine.step import ScheduledBatch
 
@@ -73,7 +74,7 @@ class _Recorder:
             else:
                 turn.chunks.append((lane, start, start + count))
 
-    def received(self, item: process.InboxItem) -> None:
+    def received(self, item: InboxItem) -> None:
         """A message has come so far; the last call counts."""
         if isinstance(item[1], AddRequest):
             self.record.received[item[1].request.request_id] = time.monotonic()
@@ -128,7 +129,7 @@ class _CoreInbox:
         self._inbox = inbox
         self.get_nowait = inbox.get_nowait
 
-    def get(self, *, block: bool, timeout: float | None) -> process.InboxItem:
+    def get(self, *, block: bool, timeout: float | None) -> InboxItem:
         _recorder.end_turn()
         try:
             item = self._inbox.get(block=block, timeout=timeout)
@@ -155,8 +156,16 @@ class _CoreOutbox:
 
 
 class _Process(process.EngineProcess):
-    def __init__(self, server: EngineServer, inbox: process.Inbox, outbox: process.Outbox) -> None:
-        super().__init__(server, _CoreInbox(inbox), _CoreOutbox(outbox))  # type: ignore[arg-type]
+    def __init__(
+        self,
+        server: EngineServer,
+        inbox: process.Inbox,
+        outbox: process.Outbox,
+        pulse: process.Pulse,
+        on_drained: Callable[[], None],
+    ) -> None:
+        seen = _CoreInbox(inbox), _CoreOutbox(outbox)
+        super().__init__(server, *seen, pulse, on_drained)  # type: ignore[arg-type]
 
 
 class _ReceiverInbox:
@@ -165,20 +174,19 @@ class _ReceiverInbox:
     def __init__(self, inbox: process.Inbox) -> None:
         self._inbox = inbox
 
-    def put(self, item: process.InboxItem) -> None:
+    def put_message(self, item: InboxItem, num_bytes: int) -> None:
         _recorder.received(item)
-        self._inbox.put(item)
+        self._inbox.put_message(item, num_bytes)
 
 
 class _Receiver(process.Receiver):
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
+        socket: zmq.Socket[bytes],
         inbox: process.Inbox,
         links: ClientLinks,
     ) -> None:
-        super().__init__(context, host, _ReceiverInbox(inbox), links)  # type: ignore[arg-type]
+        super().__init__(socket, _ReceiverInbox(inbox), links)  # type: ignore[arg-type]
 
 
 class _KVIO(TorchKVIO):

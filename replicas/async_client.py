@@ -17,23 +17,43 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kv_transfer.errors import ServerKeyError
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import CONNECT_S, HELLO_S, QUIET_S, SILENCE_S, connect_dealer
-from replicas.errors import EngineDeadError, EngineError
-from replicas.messages import PROTOCOL_VERSION, EngineMetrics, Hello, KVTransfers, Utility
+from replicas.dealer import (
+    CONNECT_S,
+    HELLO_S,
+    NOT_GREETED,
+    QUIET_S,
+    SILENCE_S,
+    connect_dealers,
+    too_large,
+)
+from replicas.errors import EngineDeadError, EngineError, UnreadableMessageError
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    AddRequest,
+    EngineFrame,
+    EngineMetrics,
+    Hello,
+    KVTransfers,
+    Utility,
+)
 from replicas.streams import StreamTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_transfer.keys import KeyRing
     from replicas.messages import (
         ClientMessage,
         EngineDescription,
-        EngineFrame,
         EngineSnapshot,
         UtilityResult,
     )
     from replicas.streams import EngineStream, Inbox
+
+
+_LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class AsyncMPClient:
@@ -42,6 +62,7 @@ class AsyncMPClient:
     Owner of the connections and of the map from request to stream; all on one loop.
 
     Args:
+        keys: The secrets of the client's deployment; engines of another one are not spoken to.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost; its streams have
             been told already.
@@ -51,10 +72,12 @@ class AsyncMPClient:
 
     def __init__(
         self,
+        keys: KeyRing,
         on_snapshot: Callable[[str, EngineSnapshot], None] = lambda _incarnation, _snapshot: None,
         on_dead: Callable[[str, str], None] = lambda _incarnation, _reason: None,
         on_moves: Callable[[str, bool], None] = lambda _incarnation, _moves: None,
     ) -> None:
+        self._keys = keys
         self._context = zmq.asyncio.Context()
         self._links: dict[str, _EngineLink] = {}
         self._on_snapshot = on_snapshot
@@ -66,16 +89,22 @@ class AsyncMPClient:
         """Connect to an engine and wait for its first snapshot; a known one is left as it is.
 
         Raises:
-            EngineDeadError: It did not answer within `CONNECT_S`.
+            EngineDeadError: It did not answer within `CONNECT_S`, or holds no secret of ours.
         """
         if description.incarnation in self._links:
             return
         # A new identity each time: an engine that was lost and is found again has to notice that
         # its old client is gone, or it would go on with requests that nobody reads.
+        try:
+            sockets = connect_dealers(
+                self._context, secrets.token_bytes(8), description, self._keys
+            )
+        except ServerKeyError as error:
+            raise EngineDeadError(str(error)) from error
         table = functools.partial(
             StreamTable, description, on_snapshot=self._on_snapshot, on_moves=self._on_moves
         )
-        link = _EngineLink(self._context, secrets.token_bytes(8), description, table, self._lost)
+        link = _EngineLink(sockets, description, table, self._lost)
         self._links[description.incarnation] = link
         try:
             await asyncio.wait_for(link.start(), CONNECT_S)
@@ -84,7 +113,7 @@ class AsyncMPClient:
             link.close()
             if isinstance(error, asyncio.TimeoutError | EngineDeadError):
                 raise EngineDeadError(
-                    f"engine {description.incarnation} does not answer"
+                    f"engine {description.incarnation} does not answer{link.hint}"
                 ) from error
             raise
 
@@ -171,12 +200,15 @@ class AsyncMPClient:
 
 
 class _EngineLink:
-    """Both sockets of one engine and the tasks that read them."""
+    """Both sockets of one engine and the tasks that read them.
+
+    Attributes:
+        hint: Why it may not answer; empty if nothing is known.
+    """
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
-        identity: bytes,
+        sockets: tuple[zmq.asyncio.Socket, zmq.asyncio.Socket],
         description: EngineDescription,
         make_table: Callable[[Callable[[ClientMessage], None]], StreamTable],
         on_lost: Callable[[_EngineLink, str], None],
@@ -184,9 +216,9 @@ class _EngineLink:
         self.description = description
         self.table = make_table(self.send)
         self._on_lost = on_lost
-        self._input = connect_dealer(context, identity, description.input_endpoint)
-        self._output = connect_dealer(context, identity, description.output_endpoint)
-        self._monitor = self._input.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.hint = ""
+        self._input, self._output = sockets
+        self._monitor = self._input.get_monitor_socket(_LOST_EVENTS)
         self._first_frame = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -206,8 +238,17 @@ class _EngineLink:
 
     def send(self, message: ClientMessage) -> None:
         """Queue a message; lost if the engine is."""
-        if not self._is_closed:
-            self._input.send(encode(message))
+        if self._is_closed:
+            return
+        raw = encode(message)
+        if isinstance(message, AddRequest):
+            refusal = too_large(self.description, message.request.request_id, len(raw))
+            if refusal is not None:
+                # Later, as an answer comes: nobody listens to it yet.
+                frame = EngineFrame(self.description.incarnation, [refusal])
+                asyncio.get_running_loop().call_soon(self._take, frame)
+                return
+        self._input.send(raw)
 
     async def call(self, message: Utility) -> UtilityResult:
         """Send a utility call and wait for its result.
@@ -242,7 +283,7 @@ class _EngineLink:
                     return
             try:
                 self._take(decode_engine_frame(await self._output.recv()))
-            except msgspec.MsgspecError as error:
+            except UnreadableMessageError as error:
                 self._on_lost(self, f"it sent what this version cannot read: {error}")
                 return
 
@@ -258,12 +299,19 @@ class _EngineLink:
             self._on_lost(self, f"reading from it failed: {task.exception()!r}")
 
     async def _watch(self) -> None:
-        parse_monitor_message(await self._monitor.recv_multipart())
+        event = parse_monitor_message(await self._monitor.recv_multipart())
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.hint = (
+                ": it does not let in holders of this process's first secret; give both the same "
+                "key_file, and to rotate add the new secret behind the old one everywhere first"
+            )
         self._on_lost(self, "its connection broke")
 
     def _take(self, frame: EngineFrame) -> None:
         if frame.incarnation != self.description.incarnation:
             self._on_lost(self, "another engine answers at its address")
             return
-        self.table.take(frame)
+        if not self.table.take(frame):
+            self._on_lost(self, NOT_GREETED)
+            return
         self._first_frame.set()

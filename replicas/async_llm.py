@@ -44,7 +44,7 @@ class AsyncLLM:
         """
         tokenizer = Tokenizer.from_folder(config.model)
         handle = await asyncio.to_thread(start_engine, config)
-        client = AsyncMPClient()
+        client = AsyncMPClient(handle.keys)
         try:
             await client.connect(handle.description)
         except BaseException:

@@ -19,7 +19,14 @@ import msgspec
 import zmq
 
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import CONNECT_S, HELLO_S, SILENCE_S, connect_dealer
+from replicas.dealer import (
+    CONNECT_S,
+    HELLO_S,
+    NOT_GREETED,
+    SILENCE_S,
+    connect_dealers,
+    too_large,
+)
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
@@ -30,6 +37,7 @@ from replicas.messages import (
     AddRequest,
     EngineMetrics,
     Hello,
+    NotGreeted,
     Refused,
     TokenOutput,
     Utility,
@@ -41,6 +49,10 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.messages import ClientMessage, EngineEvent, EngineRequest
+
+
+_MAX_IDS_PER_ABORT = 128
+"""So that an abort of any number of requests is made of messages that an engine reads."""
 
 
 class EngineClient(Protocol):
@@ -172,31 +184,31 @@ class SyncMPClient:
         self._kept: deque[EngineEvent] = deque()
         self._live: set[str] = set()
         self._call_ids = itertools.count(1)
-        identity = secrets.token_bytes(8)
-        self._input = connect_dealer(
-            self._context, identity, self._handle.description.input_endpoint
+        self._input, output = connect_dealers(
+            self._context, secrets.token_bytes(8), self._handle.description, self._handle.keys
         )
         self._greeted = threading.Event()
         self._reader = threading.Thread(
-            target=self._read,
-            args=(
-                connect_dealer(self._context, identity, self._handle.description.output_endpoint),
-            ),
-            name="engine-outputs",
-            daemon=True,
+            target=self._read, args=(output,), name="engine-outputs", daemon=True
         )
         self._reader.start()
         self._greet()
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a refusal is raised by the next `get_outputs`."""
-        self._send(AddRequest(request))
         self._live.add(request.request_id)
+        raw = encode(AddRequest(request))
+        refusal = too_large(self._handle.description, request.request_id, len(raw))
+        if refusal is None:
+            self._input.send(raw)
+        else:
+            self._events.put(refusal)
 
     def abort(self, request_ids: list[str]) -> None:
         """See `EngineClient`."""
         self._live.difference_update(request_ids)
-        self._send(Abort(request_ids))
+        for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
+            self._send(Abort(request_ids[start : start + _MAX_IDS_PER_ABORT]))
 
     def get_outputs(self) -> list[TokenOutput]:
         """See `EngineClient`.
@@ -276,6 +288,9 @@ class SyncMPClient:
                     continue
                 heard_s = time.monotonic()
                 frame = decode_engine_frame(socket.recv())
+                if frame.events and isinstance(frame.events[0], NotGreeted):
+                    self._events.put(EngineDeadError(NOT_GREETED))
+                    return
                 self._greeted.set()
                 for event in frame.events:
                     self._events.put(event)

@@ -2,16 +2,44 @@
 
 import msgspec
 
-from replicas.messages import ClientMessage, EngineFrame
+from replicas.errors import UnreadableMessageError
+from replicas.messages import MAX_REQUEST_ID_CHARS, ClientMessage, EngineFrame
 
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""Largest frame that either side reads: a prompt of a few million tokens."""
+MAX_FRAME_BYTES = 64 * 2**20
+"""Largest frame that a client reads; whoever sends it has proved to be the engine."""
+
+_MAX_TOKEN_BYTES = 5
+_OTHER_BYTES = 1 << 16
+"""Room for all of a message but token ids: salt, stop strings, ids, a ticket, ZMQ's own."""
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
     ClientMessage
 )
 _engine_frame_decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineFrame)
+
+_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that somebody has made up."""
+
+
+class _Request(msgspec.Struct, array_like=True):
+    request_id: str
+
+
+class _AddRequest(msgspec.Struct, array_like=True, tag="add"):
+    request: _Request
+
+
+_head_decoder = msgspec.msgpack.Decoder(_AddRequest)
+
+
+def max_client_message_bytes(max_model_len: int) -> int:
+    """Largest message that an engine reads: a prompt, and as many token ids that end it.
+
+    Args:
+        max_model_len: The engine's longest sequence, in tokens.
+    """
+    return _OTHER_BYTES + 2 * _MAX_TOKEN_BYTES * max_model_len
 
 
 def encode(message: ClientMessage | EngineFrame) -> bytes:
@@ -23,15 +51,30 @@ def decode_client_message(raw: bytes) -> ClientMessage:
     """Decode what a client sent.
 
     Raises:
-        msgspec.MsgspecError: Not a message of this protocol.
+        UnreadableMessageError: Not a message of this protocol.
     """
-    return _client_message_decoder.decode(raw)
+    try:
+        return _client_message_decoder.decode(raw)
+    except _ERRORS as error:
+        raise UnreadableMessageError(str(error), _added_request_id(raw)) from error
 
 
 def decode_engine_frame(raw: bytes) -> EngineFrame:
     """Decode what an engine sent.
 
     Raises:
-        msgspec.MsgspecError: Not a frame of this protocol.
+        UnreadableMessageError: Not a frame of this protocol.
     """
-    return _engine_frame_decoder.decode(raw)
+    try:
+        return _engine_frame_decoder.decode(raw)
+    except _ERRORS as error:
+        raise UnreadableMessageError(str(error)) from error
+
+
+def _added_request_id(raw: bytes) -> str | None:
+    """The id of the request that an unreadable `AddRequest` is about, if there is one."""
+    try:
+        request_id = _head_decoder.decode(raw).request.request_id
+    except _ERRORS:
+        return None
+    return request_id if len(request_id) <= MAX_REQUEST_ID_CHARS else None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
-from replicas.codec import MAX_MESSAGE_BYTES
+from kv_transfer.curve import secure_client
+from kv_transfer.errors import ServerKeyError
+from replicas.codec import MAX_FRAME_BYTES, max_client_message_bytes
+from replicas.messages import Refused
+
+if TYPE_CHECKING:
+    from kv_transfer.keys import KeyRing
+    from replicas.messages import EngineDescription
 
 HELLO_S = 0.05
 """A client repeats its Hello this often until the engine's first frame comes."""
@@ -16,24 +23,68 @@ QUIET_S = 2.0
 """An engine that sends nothing for so long (it sends heartbeats every 0.25 s) gets nothing new."""
 SILENCE_S = 5.0
 """And one that sends nothing for so long counts as dead."""
+NOT_GREETED = "it does not know this client any more, and has dropped its requests"
+"""What has become of an engine that answers so, to whoever has requests on it."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 SocketT = TypeVar("SocketT", bound="zmq.Socket[object]")
 
 
-def connect_dealer(context: zmq.Context[SocketT], identity: bytes, endpoint: str) -> SocketT:
-    """Connect a DEALER socket that drops a connection whose peer is silent.
+def connect_dealers(
+    context: zmq.Context[SocketT], identity: bytes, description: EngineDescription, keys: KeyRing
+) -> tuple[SocketT, SocketT]:
+    """Connect to both sockets of an engine: the one that takes messages, the one that sends frames.
+
+    Each drops a connection whose peer is silent.
 
     Args:
-        context: Decides whether the socket is synchronous or asynchronous.
-        identity: The client's id, the same on both sockets of an engine.
-        endpoint: One of the two endpoints of an engine's description.
+        context: Decides whether the sockets are synchronous or asynchronous.
+        identity: The client's id, the same on both sockets.
+        description: The engine.
+        keys: The secrets of the client's deployment.
+
+    Raises:
+        ServerKeyError: The engine holds none of these.
     """
+    to_engine = _connect(context, identity, description, description.input_endpoint, keys)
+    return to_engine, _connect(context, identity, description, description.output_endpoint, keys)
+
+
+def too_large(description: EngineDescription, request_id: str, num_bytes: int) -> Refused | None:
+    """Refuse in the engine's name a request that it would not read.
+
+    It would close the connection, and with it end every request that the client has there.
+
+    Args:
+        description: The engine.
+        request_id: The request.
+        num_bytes: Of its message.
+    """
+    limit = max_client_message_bytes(description.max_model_len)
+    if num_bytes <= limit:
+        return None
+    return Refused(
+        request_id, "invalid", f"the request has {num_bytes} bytes; the engine reads {limit}"
+    )
+
+
+def _connect(
+    context: zmq.Context[SocketT],
+    identity: bytes,
+    description: EngineDescription,
+    endpoint: str,
+    keys: KeyRing,
+) -> SocketT:
     socket = context.socket(zmq.DEALER)
+    try:
+        secure_client(socket, keys, description.incarnation, description.public_key)
+    except ServerKeyError:
+        socket.close(linger=0)
+        raise
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.connect(endpoint)

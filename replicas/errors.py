@@ -51,6 +51,18 @@ class EngineStalledError(EngineError):
     """The engine lives and does not get on with a request; whoever can go elsewhere should."""
 
 
+class UnreadableMessageError(EngineError):
+    """Bytes that are no message of this protocol.
+
+    Attributes:
+        request_id: Of the request that they were to add, where that much can be read.
+    """
+
+    def __init__(self, message: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
 class RequestRefusedError(EngineError):
     """The engine did not take the request; another engine, or the same one later, may.
 

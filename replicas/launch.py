@@ -5,7 +5,8 @@ engine lives by, so an engine never outlives its parent, however the parent ends
 
 A device that hangs takes the engine's core thread with it, and maybe the whole interpreter, so it
 is this process that watches: the engine sends beats that say how far its core thread is, and one
-that stays in a step, or sends no beat, for `EngineConfig.step_timeout_s` is killed.
+that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have long given it
+nothing new by then (`replicas.engine.pulse`): the kill is for what is left on it and for its mesh.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from kv_transfer.addresses import check_listen_host
+from kv_transfer.errors import AddressError
+from kv_transfer.keys import KeyRing
 from replicas.boards import VISIBLE_DEVICES
-from replicas.engine.reports import STOP_S, EngineArguments, EngineReport
+from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
 from replicas.errors import EngineDeadError, EngineStartError
 
 if TYPE_CHECKING:
@@ -36,8 +40,22 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 """How often an engine's beats are looked at."""
+_LOOK_DRAINED_S = 0.1
+_NEW_SECRET_BYTES = 32
+KNOWN_STEP_S = 60.0
+"""Longest step, at least, of an engine whose warm-up has run all that will ever run."""
+UNKNOWN_STEP_S = 300.0
+"""And of one that may yet compile, or whose host computes: minutes are no sign of a fault there."""
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
+
+KERNEL_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""How many compiled kernels oneDNN, and PyTorch's layer above it, keep in an engine; else 1,024.
+
+In bfloat16 every shape of a product is a kernel of some 250 KB in each, and prompts come in all
+lengths. Those that are thrown away leave holes in the heap, so an engine grew for as long as it met
+new shapes. Its parent's environment, where it names one of these, has the last word.
+"""
 
 Hang = Literal["step", "frozen"]
 """step: the core thread does not get on; frozen: nothing in the process does."""
@@ -80,10 +98,13 @@ class EngineHandle:
     Args:
         process: The process.
         description: What the engine is.
+        keys: The secrets with which it was started.
         stop_s: How long it may take to end when it is told to.
 
     Attributes:
         description: What the engine is.
+        keys: What a client proves itself to it with.
+        drained: Set once the engine has said that it is; see `drain`.
         failure: Why it was killed, if it hung; whatever else ends it leaves None.
     """
 
@@ -91,11 +112,14 @@ class EngineHandle:
         self,
         process: subprocess.Popen[bytes],
         description: EngineDescription,
+        keys: KeyRing,
         stop_s: float = STOP_S,
     ) -> None:
         self._process = process
         self._stop_s = stop_s
         self.description = description
+        self.keys = keys
+        self.drained = threading.Event()
         self.failure: EngineDeadError | None = None
 
     @property
@@ -114,6 +138,29 @@ class EngineHandle:
             callback(self._process.wait())
 
         threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Let the engine take no more requests, and wait until those that it has are done.
+
+        Nobody else can: it goes through the pipe that this process alone holds.
+
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            Whether it is idle now; False if the time was too short or the engine is gone.
+        """
+        assert self._process.stdin is not None
+        try:
+            # Not through its buffer, which would keep what nobody reads, and fail again at its end.
+            os.write(self._process.stdin.fileno(), DRAIN_LINE + b"\n")
+        except (OSError, ValueError):  # it has ended, or was stopped
+            return False
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_alive and time.monotonic() < deadline_s:
+            if self.drained.wait(_LOOK_DRAINED_S):
+                return True
+        return self.drained.is_set() and self.is_alive
 
     def stop(self) -> None:
         """End the process: ask by closing its stdin, kill if it takes too long. Idempotent."""
@@ -139,7 +186,10 @@ def _watch_for_hang(
     with reports:
         while process.poll() is None:
             time.sleep(LOOK_S)
-            hang = watch.look([r.beat for r in reports.read(0.0) or [] if r.beat is not None])
+            said = reports.read(0.0) or []
+            if any(report.is_drained for report in said):
+                handle.drained.set()
+            hang = watch.look([r.beat for r in said if r.beat is not None])
             if hang is not None and process.poll() is None:
                 # Before the process ends: whoever notices that must find out why.
                 handle.failure = _hang_error(hang, timeout_s)
@@ -164,15 +214,18 @@ def start_engine(
     """Start an engine and wait until it is ready.
 
     Args:
-        config: The engine's configuration.
-        host: Address of this host that the engine listens on.
+        config: The engine's configuration; without keys it gets a secret of its own, which the
+            handle has.
+        host: Address of this host that the engine listens on: loopback, if it has no keys.
         env: The child's whole environment (device binding, thread counts); None inherits. A mesh
             that names its devices is bound to these, whatever it says.
         progress: Called with (stage, fraction done) as the engine reports it.
 
     Raises:
-        EngineStartError: The engine failed, ended, or hung before it was ready; carries its reason.
+        EngineStartError: The engine failed, ended, or hung before it was ready, or may not listen
+            on that address; carries the reason.
     """
+    config = _with_secret(config, host)
     incarnation = secrets.token_hex(8)
     read_fd, write_fd = os.pipe()
     try:
@@ -180,7 +233,7 @@ def start_engine(
             [sys.executable, "-m", "replicas.engine.process"],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env=child_environment(config, env),
+            env={**KERNEL_LIMITS, **child_environment(config, env)},
         )
     except BaseException:
         os.close(read_fd)
@@ -199,20 +252,54 @@ def start_engine(
     try:
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
-        description = _await_ready(reports, process, progress, config.start_timeout_s)
+        ready = _await_ready(reports, process, progress, config.start_timeout_s)
     except BaseException:
         reports.close()
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
-    handle = EngineHandle(process, description, stop_timeout_s(config))
+    assert ready.ready is not None
+    handle = EngineHandle(process, ready.ready, config.keys, stop_timeout_s(config))
     threading.Thread(
         target=_watch_for_hang,
-        args=(handle, process, reports, config.step_timeout_s),
+        args=(handle, process, reports, step_timeout_s(config, ready.warm_up_s)),
         name="engine-hang-watch",
         daemon=True,
     ).start()
     return handle
+
+
+def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
+    """The configuration of an engine that nobody can speak to who was not given its secret.
+
+    One that is its parent's alone, as an offline one is, gets a secret of its own.
+    """
+    try:
+        check_listen_host(host, has_secrets=bool(config.keys.secrets))
+    except AddressError as error:
+        raise EngineStartError(str(error)) from error
+    if config.keys.secrets:
+        return config
+    keys = KeyRing((secrets.token_bytes(_NEW_SECRET_BYTES),))
+    return msgspec.structs.replace(config, keys=keys)
+
+
+def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
+    """How long a step of an engine may take before the engine is killed.
+
+    This package's generators run every shape on a mesh in their warm-up, where all compiling is
+    done: no later step takes as long as the whole of it. A class of somebody else may compile what
+    a request brings, and a kill in the middle would only begin it anew; on the CPU there is no
+    device that hangs, and a step is as slow as its host.
+
+    Args:
+        config: The engine's configuration; what it says is taken.
+        warm_up_s: How long its warm-up took.
+    """
+    if config.step_timeout_s is not None:
+        return config.step_timeout_s
+    is_known = config.uses_native_generator or config.simulated_mesh is not None
+    return max(KNOWN_STEP_S if is_known else UNKNOWN_STEP_S, warm_up_s)
 
 
 def stop_timeout_s(config: EngineConfig) -> float:
@@ -303,7 +390,8 @@ def _await_ready(
     process: subprocess.Popen[bytes],
     progress: Callable[[str, float], None],
     timeout_s: float,
-) -> EngineDescription:
+) -> EngineReport:
+    """The report that says that the engine is ready."""
     watch = HangWatch(timeout_s)
     stage, num_stages = "before its first stage", 0
     signs: list[int] = []
@@ -313,7 +401,7 @@ def _await_ready(
             if report.failed is not None:
                 raise EngineStartError(report.failed)
             if report.ready is not None:
-                return report.ready
+                return report
             if report.stage is not None:
                 stage, num_stages = report.stage, num_stages + 1
                 progress(report.stage, report.fraction)

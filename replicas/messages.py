@@ -16,6 +16,9 @@ from replicas.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 4
 
+MAX_REQUEST_ID_CHARS = 256
+"""An engine refuses a request whose id is longer."""
+
 RequestMode = Literal["local", "prefill", "decode"]
 """local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
 ticket's consumer. decode: slot and blocks are reserved here, the prompt's KV comes from there."""
@@ -39,7 +42,8 @@ class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         modality: "image", for one.
         offset: Index of the first placeholder in the prompt.
         length: How many there are.
-        content_hash: Of `data`; equal placeholders share cached KV only under an equal one.
+        content_hash: Of `data`; equal placeholders share cached KV only under an equal one, so
+            that it has to be a cryptographic hash, made by whoever decoded the client's request.
         data: As the client sent it, still encoded.
     """
 
@@ -162,13 +166,12 @@ class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Drop these requests; slots and blocks are free at the next step. Unknown ids are ignored."""
+    """Drop these requests; slots and blocks are free at the next step.
+
+    Ids that are unknown, or another client's, are ignored, as they are in `LoadKV` and `Activate`.
+    """
 
     request_ids: list[str]
-
-
-class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """Refuse new requests from now on; what runs goes on."""
 
 
 class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
@@ -183,7 +186,7 @@ class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
     method: str
 
 
-ClientMessage = Hello | AddRequest | LoadKV | Activate | Abort | Drain | Utility
+ClientMessage = Hello | AddRequest | LoadKV | Activate | Abort | Utility
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=False):
@@ -272,7 +275,14 @@ class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_r
     error: str | None = None
 
 
-EngineEvent = Accepted | Refused | KVLoaded | TokenOutput | UtilityResult
+class NotGreeted(msgspec.Struct, frozen=True, array_like=True, tag="not_greeted", gc=False):
+    """The engine does not know the client that sent it a message, or has given it up.
+
+    Whatever that client asked for before is gone. Alone in its frame.
+    """
+
+
+EngineEvent = Accepted | Refused | KVLoaded | TokenOutput | UtilityResult | NotGreeted
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -339,6 +349,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         incarnation: Random id of this start of the engine.
+        public_key: With which it proves itself on every socket of its own, see `kv_transfer.curve`.
         input_endpoint: ROUTER socket that takes `ClientMessage` frames.
         output_endpoint: ROUTER socket that sends `EngineFrame` frames.
         kv_endpoints: Where its KV connector listens, in order of preference; None without one.
@@ -358,6 +369,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     incarnation: str
+    public_key: str
     input_endpoint: str
     output_endpoint: str
     kv_endpoints: tuple[str, ...] | None

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from replicas.errors import EngineDeadError, EngineStalledError
-from replicas.messages import Abort, UtilityResult
+from replicas.messages import Abort, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,8 +125,12 @@ class StreamTable:
         """Drop a utility call."""
         self._calls.pop(call_id, None)
 
-    def take(self, frame: EngineFrame) -> None:
-        """Hand out what a frame brings: the snapshot first, it counts what the events tell of."""
+    def take(self, frame: EngineFrame) -> bool:
+        """Hand out what a frame brings: the snapshot first, it counts what the events tell of.
+
+        Returns:
+            False if the engine says that it does not know this client, or not any more.
+        """
         self._note_stall(frame.stalled_s)
         if frame.snapshot is not None:
             self._on_snapshot(frame.incarnation, frame.snapshot)
@@ -135,10 +139,13 @@ class StreamTable:
                 future = self._calls.get(event.call_id)
                 if future is not None and not future.done():
                     future.set_result(event)
+            elif isinstance(event, NotGreeted):
+                return False
             else:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
                     stream.put(event)
+        return True
 
     def hush(self) -> None:
         """The engine has sent nothing for a while; until it does, it gets nothing new."""

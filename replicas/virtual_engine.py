@@ -22,7 +22,7 @@ from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part 
 from replicas.engine.virtual_worker import StepClock, VirtualWorker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
-from replicas.messages import Drain, EngineFrame
+from replicas.messages import EngineFrame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,20 +146,20 @@ class VirtualEngine:
         self._has_changed = True
         self._server.take(client, message, now_s)
 
-    def client_gone(self, client: bytes) -> None:
+    def client_gone(self, client: bytes, now_s: float) -> None:
         """Drop a client and all that it asked for."""
         self._has_changed = True
-        self._server.client_gone(client)
+        self._server.client_gone(client, now_s)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
         self._has_changed = True
-        self._core.handle(b"", Drain(), 0.0)
+        self._server.drain()
 
     @property
     def is_drained(self) -> bool:
-        """Whether it takes nothing new and has nothing left to do."""
-        return self._core.snapshot(0).draining and not self._core.num_live
+        """See `EngineServer.is_drained`."""
+        return self._server.is_drained
 
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""

@@ -216,7 +216,7 @@ async def engine_pair(config: EngineConfig, schemes: Sequence[str]) -> AsyncIter
         record.touch()
         env = {**os.environ, RECORD_VARIABLE: str(record)}
         handles: list[EngineHandle] = []
-        client = AsyncMPClient()
+        client = AsyncMPClient(KEYS)
         try:
             for _ in range(2):
                 handles.append(await asyncio.to_thread(start_engine, config, env=env))

@@ -6,10 +6,17 @@ Each raises `ClusterConfigError` with the key at fault.
 from collections.abc import Collection, Mapping
 from pathlib import PurePath
 
-from cluster.config.schema import DEMO_MODEL, ClusterArgs, PoolConfig
+from cluster.config.schema import (
+    DEMO_MODEL,
+    LARGEST_BODY_BYTES,
+    NODE_HOST,
+    ClusterArgs,
+    PoolConfig,
+)
 from cluster.errors import ClusterConfigError
+from kv_transfer.addresses import check_listen_host
 from kv_transfer.dtypes import is_lossless
-from kv_transfer.errors import InvalidLayoutError
+from kv_transfer.errors import AddressError, InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import STORE_BACKENDS, StoreConfig
 from replicas.config import STORE_CONNECTORS, EngineConfig, Role
@@ -31,6 +38,7 @@ def check_args(args: ClusterArgs) -> None:
     _check_counts(args)
     if args.model != DEMO_MODEL:
         _check_absolute("args.model", args.model, f", or {DEMO_MODEL!r}")
+    _check_data_host(args.data_host)
     _check_kv(args)
     _check_own_keys(args)
 
@@ -91,6 +99,13 @@ def _check_counts(args: ClusterArgs) -> None:
     for key, count in counts.items():
         if count < 1:
             raise ClusterConfigError(f"{key} must be at least 1, got {count}")
+    if args.ingress.max_body_bytes > LARGEST_BODY_BYTES:
+        raise ClusterConfigError(
+            f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
+            f"got {args.ingress.max_body_bytes}"
+        )
+    if args.ingress.request_timeout_s <= 0:
+        raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
     if args.router.max_queued_requests < 0:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
     if args.router.queue_timeout_s <= 0:
@@ -103,6 +118,18 @@ def _check_absolute(key: str, path: str, instead: str = "") -> None:
             f"{key} {path!r} is a relative path, and replicas run in folders of their own: give an "
             f"absolute path{instead}"
         )
+
+
+def _check_data_host(host: str) -> None:
+    if host == NODE_HOST:
+        return
+    try:
+        # A cluster always has a secret: that of its key_file, or one that is made for it.
+        check_listen_host(host, has_secrets=True)
+    except AddressError as error:
+        raise ClusterConfigError(
+            f"args.data_host: {error}, or {NODE_HOST} for the one that Ray knows each host by"
+        ) from error
 
 
 def _check_choice(key: str, name: str, choices: Collection[str]) -> None:

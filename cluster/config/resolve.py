@@ -40,7 +40,7 @@ class ClusterConfig:
         served_model_name: Name that requests give.
         max_model_len: Longest sequence that every pool can hold, in tokens.
         data_host: Address on which engines listen, or "node", see `ClusterArgs`.
-        key_file: File of the secrets that seal tickets; None if they are made.
+        key_file: File of the secrets, see `ClusterArgs`; None if one is made.
         pools: Each pool's replicas, and what Ray gives them.
         engines: Each pool's engines, without what `replica_engine` adds.
         router: How requests are placed.
@@ -118,7 +118,7 @@ def replica_engine(
         role: The replica's pool.
         rank: Its number in the pool; a replica that is started again has the same one.
         host: Address on which the engine listens.
-        keys: What tickets must be signed with.
+        keys: What tickets must be sealed with, and clients prove themselves with.
         environment: Of the replica's host. Says where a mesh's generator comes from, as it says to
             Tenstorrent's own tools.
     """

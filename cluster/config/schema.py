@@ -21,6 +21,9 @@ prefill_first: the KV waits with the prefill replica for a slot, takes its block
 computed again after `TransferConfig.rendezvous_s`. Better where prompts are long, prefill queues,
 or decode slots are what there is too little of."""
 
+LARGEST_BODY_BYTES = 64 * 2**20
+"""No ingress can be told to read more: what stands before it does not know its configuration."""
+
 DEMO_MODEL = "demo"
 NODE_HOST = "node"
 
@@ -81,13 +84,16 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         replicas: Ingress processes behind the load balancer; each can serve every request.
         num_cpus: CPUs that Ray sets aside for each.
         max_ongoing_requests: Requests that one of them holds open at a time.
-        max_body_bytes: Larger request bodies get 413.
+        max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
+        request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
+            a last event with the error. Clients cannot say another time.
     """
 
     replicas: int = 1
     num_cpus: float = 0.1
     max_ongoing_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
+    request_timeout_s: float = 3600.0
 
 
 class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,17 +103,18 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pools: Either `prefill` and `decode`, or `both` alone.
         model: Absolute path of a model folder, or "demo" for the bundled model.
         model_name: Name that requests give; None takes the folder's.
-        data_host: Address on which engines listen for ingresses and for each other; "node" takes
-            each host's own, as Ray knows it, which a cluster of several hosts needs.
+        data_host: Address on which engines listen for ingresses and for each other, a number and no
+            wildcard; "node" takes each host's own, as Ray knows it, which a cluster of several
+            hosts needs.
         kv_connector: How KV moves: "p2p" between the pools, "pooled" through a store, "multi" by
             either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
         kv_store: The store of "pooled" and "multi", one for all replicas; fields of
             `kv_transfer.store.StoreConfig`.
-        key_file: File of the secrets that seal tickets between the pools, on every host, for one
-            of a Kubernetes Secret: one a line, in hexadecimal or base64, at least 16 bytes each;
-            the first seals, each of them opens. None makes one for each version of the application,
-            so that replicas of two versions hand nothing over, and Ray stores it, see
-            `cluster.lifecycle.application`: give a file on a cluster that others use too.
+        key_file: File of the secrets by which ingresses and engines know each other and that seal
+            tickets between the pools, on every host, for one of a Kubernetes Secret: one a line, in
+            hexadecimal or base64, at least 16 bytes each; the first proves and seals, each of them
+            is believed. None makes one for each application, and Ray stores it, see
+            `cluster.lifecycle.secret`: give a file on a cluster that others use too.
         engine: Fields of every engine's configuration.
         router: How requests are placed.
         ingress: The HTTP edge.

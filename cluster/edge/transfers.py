@@ -5,6 +5,7 @@ Pure. The engines say what they have (`replicas.messages.KVTransfers`); here it 
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from replicas.messages import KVTransfers
 
 
+_LABEL_BYTES = 6
 _REPLICA_COLUMNS = ("REPLICA", "TRANSFERS", "LEASED", "RESERVED", "QUARANTINED")
 _STORE_COLUMNS = ("REPLICA", "HITS", "MISSES", "PUTS", "DROPS", "ERRORS")
 _TRANSFER_COLUMNS = (
@@ -30,7 +32,7 @@ class TransferView(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer as one of its ends sees it.
 
     Attributes:
-        request: The request.
+        request: Tells the transfers of one request from others'; no id that an engine knows.
         role: Which end it is: producer or consumer.
         peer: Replica at the other end; empty while there is none.
         path: How the KV travels.
@@ -102,7 +104,10 @@ def _replica_view(
     for info in answer.transfers:
         fields = msgspec.structs.asdict(info)
         # A peer that is gone has no name but its incarnation.
-        fields |= {"request": fields.pop("request_id"), "peer": names.get(info.peer, info.peer)}
+        fields |= {
+            "request": _label(fields.pop("request_id")),
+            "peer": names.get(info.peer, info.peer),
+        }
         transfers.append(TransferView(**fields))
     return ReplicaView(
         replica=member.replica_id,
@@ -113,6 +118,11 @@ def _replica_view(
         transfers=sorted(transfers, key=lambda view: (-view.age_s, view.request)),
         store=answer.store,
     )
+
+
+def _label(request_id: str) -> str:
+    """A name for a request, the same at both ends, by which nobody can speak of it to an engine."""
+    return hashlib.blake2b(request_id.encode(), digest_size=_LABEL_BYTES).hexdigest()
 
 
 def transfers_text(view: TransfersView) -> str:

@@ -1,9 +1,8 @@
 """The Serve application of a configuration: one deployment per pool, the ingress in front of them.
 
-Without `key_file` the secret that seals tickets is made here and handed to the replicas with
-their init args. Serve's controller pickles these and checkpoints them in Ray's GCS, so that whoever
-can connect to the Ray cluster can read the secret. On a cluster that others use too, give
-`key_file`: then each process reads the secrets from its own host, and Ray never has them.
+What is bound here Serve pickles and checkpoints, and compares when an application is deployed
+again: so it holds no secret, see
+`cluster.lifecycle.secret`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.lifecycle.deployments import ingress_deployment, pool_deployment
-from cluster.routing.tickets import new_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,10 +39,5 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
     if config.fault_plan.faults:
         # Here and not in a replica: one that is started again must not live its faults again.
         plain["fault_epoch_unix_s"] = time.time()
-    # Beside the args, not in them: nothing that shows a configuration can show a secret. Ray stores
-    # both, see above.
-    made_secrets = [] if config.key_file is not None else [new_secret()]
-    pools = {
-        role: pool_deployment(config, role).bind(plain, role, made_secrets) for role in config.pools
-    }
-    return ingress_deployment(config).bind(plain, made_secrets, **pools)
+    pools = {role: pool_deployment(config, role).bind(plain, role) for role in config.pools}
+    return ingress_deployment(config).bind(plain, **pools)

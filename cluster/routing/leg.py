@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 """How long an engine that does not stall may take to accept or refuse a request: a step or two."""
 FIRST_TOKEN_S = 600.0
-"""And how long from then to the first token, queue and prompt together."""
+"""And how long from then, or from an activation, to the first token: queue, prompt and KV."""
 
 
 class DecodeLostError(Exception):
@@ -135,7 +135,7 @@ class Leg:
         """The engine has answered: let go of the hold. Idempotent."""
         if self.state is LegState.ASKED:
             self._timer.cancel()
-            if self.mode == "prefill":
+            if self.mode != "decode":
                 self._timer = self._wait("first token", FIRST_TOKEN_S)
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
@@ -148,6 +148,7 @@ class Leg:
     def activate(self, token_ids: list[list[int]]) -> None:
         """Let a reservation start; see `Activate`."""
         self._go(LegState.ACTIVATED)
+        self._timer = self._wait("token", FIRST_TOKEN_S)
         self._send(Activate(self._request_id, token_ids))
 
     def close(self, *, abort: bool) -> None:
@@ -232,6 +233,7 @@ class Legs:
             leg = self._leg_of(stream)
             if leg is None:
                 continue  # It was dropped; this was on its way.
+            leg.has_tokens |= isinstance(event, TokenOutput)
             if isinstance(event, EngineDeadError):
                 self._lose(leg, wanted, event)
             elif isinstance(event, EngineStalledError):
@@ -240,7 +242,6 @@ class Legs:
                 is_waiting = leg is self.decode and wanted is self.prefill
                 raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
             elif leg is wanted:
-                leg.has_tokens = leg.has_tokens or isinstance(event, TokenOutput)
                 return event
             elif leg is self.decode:
                 leg.early.append(event)

@@ -151,6 +151,8 @@ class Run:
         # Of the last transfer: news of an earlier one must not end the one under way.
         self._epoch = -1
         self._num_unfinished = request.sampling.n
+        # Decode engines that gave no token: the last resort of the next reservation.
+        self._given_up: set[str] = set()
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self.is_over = False
 
@@ -191,6 +193,8 @@ class Run:
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
         waiter = self._router.queue.new_waiter(self._demand, is_promised=self.has_tokens)
+        views = self._pools.decode_views()
+        waiter.refused |= {view.placement for view in views if view.incarnation in self._given_up}
         num_failures = 0
         while True:
             placement = await self._router.waits.wait(waiter)
@@ -303,11 +307,12 @@ class Run:
             ReplicaLostError: It had generated something.
         """
         decode = self._legs.decode
-        has_decoded = decode is not None and decode.has_tokens
+        assert decode is not None, "only an engine that was asked can be lost"
+        self._given_up.add(decode.incarnation)
         self._legs.drop_decode(abort=True)
         if self._legs.prefill is not None and self._legs.prefill.offer is None:
             self._legs.drop_prefill(abort=True)
-        if has_decoded:
+        if decode.has_tokens:
             raise ReplicaLostError(f"the decode replica was lost mid-request: {error}") from None
         self._router.metrics.retries.labels("decode_lost").inc()
 

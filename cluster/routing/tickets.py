@@ -21,36 +21,24 @@ from kv_transfer.keys import MIN_KEY_BYTES, KeyRing
 from kv_transfer.ticket import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from replicas.messages import EngineDescription, EngineRequest
 
-_NEW_KEY_BYTES = 32
 _random_transfer_id = partial(secrets.token_bytes, 16)
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
-def new_secret() -> bytes:
-    """A secret for a cluster that was given none; nobody can guess it.
-
-    No configuration shows it, but Serve keeps it: see `cluster.lifecycle.application`.
-    """
-    return secrets.token_bytes(_NEW_KEY_BYTES)
-
-
-def key_ring(key_file: str | None, made_secrets: Sequence[bytes] = ()) -> KeyRing:
-    """The keys of this process: those of the file, if there is one.
+def key_ring(key_file: str) -> KeyRing:
+    """The secrets of a file.
 
     Args:
         key_file: One secret a line, in hexadecimal or base64; the first seals, each of them opens.
             Empty lines and lines that begin with # are passed over.
-        made_secrets: For a cluster without a file: what was made for it.
 
     Raises:
         ClusterConfigError: The file cannot be used; says where and why, and shows nothing of it.
     """
-    if key_file is None:
-        return KeyRing(tuple(made_secrets))
     try:
         lines = Path(key_file).read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ only after the connector has let go of them.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
@@ -38,11 +40,11 @@ from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     LAPSED,
+    MAX_REQUEST_ID_CHARS,
     Abort,
     Accepted,
     Activate,
     AddRequest,
-    Drain,
     EngineMetrics,
     EngineSnapshot,
     KVLoaded,
@@ -53,20 +55,22 @@ from replicas.messages import (
     Utility,
     UtilityResult,
 )
+from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
+    from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
-    from replicas.messages import EngineEvent, RefusalReason
+    from replicas.messages import EngineEvent, EngineRequest, RefusalReason
 
 logger = logging.getLogger(__name__)
 
-CoreMessage = AddRequest | LoadKV | Activate | Abort | Drain | Utility
+CoreMessage = AddRequest | LoadKV | Activate | Abort | Utility
 
 _REFUSALS: dict[RefusalReason, str] = {
     "no_slot": "no decode slot is free in the asked DP group",
@@ -130,6 +134,7 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._host_s = 0.0
+        self._ticket_log = QuietLog(logger)
         try:
             self._start(config, incarnation, unix_now_s)
         except BaseException:
@@ -163,6 +168,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
+            prefix_cache_key=_prefix_cache_key(config.keys),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.facts.eos_token_ids),
             connector=self._connector,
@@ -177,22 +183,29 @@ class EngineCore:
     # --- messages ------------------------------------------------------------------------------
 
     def handle(self, client: bytes, message: CoreMessage, now_s: float) -> None:
-        """Take one client message; answers appear in `take_events`."""
+        """Take one client message; answers appear in `take_events`.
+
+        Nothing that a client can send raises here. What it says of a request is done only if the
+        request is its own.
+        """
         match message:
             case AddRequest():
                 self._add(client, message, now_s)
             case LoadKV():
-                self._load(client, message, now_s)
+                if self._scheduler.is_of(client, message.request_id):
+                    self._load(client, message, now_s)
             case Activate():
-                self._activate(message, now_s)
+                if self._scheduler.is_of(client, message.request_id):
+                    self._activate(message, now_s)
             case Abort():
                 for request_id in message.request_ids:
-                    self._successors.pop(request_id, None)
-                    self._scheduler.abort(request_id)
-            case Drain():
-                self._scheduler.drain()
+                    self._abort(client, request_id)
             case Utility():
                 self._events[client].append(self._call_utility(message, now_s))
+
+    def drain(self) -> None:
+        """Refuse every new request from now on; what runs goes on."""
+        self._scheduler.drain()
 
     def client_gone(self, client: bytes) -> int:
         """Drop everything that a client asked for; returns how many requests that was."""
@@ -411,7 +424,22 @@ class EngineCore:
     def _problem(self, message: AddRequest) -> str | None:
         """Why a request can never run here, or None."""
         request = message.request
+        problem = self._prompt_problem(request)
+        if problem is not None:
+            return problem
+        if not -1 <= message.dp_group < self.config.tt_data_parallel:
+            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
+        try:
+            request.sampling.validate()
+            request.check_supported()
+        except InvalidRequestError as error:
+            return str(error)
+        return self._mode_problem(message)
+
+    def _prompt_problem(self, request: EngineRequest) -> str | None:
         num_prompt = len(request.prompt_token_ids)
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
         if num_prompt == 0:
             return "the prompt is empty"
         if num_prompt >= self.max_model_len:
@@ -421,14 +449,7 @@ class EngineCore:
             )
         if not _are_below(request.prompt_token_ids, self.facts.vocab_size):
             return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
-        if not -1 <= message.dp_group < self.config.tt_data_parallel:
-            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
-        try:
-            request.sampling.validate()
-            request.check_supported()
-        except InvalidRequestError as error:
-            return str(error)
-        return self._mode_problem(message)
+        return None
 
     def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
@@ -450,22 +471,43 @@ class EngineCore:
         try:
             self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
         except TransferError as error:
-            logger.warning("ticket of %s refused: %s", message.request_id, error)
+            self._ticket_log.say(now_s, "ticket of %s refused: %s", message.request_id, error)
             self._events[client].append(
                 KVLoaded(message.request_id, message.epoch, failure_word(error))
             )
 
+    def _abort(self, client: bytes, request_id: str) -> None:
+        if request_id in self._successors and self._successors[request_id][0] == client:
+            del self._successors[request_id]
+        if self._scheduler.is_of(client, request_id):
+            self._scheduler.abort(request_id)
+
     def _activate(self, message: Activate, now_s: float) -> None:
-        """Start a reserved request, unless its tokens are not of this model."""
+        """Start a reserved request, unless no engine of this model can have drawn its tokens."""
         seq = self._scheduler.get(message.request_id)
         token_ids = message.token_ids[0] if message.token_ids else []
-        if seq is not None and not all(0 <= t < self.facts.vocab_size for t in token_ids):
-            self._scheduler.abort(message.request_id)
-            self._fail(seq, f"a token id is outside the vocabulary of {self.facts.vocab_size}")
-            return
+        if seq is not None:
+            problem = self._activation_problem(seq, message)
+            if problem is not None:
+                self._scheduler.abort(message.request_id)
+                self._fail(seq, problem)
+                return
         ended = self._scheduler.activate(message.request_id, token_ids, now_s)
         if ended is not None:
             self._fail_transfer(ended)
+
+    def _activation_problem(self, seq: Sequence, message: Activate) -> str | None:
+        if len(message.token_ids) > 1:
+            return "it has one choice, and was activated with tokens of several"
+        for token_ids in message.token_ids:
+            if seq.num_prompt_tokens + len(token_ids) >= self.max_model_len:
+                return (
+                    f"a prompt of {seq.num_prompt_tokens} tokens with {len(token_ids)} of output "
+                    f"leaves no room below max_model_len {self.max_model_len}"
+                )
+            if token_ids and not _are_below(token_ids, self.facts.vocab_size):
+                return f"a token id is outside the vocabulary of {self.facts.vocab_size}"
+        return None
 
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""
@@ -499,9 +541,13 @@ class EngineCore:
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
-            self._tell_loaded(self._scheduler.kv_received(request_id))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
         for request_id, failure in transfers.failed.items():
-            self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(
+                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+            )
         for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 
@@ -534,7 +580,13 @@ class EngineCore:
                 self._scheduler.reset_prefix_cache()
                 return UtilityResult(message.call_id, True)
             case unknown:
-                return UtilityResult(message.call_id, error=f"no utility method {unknown!r}")
+                return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+
+
+def _prefix_cache_key(keys: KeyRing) -> bytes:
+    """The deployment's key, or where it has no secrets one of this engine alone."""
+    derived = keys.derive(PREFIX_CACHE)
+    return derived[0] if derived else secrets.token_bytes(32)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -7,7 +7,9 @@ it names, and so does a beat all the while: a device that hangs, or a call that 
 interpreter back, can only be noticed from outside.
 
 Threads share nothing but two queues. A ZMQ socket belongs to one thread. Clients that are gone
-(their connection broke, or they do not read) have their requests dropped.
+(their connection broke, or they do not read) have their requests dropped. Both sockets let in only
+clients of the engine's deployment (`kv_transfer.curve`); what the parent alone may say, to end and
+to drain, comes through the pipe.
 """
 
 from __future__ import annotations
@@ -25,21 +27,37 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from kv_transfer.addresses import check_listen_host
+from kv_transfer.curve import Doorkeeper, secure_server
 from kv_transfer.errors import KVTransferError
-from replicas.codec import MAX_MESSAGE_BYTES, decode_client_message, encode
+from replicas.codec import decode_client_message, encode, max_client_message_bytes
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import ClientLinks, EngineFaults, SignalSender, engine_faults
+from replicas.engine.inbox import (
+    DRAIN,
+    GONE,
+    STOP,
+    WAKE,
+    ClientGone,
+    Drain,
+    Inbox,
+    Stop,
+    Unreadable,
+    Wake,
+)
+from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
-from replicas.engine.reports import EngineArguments, EngineReport
+from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
-from replicas.errors import EngineError
-from replicas.messages import EngineFrame
+from replicas.errors import EngineError, UnreadableMessageError
+from replicas.messages import EngineFrame, NotGreeted
+from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from replicas.messages import ClientMessage
+    from replicas.engine.inbox import InboxItem, Said
 
 logger = logging.getLogger(__name__)
 
@@ -52,41 +70,83 @@ MAX_MESSAGES_PER_STEP = 4096
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 _SEND_HWM = 100_000
+_RECEIVE_HWM = 64
+"""Messages of one connection that may wait behind the inbox."""
+_MAX_SILENT_BYTES = 1024
+"""Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 
-class _Wake(msgspec.Struct, frozen=True):
-    """A step is due although no message came."""
+class _Forget(msgspec.Struct, frozen=True):
+    """The core has dropped all of a client's requests: it may be greeted again."""
 
 
-class _ClientGone(msgspec.Struct, frozen=True):
-    """The sender cannot reach a client any more."""
+_FORGET = _Forget()
+Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame | _Forget] | None"]
 
 
-class _Stop(msgspec.Struct, frozen=True):
-    """End the process."""
+class Door:
+    """Where clients may connect: makes the two sockets, for clients of the deployment alone.
 
+    Owner of the context and of the thread that checks who connects.
 
-_WAKE, _GONE, _STOP = _Wake(), _ClientGone(), _Stop()
-InboxItem = tuple[bytes, "ClientMessage | _Wake | _ClientGone | _Stop"]
-Inbox = queue.SimpleQueue[InboxItem]
-Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame] | None"]
+    Args:
+        arguments: What the parent says.
+
+    Raises:
+        AddressError: The address is not one that an engine may listen on.
+        ServerKeyError: There is no secret.
+    """
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        # With a secret always: without one no socket of this door can be made.
+        check_listen_host(arguments.host, has_secrets=True)
+        self._arguments = arguments
+        self._denied_log = QuietLog(logger)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        Doorkeeper(self.context, arguments.config.keys, self._on_denied)
+
+    def bind(self, max_message_bytes: int, **options: int) -> zmq.Socket[bytes]:
+        """A socket that listens on a free port.
+
+        Args:
+            max_message_bytes: A connection that brings more at once is closed.
+            **options: Further ones of ZMQ's, by name.
+        """
+        socket = self.context.socket(zmq.ROUTER)
+        secure_server(socket, self._arguments.config.keys, self._arguments.incarnation)
+        socket.set(zmq.LINGER, 0)
+        # A client that reconnects under its identity takes over from its own dead connection.
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.set(zmq.HEARTBEAT_IVL, _ZMQ_HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, _ZMQ_HEARTBEAT_TIMEOUT_MS)
+        for name, value in options.items():
+            socket.set(getattr(zmq, name), value)
+        socket.bind(f"tcp://{self._arguments.host}:*")
+        return socket
+
+    def _on_denied(self) -> None:
+        self._denied_log.say(
+            time.monotonic(), "turned away a connection without a key of this deployment"
+        )
 
 
 class Receiver(threading.Thread):
-    """Reads client messages into the inbox; owns the input socket."""
+    """Reads client messages into the inbox; owns the input socket.
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        inbox: Inbox,
-        links: ClientLinks,
-    ) -> None:
+    Args:
+        socket: The input socket.
+        inbox: Where they go; while it is full nothing is read.
+        links: Whether they get through.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, links: ClientLinks) -> None:
         super().__init__(name="engine-receiver", daemon=True)
         self._inbox = inbox
         self._links = links
-        self._socket = _bind_router(context, host)
+        self._socket = socket
+        self._log = QuietLog(logger)
         self.endpoint = _endpoint(self._socket)
         links.add(self.endpoint)
 
@@ -95,27 +155,44 @@ class Receiver(threading.Thread):
         try:
             while True:
                 frames = self._socket.recv_multipart()
-                if len(frames) != 2 or not self._links.hears():
-                    continue
-                try:
-                    message = decode_client_message(frames[1])
-                except msgspec.MsgspecError as error:
-                    logger.warning(
-                        "dropped a malformed message of %d bytes: %s", len(frames[1]), error
-                    )
-                    continue
-                self._inbox.put((frames[0], message))
+                if self._links.hears():
+                    self._take(frames)
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._log.say(time.monotonic(), "dropped a message of %d parts", len(frames))
+            return
+        client, raw = frames
+        try:
+            item: InboxItem = client, decode_client_message(raw)
+        except UnreadableMessageError as error:
+            self._log.say(
+                time.monotonic(), "cannot read a message of %d bytes: %s", len(raw), error
+            )
+            if error.request_id is None:
+                return
+            item = client, Unreadable(error.request_id, str(error))
+        self._inbox.put_message(item, max(len(raw), 1))
+
 
 class Sender(threading.Thread):
-    """Sends frames and heartbeats; owns the output socket and the set of reachable clients."""
+    """Sends frames and heartbeats; owns the output socket and the set of reachable clients.
+
+    A client that cannot be reached has missed a frame: it gets nothing more until the core, which
+    is told, has dropped its requests.
+
+    Args:
+        socket: The output socket.
+        incarnation: The engine's.
+        queues: What is to be sent, and where the core is told who is gone.
+        links: Whether frames get through.
+    """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
+        socket: zmq.Socket[bytes],
         incarnation: str,
         queues: tuple[Outbox, Inbox],
         links: ClientLinks,
@@ -126,10 +203,10 @@ class Sender(threading.Thread):
         self._links = links
         self._pulse = pulse
         self._heartbeat = EngineFrame(incarnation)
+        # Those that were greeted; and those that the core does not know yet to be gone.
         self._last_sent_s: dict[bytes, float] = {}
-        self._socket = _bind_router(context, host)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        self._given_up: set[bytes] = set()
+        self._socket = socket
         self.endpoint = _endpoint(self._socket)
         links.add(self.endpoint)
 
@@ -144,22 +221,41 @@ class Sender(threading.Thread):
             if item is None:
                 self._socket.close(linger=500)
                 return
-            client, frame = item
-            self._send(client, encode(frame))
+            self._take(*item)
             self._send_heartbeats()
 
+    def _take(self, client: bytes, frame: EngineFrame | _Forget) -> None:
+        if isinstance(frame, _Forget):
+            self._given_up.discard(client)
+            self._last_sent_s.pop(client, None)
+        elif frame.events and isinstance(frame.events[0], NotGreeted):
+            # It may be anybody: nothing is kept of it, and nothing is owed to it.
+            if client not in self._given_up and self._links.speaks():
+                self._is_sent(client, encode(frame))
+        elif client not in self._given_up:
+            self._send(client, encode(frame))
+
     def _send(self, client: bytes, raw: bytes) -> None:
+        """Send something to a client that was greeted."""
         if not self._links.speaks():
             return
+        if self._is_sent(client, raw):
+            self._last_sent_s[client] = time.monotonic()
+        else:
+            # One that is still connecting has no requests yet, and says Hello again.
+            self._last_sent_s.pop(client, None)
+            self._given_up.add(client)
+            self._inbox.put((client, GONE))
+
+    def _is_sent(self, client: bytes, raw: bytes) -> bool:
+        """Whether it is on its way; not if nobody is connected, or reads, under that name."""
         try:
             self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
-            self._last_sent_s[client] = time.monotonic()
         except zmq.ZMQError as error:
             if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 raise
-            # One that is still connecting has no requests yet, and says Hello again.
-            self._last_sent_s.pop(client, None)
-            self._inbox.put((client, _GONE))
+            return False
+        return True
 
     def _send_heartbeats(self) -> None:
         now_s = time.monotonic()
@@ -180,17 +276,26 @@ class EngineProcess:
         server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
         outbox: Frames for the sender.
+        on_drained: Called once, when nothing is left of what it had before it was told to drain.
     """
 
-    def __init__(self, server: EngineServer, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        server: EngineServer,
+        inbox: Inbox,
+        outbox: Outbox,
+        on_drained: Callable[[], None] = lambda: None,
+    ) -> None:
         self._server = server
         self._inbox = inbox
         self._outbox = outbox
         self._pulse = server.core.pulse
+        self._on_drained = on_drained
+        self._is_draining = False
         self._stopped = False
 
     def run(self) -> None:
-        """Loop until `_STOP` comes."""
+        """Loop until `STOP` comes."""
         ran = False
         while not self._stopped:
             self._pulse.work(time.monotonic())
@@ -204,6 +309,9 @@ class EngineProcess:
             ran = self._server.core.end_step(step, time.monotonic())
             if step.meta is not None:
                 self._send_frames()
+            if self._is_draining and self._server.is_drained:
+                self._is_draining = False
+                self._on_drained()
 
     def _send_frames(self) -> None:
         for item in self._server.frames(time.monotonic()):
@@ -230,13 +338,19 @@ class EngineProcess:
         deadline_s = self._server.next_deadline_s()
         return None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
 
-    def _take(self, client: bytes, message: ClientMessage | _Wake | _ClientGone | _Stop) -> None:
+    def _take(self, client: bytes, message: Said) -> None:
         match message:
-            case _Wake():
+            case Wake():
                 pass
-            case _ClientGone():
-                self._server.client_gone(client)
-            case _Stop():
+            case ClientGone():
+                self._server.client_gone(client, time.monotonic())
+                self._outbox.put((client, _FORGET))
+            case Unreadable(request_id, problem):
+                self._server.take_unreadable(client, request_id, problem)
+            case Drain():
+                self._server.drain()
+                self._is_draining = True
+            case Stop():
                 self._stopped = True
             case _:
                 self._server.take(client, message, time.monotonic())
@@ -244,28 +358,22 @@ class EngineProcess:
 
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s"
-    )
+    log_to_standard_error()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     # Not for processes of ours, a compiler for one: the parent takes its end for ours.
     os.set_inheritable(arguments.ready_fd, False)
     report = os.fdopen(arguments.ready_fd, "wb", buffering=0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox()
     outbox: Outbox = queue.SimpleQueue()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faults = engine_faults(arguments.config)
 
-    def stop() -> None:
-        if not faults.clings():
-            inbox.put((b"", _STOP))
-
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: stop())
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: _ask_to_stop(inbox, faults))
     threading.Thread(
-        target=_stop_at_eof,
-        args=(stop, faults, arguments.stop_timeout_s),
+        target=_obey,
+        args=(inbox, faults, arguments.stop_timeout_s),
         name="parent-watch",
         daemon=True,
     ).start()
@@ -276,23 +384,23 @@ def main() -> None:
     pulse = Pulse()
     threading.excepthook = _die_with_thread
     threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
+        door = Door(arguments)
         signal_sender = SignalSender(faults)
         links = ClientLinks(faults)
         executor = UniProcExecutor(
             arguments.config,
             arguments.incarnation,
-            notify=lambda: inbox.put((b"", _WAKE)),
+            notify=lambda: inbox.put((b"", WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
         core = EngineCore(
             arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
         )
-        receiver = Receiver(context, arguments.host, inbox, links)
-        sender = Sender(
-            context, arguments.host, arguments.incarnation, (outbox, inbox), links, pulse
-        )
+        max_bytes = max_client_message_bytes(core.max_model_len)
+        receiver = Receiver(door.bind(max_bytes, RCVHWM=_RECEIVE_HWM), inbox, links)
+        to_clients = door.bind(_MAX_SILENT_BYTES, RCVHWM=1, SNDHWM=_SEND_HWM, ROUTER_MANDATORY=1)
+        sender = Sender(to_clients, arguments.incarnation, (outbox, inbox), links, pulse)
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
@@ -306,11 +414,15 @@ def main() -> None:
             warm_up_s=core.warm_up_s,
         )
     )
-    EngineProcess(EngineServer(core, arguments.incarnation), inbox, outbox).run()
+    EngineProcess(
+        EngineServer(core, arguments.incarnation), inbox, outbox,
+        on_drained=lambda: tell(EngineReport(is_drained=True)),
+    ).run()  # fmt: skip
+    inbox.close()
     core.shutdown()
     outbox.put(None)
     sender.join(timeout=1.0)
-    context.term()
+    door.context.term()
     signal_sender.close()
 
 
@@ -331,29 +443,27 @@ def _beat(tell: Callable[[EngineReport], None], pulse: Pulse) -> None:
             time.sleep(BEAT_S)
 
 
-def _stop_at_eof(stop: Callable[[], None], faults: EngineFaults, timeout_s: float) -> None:
-    """Ask for the end once the parent closes stdin, and insist if the core thread is stuck."""
+def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
+    """Tell the core thread to end, unless it is made to refuse."""
+    if not faults.clings():
+        inbox.put((b"", STOP))
+
+
+def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
+    """Drain when the parent says so, and end once it closes stdin: ask the core, then insist."""
     # Not through the buffered reader: this thread may still wait when the interpreter ends, which
-    # aborts if somebody holds the buffer's lock. Nothing is in the buffer: one line was sent.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    stop()
+    # aborts if somebody holds the buffer's lock. Nothing is in the buffer: the parent says nothing
+    # before it has been told that the engine runs.
+    rest = b""
+    while said := os.read(sys.stdin.fileno(), 4096):
+        *lines, rest = (rest + said).split(b"\n")
+        if DRAIN_LINE in lines:
+            inbox.put((b"", DRAIN))
+    _ask_to_stop(inbox, faults)
     # One that is to cling does so for longer than its parent waits, and not for ever: whatever
     # happens to the parent, nothing of it is to be left.
     time.sleep(3 * timeout_s if faults.clings() else timeout_s)
     os._exit(1)
-
-
-def _bind_router(context: zmq.Context[zmq.Socket[bytes]], host: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    # A client that reconnects under its identity takes over from its own dead connection.
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMQ_HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMQ_HEARTBEAT_TIMEOUT_MS)
-    socket.bind(f"tcp://{host}:*")
-    return socket
 
 
 def _endpoint(socket: zmq.Socket[bytes]) -> str:

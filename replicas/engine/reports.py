@@ -1,4 +1,4 @@
-"""What an engine process and its parent tell each other: how to start, how far that is, and beats.
+"""What an engine process and its parent tell each other: how to start, how far that is, to drain.
 
 Apart from `replicas.engine.process`, so that a parent need not load what an engine computes with:
 an actor or a driver that only watches an engine would take seconds longer to start.
@@ -13,6 +13,9 @@ from replicas.messages import EngineDescription
 
 STOP_S = 5.0
 """How long an engine without a mesh may take to end."""
+
+DRAIN_LINE = b"drain"
+"""A line on stdin, once the engine runs: take no more requests, and say when none is left."""
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ready: The engine runs; its warm-up took `warm_up_s`.
         warm_up_s: Seconds.
         failed: It does not: why, for a person.
+        is_drained: It was told to drain, and has no request left and no block lent.
         beat: What the core thread does, see `Pulse.count`.
     """
 
@@ -50,4 +54,5 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ready: EngineDescription | None = None
     warm_up_s: float = 0.0
     failed: str | None = None
+    is_drained: bool = False
     beat: int | None = None

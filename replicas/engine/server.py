@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas.messages import PROTOCOL_VERSION, EngineDescription, EngineFrame, Hello
+from kv_transfer.curve import server_public_key
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    EngineDescription,
+    EngineFrame,
+    Hello,
+    NotGreeted,
+    Refused,
+)
+from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from replicas.engine.core import EngineCore
@@ -44,21 +53,44 @@ class EngineServer:
         self._snapshot = core.snapshot(0)
         self._flushed_s = 0.0
         self._frames: Frames = []
+        # Who spoke without having been greeted, since the last frames.
+        self._strangers: dict[bytes, None] = {}
+        self._protocol_log, self._gone_log = QuietLog(logger, logging.ERROR), QuietLog(logger)
 
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
-        """Handle one message; of a client that was never greeted, or given up, only a greeting."""
+        """Handle one message; who was never greeted, or given up, is told so unless it greets."""
         if isinstance(message, Hello):
-            self._greet(client, message)
+            self._greet(client, message, now_s)
         elif client in self._clients:
             self.core.handle(client, message, now_s)
+        else:
+            self._strangers[client] = None
 
-    def client_gone(self, client: bytes) -> None:
+    def take_unreadable(self, client: bytes, request_id: str, problem: str) -> None:
+        """Refuse a request that nobody can read."""
+        if client in self._clients:
+            self._add_frame(client, [Refused(request_id, "invalid", problem)])
+        else:
+            self._strangers[client] = None
+
+    def client_gone(self, client: bytes, now_s: float) -> None:
         """Drop a client that cannot be reached, and all that it asked for."""
-        self._clients.pop(client, None)
-        self._behind.pop(client, None)
+        for clients in (self._clients, self._behind, self._strangers):
+            clients.pop(client, None)
+        # Whoever gets a frame is a client again, to those who send heartbeats.
+        self._frames = [frame for frame in self._frames if frame[0] != client]
         num_dropped = self.core.client_gone(client)
         if num_dropped:
-            logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
+            self._gone_log.say(now_s, "client %s is gone: dropped %d", client.hex(), num_dropped)
+
+    def drain(self) -> None:
+        """Refuse every new request from now on; what runs goes on."""
+        self.core.drain()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it refuses new requests, has none left, and has lent no block to a transfer."""
+        return self._snapshot.draining and self.core.num_live == 0
 
     @property
     def clients(self) -> list[bytes]:
@@ -71,6 +103,9 @@ class EngineServer:
             self._behind = dict.fromkeys(self._clients)
         for client, events in self.core.take_events().items():
             self._add_frame(client, events)
+        for client in self._strangers:
+            self._frames.append((client, EngineFrame(self._incarnation, [NotGreeted()])))
+        self._strangers.clear()
         # The same sum as in `next_deadline_s`: rounded otherwise, a deadline would not be one.
         if self._behind and now_s >= self._flushed_s + SNAPSHOT_S:
             for client in list(self._behind):
@@ -87,13 +122,14 @@ class EngineServer:
         flush_s = self._flushed_s + SNAPSHOT_S
         return flush_s if deadline_s is None else min(deadline_s, flush_s)
 
-    def _greet(self, client: bytes, hello: Hello) -> None:
+    def _greet(self, client: bytes, hello: Hello, now_s: float) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
-            logger.error(
-                "client %s speaks protocol %d, this engine %d: run one version everywhere",
+            self._protocol_log.say(
+                now_s, "client %s speaks protocol %d, this engine %d: run one version everywhere",
                 client.hex(), hello.protocol_version, PROTOCOL_VERSION,
             )  # fmt: skip
             return
+        self._strangers.pop(client, None)
         self._clients[client] = self._behind[client] = None
         self._add_frame(client, [])
 
@@ -119,9 +155,14 @@ class EngineServer:
 def describe(
     core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str, pid: int
 ) -> EngineDescription:
-    """What clients, routers and tickets have to know of a started engine."""
+    """What clients, routers and tickets have to know of a started engine.
+
+    Raises:
+        ServerKeyError: It was started without a secret.
+    """
     return EngineDescription(
         incarnation=incarnation,
+        public_key=server_public_key(core.config.keys, incarnation),
         input_endpoint=input_endpoint,
         output_endpoint=output_endpoint,
         kv_endpoints=core.kv_endpoints,

@@ -29,6 +29,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
+from kv_transfer.curve import Doorkeeper, secure_server, server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
@@ -210,7 +211,7 @@ class Rig:
             self.lost.append(incarnation)
             on_dead(incarnation, reason)
 
-        return AsyncMPClient(on_snapshot, on_lost, on_moves)
+        return AsyncMPClient(KEYS, on_snapshot, on_lost, on_moves)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""
@@ -311,6 +312,7 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
     """A member whose engine exists on paper only."""
     fields: dict[str, object] = {
         "incarnation": incarnation,
+        "public_key": server_public_key(KEYS, incarnation),
         "input_endpoint": "tcp://127.0.0.1:1",
         "output_endpoint": "tcp://127.0.0.1:1",
         "kv_endpoints": ("tcp://127.0.0.1:1",),
@@ -336,6 +338,10 @@ class ScriptedEngine:
 
     For what a real engine does only in a race: refusals, duplicates, silence between two messages.
 
+    Attributes:
+        stalled_s: What its frames say of its present step.
+        is_silent: Whether it sends no heartbeats.
+
     Args:
         role: Its pool, and what its snapshots say.
         incarnation: Its name.
@@ -346,7 +352,8 @@ class ScriptedEngine:
         self, role: Role, incarnation: str, answer: Callable[[ClientMessage], list[EngineEvent]]
     ) -> None:
         self._context = zmq.asyncio.Context()
-        self._input, self._output = (self._bind() for _ in range(2))
+        Doorkeeper(zmq.Context.shadow(self._context), KEYS)
+        self._input, self._output = (self._bind(incarnation) for _ in range(2))
         self.role: Role = role
         self.member = make_member(
             role,
@@ -355,6 +362,8 @@ class ScriptedEngine:
             output_endpoint=self._output.getsockopt_string(zmq.LAST_ENDPOINT),
         )
         self.messages: list[ClientMessage] = []
+        self.stalled_s = 0.0
+        self.is_silent = False
         self._answer = answer
         self._clients: set[bytes] = set()
         self._seq = 0
@@ -392,11 +401,14 @@ class ScriptedEngine:
         if snapshot is not None:
             self._snapshot = snapshot
         for client in self._clients:
-            frame = EngineFrame(self.member.description.incarnation, list(events), snapshot)
+            frame = EngineFrame(
+                self.member.description.incarnation, list(events), snapshot, self.stalled_s
+            )
             await self._output.send_multipart((client, encode(frame)))
 
-    def _bind(self) -> zmq.asyncio.Socket:
+    def _bind(self, incarnation: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
+        secure_server(socket, KEYS, incarnation)
         socket.bind("tcp://127.0.0.1:*")
         return socket
 
@@ -416,4 +428,5 @@ class ScriptedEngine:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(0.25)
-            await self.send()
+            if not self.is_silent:
+                await self.send()

@@ -11,6 +11,7 @@ import pytest
 from cluster.config.resolve import resolve
 from cluster.config.serve_file import DeploymentOverride
 from cluster.errors import ClusterConfigError
+from kv_transfer.keys import KeyRing
 from replicas.errors import EngineDeadError
 from replicas.launch import child_environment
 from replicas.meshes import mesh_spec
@@ -23,6 +24,8 @@ with warnings.catch_warnings():
 
     from cluster.app import build
     from cluster.lifecycle import deployments as deployments_module
+
+KEYS = KeyRing((bytes(16),))
 
 
 @pytest.fixture
@@ -75,24 +78,15 @@ def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
     assert bound["ingress"].init_args[0] == args
 
 
-def test_every_build_makes_one_secret_that_all_deployments_share_and_no_args_hold(args):
-    bound = [deployments(build(args)) for _ in range(2)]
-    secrets = [{repr(d.init_args[-1]) for d in one.values()} for one in bound]
-    assert [len(shared) for shared in secrets] == [1, 1]
-    assert secrets[0] != secrets[1], "another deployment has another one"
-    [secret] = bound[0]["ingress"].init_args[-1]
-    assert len(secret) == 32
-    for deployment in bound[0].values():
-        assert deployment.init_args[0] == args
-
-
-def test_secrets_of_a_file_are_read_where_they_are_needed_and_passed_to_nobody(args, tmp_path):
-    bound = deployments(build({**args, "key_file": str(tmp_path / "not here")}))
-    assert [d.init_args[-1] for d in bound.values()] == [[]] * 3
+def test_what_is_bound_is_the_same_each_time_and_holds_no_secret(args):
+    one, other = (deployments(build(args)) for _ in range(2))
+    assert one["ingress"].init_args == other["ingress"].init_args == (args,)
+    for pool in ("prefill", "decode"):
+        assert one[pool].init_args == other[pool].init_args == (args, pool)
 
 
 @pytest.mark.parametrize("store", [None, "shm"])
-def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, store):
+def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, as_replica, store):
     started = []
 
     class Engine:
@@ -109,9 +103,10 @@ def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, s
     if store is not None:
         args |= {"kv_connector": "pooled"}
         args["kv_store"] = {"backend": store, "capacity_bytes": 2**20}
-    deployments_module.PoolReplica(args, "both", [bytes(16)])
+    as_replica(KEYS)
+    deployments_module.PoolReplica(args, "both")
     [engine] = started
-    assert engine.keys.secrets == (bytes(16),)
+    assert engine.keys == KEYS
     assert (engine.kv_store is not None) == (store is not None)
 
 
@@ -202,7 +197,9 @@ def test_an_engine_that_takes_every_core_does_not_spin_on_them(args):
 
 
 @pytest.mark.parametrize("failure", [None, EngineDeadError("the engine hung")])
-def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(args, monkeypatch, failure):
+def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(
+    args, monkeypatch, as_replica, failure
+):
     class Engine:
         is_alive = True
 
@@ -216,7 +213,8 @@ def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(args, monkeypatc
             """Nothing was started."""
 
     monkeypatch.setattr(deployments_module, "start_engine", lambda *_, **__: Engine())
-    replica = Replica({**args, "pools": {"both": {}}}, "both", [bytes(16)])
+    as_replica(KEYS)
+    replica = Replica({**args, "pools": {"both": {}}}, "both")
     asyncio.run(replica.check_health())
     Engine.is_alive = False
     with pytest.raises(RuntimeError, match=str(failure or "the engine process is gone")):

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from cluster.lab.simulation.network import Channel
-from replicas.dealer import CONNECT_S
+from replicas.dealer import CONNECT_S, NOT_GREETED
 from replicas.errors import EngineDeadError
 from replicas.messages import PROTOCOL_VERSION, Hello, TokenOutput
 from replicas.streams import StreamTable
@@ -113,8 +113,10 @@ class VirtualLink:
         snapshot = frame.snapshot
         if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
             self.newest = snapshot
-        self.table.take(frame)
-        self.is_heard_of.set()
+        if self.table.take(frame):
+            self.is_heard_of.set()
+        else:
+            self._client.lose(self.host.incarnation, NOT_GREETED)
 
 
 class VirtualClient:

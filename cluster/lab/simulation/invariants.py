@@ -317,7 +317,7 @@ def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     # One that hangs for so long says so, and whoever has no token yet goes elsewhere.
     losses_s += [f.at_s for f in faults if f.kind == "hang" and _length_s(f) >= SILENCE_S]
     stuck = [f for f in faults if f.kind in {"freeze", "hang"}]
-    if sum(map(_length_s, stuck)) >= spec.engine.step_timeout_s:
+    if sum(map(_length_s, stuck)) >= spec.step_timeout_s:
         losses_s.extend(f.at_s for f in stuck)
     return min(losses_s, default=float("inf"))
 

@@ -171,9 +171,7 @@ class Lives:
             network=self._network,
         )
         place.host = host
-        place.parent = VirtualParent(
-            host, self._network, config, spec.drain_timeout_s, functools.partial(self._end, place)
-        )
+        place.parent = VirtualParent(host, self._network, spec, functools.partial(self._end, place))
         for window in (*faults.freezes(), *faults.hangs()):
             if window.holds(self._loop.time()):
                 place.parent.watch(window.end_s)

@@ -10,6 +10,7 @@ from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
+from replicas.launch import step_timeout_s
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
@@ -34,6 +35,11 @@ class PoolSpec(NamedTuple):
     facts: ModelFacts
     transfer: TransferConfig = TransferConfig()
     drain_timeout_s: float = 600.0
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long a step may take before its parent ends a replica."""
+        return step_timeout_s(self.engine, self.timing.warm_up_s())
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.network import Network
-    from replicas.config import EngineConfig
+    from cluster.lab.simulation.options import PoolSpec
 
 _POLL_S = 0.2
 """How often an engine that drains is looked at."""
@@ -27,8 +27,7 @@ class VirtualParent:
 
     Args:
         host: Its engine.
-        config: The engine's configuration.
-        drain_timeout_s: How long requests may go on in an engine that is to be replaced.
+        spec: What the replica is, and how long it may take for what.
         end: Called when the engine ends, with the host and how long its connections outlive it.
 
     Attributes:
@@ -39,18 +38,17 @@ class VirtualParent:
         self,
         host: VirtualHost,
         network: Network,
-        config: EngineConfig,
-        drain_timeout_s: float,
+        spec: PoolSpec,
         end: Callable[[VirtualHost, float], None],
     ) -> None:
         self.is_draining = False
         self._host = host
         self._loop = network.loop
         self._longest_delay_s = network.longest_delay_s
-        self._watch = HangWatch(config.step_timeout_s)
+        self._watch = HangWatch(spec.step_timeout_s)
         self._watches_until_s = float("-inf")
-        self._drain_timeout_s = drain_timeout_s
-        self._stop_s = stop_timeout_s(config)
+        self._drain_timeout_s = spec.drain_timeout_s
+        self._stop_s = stop_timeout_s(spec.engine)
         self._end = end
 
     # --- an engine that may hang ---------------------------------------------------------------

@@ -78,8 +78,7 @@ class Simulation:
         )
         # The longest of any pool's: a ticket must not be too old for a producer that still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
-        engines = [spec.engine for spec in self._pools]
-        self._longest_waits = longest_waits(options.router, engines, longest)
+        self._longest_waits = longest_waits(options.router, self._pools)
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
@@ -182,7 +181,7 @@ class Simulation:
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
         # What a hung engine holds is free when its parent ends it.
-        drain_s = _DRAIN_S + max(spec.engine.step_timeout_s for spec in self._pools)
+        drain_s = _DRAIN_S + max(spec.step_timeout_s for spec in self._pools)
         deadline_s = self.loop.time() + drain_s
         while (held := self._held()) or self.lives.unsettled:
             assert self.loop.time() < deadline_s, (

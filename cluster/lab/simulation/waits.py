@@ -17,6 +17,7 @@ from replicas.messages import (
     Accepted,
     Activate,
     AddRequest,
+    NotGreeted,
     Refused,
     TokenOutput,
     UtilityResult,
@@ -24,13 +25,12 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from cluster.config.schema import RouterConfig
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
-    from kv_transfer.config import TransferConfig
-    from replicas.config import EngineConfig
+    from cluster.lab.simulation.options import PoolSpec
     from replicas.messages import ClientMessage, EngineEvent
 
 _SLACK_S = 0.1
@@ -64,28 +64,25 @@ class Waits(NamedTuple):
         return n * (reserve_s + prefill_s + self.hand_over_s)
 
 
-def longest_waits(
-    router: RouterConfig, engines: Iterable[EngineConfig], transfer: TransferConfig
-) -> Waits:
+def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
     """What a configuration promises to every request.
 
     Args:
         router: How requests are placed.
-        engines: Of every pool.
-        transfer: Deadlines of hand-overs, the longest of any pool.
+        pools: The engines, with the deadlines of their steps and hand-overs.
     """
     # One that falls silent is given up; one that hangs is ended by its parent, who looks now and
     # then and needs a look to see a hang begin.
-    stuck_s = max(SILENCE_S, *(engine.step_timeout_s + 2 * LOOK_S for engine in engines))
+    stuck_s = max(SILENCE_S, *(spec.step_timeout_s + 2 * LOOK_S for spec in pools))
+    transfers = [spec.transfer for spec in pools]
+    transfer_s = max(
+        t.rendezvous_s + t.no_progress_s + t.no_data_s + t.closing_s for t in transfers
+    )
     return Waits(
         slot_s=router.queue_timeout_s,
         answer_s=ANSWER_S,
         first_token_s=FIRST_TOKEN_S,
-        hand_over_s=stuck_s
-        + transfer.rendezvous_s
-        + transfer.no_progress_s
-        + transfer.no_data_s
-        + transfer.closing_s,
+        hand_over_s=stuck_s + transfer_s,
         num_attempts=router.max_attempts,
     )
 
@@ -132,7 +129,7 @@ class WaitMonitor:
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """An event has arrived."""
-        if isinstance(event, UtilityResult):
+        if isinstance(event, UtilityResult | NotGreeted):
             return
         request_id = event.request_id
         wait = self._waits.get(request_id)

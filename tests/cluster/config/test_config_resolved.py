@@ -21,6 +21,9 @@ from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lab.simulation.command import SimulateError, load_cluster
 from cluster.lifecycle import supervisor
+from kv_transfer.keys import KeyRing
+
+KEYS = KeyRing((bytes(16),))
 
 with warnings.catch_warnings():
     # Serve declares its own fields in a way that its pydantic no longer likes.
@@ -196,8 +199,9 @@ def test_the_driver_resolves_once(raw, write, made, monkeypatch, tmp_path, capsy
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(monkeypatch, as_replica):
     """What replicas would have started, and where."""
+    as_replica(KEYS)
     engines = []
 
     class Engine:
@@ -221,7 +225,7 @@ def test_an_engine_listens_where_its_replica_is(raw, started, monkeypatch, data_
     args = raw["applications"][0]["args"]
     if data_host is not None:
         args["data_host"] = data_host
-    deployments.PoolReplica(args, "decode", [bytes(16)])
+    deployments.PoolReplica(args, "decode")
     [(host, engine)] = started
     assert (host, engine.kv_endpoint) == (address, f"tcp://{address}:*")
 
@@ -229,9 +233,9 @@ def test_an_engine_listens_where_its_replica_is(raw, started, monkeypatch, data_
 @pytest.mark.usefixtures("started")
 def test_a_replica_resolves_once(raw, made):
     args = raw["applications"][0]["args"]
-    deployments.PoolReplica(args, "decode", [bytes(16)])
+    deployments.PoolReplica(args, "decode")
     assert made == {"configs": 1, "models": 2}
-    deployments.IngressReplica(args, [bytes(16)])
+    deployments.IngressReplica(args)
     assert made == {"configs": 2, "models": 4}
 
 

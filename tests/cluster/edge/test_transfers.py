@@ -1,5 +1,7 @@
 """What GET /kv says, and the tables made of it."""
 
+import hashlib
+
 import msgspec
 
 from cluster.edge.transfers import TransfersView, transfers_text, transfers_view
@@ -21,6 +23,10 @@ def info(request_id, role, peer, **changes):
     return TransferInfo(request_id=request_id, role=role, peer=peer, **{**fields, **changes})
 
 
+def label(request_id):
+    return hashlib.blake2b(request_id.encode(), digest_size=6).hexdigest()
+
+
 PREFILL, DECODE = make_member("prefill", "p"), make_member("decode", "d")
 SENDING = KVTransfers(
     transfers=[
@@ -40,9 +46,9 @@ def test_peers_have_their_replicas_names_and_the_oldest_comes_first():
     decode, prefill = view.replicas
     assert (decode.replica, prefill.replica) == ("decode-d", "prefill-p")
     assert [(t.request, t.peer) for t in prefill.transfers] == [
-        ("old", "decode-d"),
-        ("lost", "gone"),
-        ("young", ""),
+        (label("old"), "decode-d"),
+        (label("lost"), "gone"),
+        (label("young"), ""),
     ]
     assert (prefill.leased_blocks, prefill.reserved_blocks, prefill.quarantined_blocks) == (
         15,
@@ -72,8 +78,8 @@ def test_tables_show_every_replica_and_every_transfer():
     assert lines[3] == ""
     rows = [" ".join(line.split()) for line in lines[4:]]
     assert rows[0].startswith("REQUEST REPLICA ROLE")
-    assert rows[1] == "old decode-d consumer prefill-p inline streaming 6/4/8 5 0.5 s -"
-    assert rows[-1] == "young prefill-p producer - - waiting 6/4/8 5 0.2 s 30.0 s"
+    assert rows[1] == f"{label('old')} decode-d consumer prefill-p inline streaming 6/4/8 5 0.5 s -"
+    assert rows[-1] == f"{label('young')} prefill-p producer - - waiting 6/4/8 5 0.2 s 30.0 s"
     starts = {line.index("inline") for line in lines[5:8]}
     assert len(starts) == 1, "columns are aligned"
 
@@ -98,3 +104,12 @@ def test_store_has_a_table_of_those_that_use_one():
 def test_view_goes_through_json_as_it_is():
     view = transfers_view([(PREFILL, POOLING), (DECODE, None)])
     assert msgspec.json.decode(msgspec.json.encode(view), type=TransfersView) == view
+
+
+def test_no_id_by_which_an_engine_knows_a_request_is_told():
+    view = transfers_view([(PREFILL, SENDING), (DECODE, LOADING)])
+    told = msgspec.json.encode(view).decode() + transfers_text(view)
+    for request_id in ("old", "lost", "young"):
+        assert request_id not in told
+    by_replica = [{t.request for t in replica.transfers} for replica in view.replicas]
+    assert by_replica[0] <= by_replica[1], "both ends of a transfer tell of it by one name"

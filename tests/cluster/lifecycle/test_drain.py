@@ -2,15 +2,11 @@
 
 import asyncio
 
-from cluster.lifecycle.drain import drain_engine, is_idle
-from replicas.messages import (
-    AddRequest,
-    Drain,
-    EngineSnapshot,
-    GroupSnapshot,
-    LoadKV,
-)
-from tests.cluster.engines import ScriptedEngine, rig, until
+import pytest
+
+from cluster.routing.tickets import TicketOffice
+from replicas.messages import AddRequest, EngineRequest, LoadKV, TokenOutput
+from tests.cluster.engines import KEYS, engine_config, rig, running, sampling, until
 from tests.cluster.routing.test_router_orders import (
     FIRST,
     PROMPT,
@@ -26,63 +22,47 @@ NUM_BLOCKS = 64
 """What `make_member` gives a group."""
 
 
-def silent(_message):
-    return []
+async def keep_kv(made, engine, request_id):
+    """Let an engine compute a prompt, and keep its KV for somebody who does not come."""
+    request = EngineRequest(request_id, list(range(2, 102)), sampling(4))
+    office = TicketOffice(KEYS)
+    ticket = office.seal(office.begin(request, 1, engine.description), "nobody")
+    message = AddRequest(request, "prefill", -1, ticket)
+    stream = made.client.open_stream(engine.incarnation, request_id, message)
+    while not isinstance(await stream.get(), TokenOutput):
+        pass
+    return stream
 
 
-def test_prefill_replica_stays_until_the_last_lease_has_been_served():
-    async def scenario():
-        async with ScriptedEngine("prefill", "p", silent) as engine:
-            draining = asyncio.ensure_future(drain_engine(engine.member.description, 20))
-            await until(lambda: engine.received(Drain), "it is told")
-            for num_free in (NUM_BLOCKS - 4, NUM_BLOCKS - 1):
-                await engine.send(snapshot=engine.snapshot(4, num_free, draining=True))
-            # A second client's connection shows that the first has been given the snapshots.
-            async with rig() as made:
-                await made.connect(engine.member)
-                assert not draining.done(), "blocks are lent"
-            await engine.send(snapshot=engine.snapshot(4, NUM_BLOCKS, draining=True))
+@pytest.mark.process
+def test_prefill_replica_stays_until_the_last_lease_is_over():
+    async def scenario(engine):
+        async with rig(engine) as made:
+            stream = await keep_kv(made, engine, "kept")
+            draining = asyncio.ensure_future(asyncio.to_thread(engine.handle.drain, 20.0))
+            await until(lambda: not made.pools.prefill_views(), "it drains")
+            assert not await asyncio.to_thread(engine.handle.drain, 1.0), "blocks are lent"
+            assert not draining.done()
+            stream.close(abort=True)
             assert await draining
 
-    run(scenario)
+    with running(("prefill", engine_config("prefill"))) as [engine]:
+        run(lambda: scenario(engine))
 
 
-def test_prefill_replica_whose_leases_do_not_end_goes_at_the_deadline():
-    async def scenario():
-        async with ScriptedEngine("prefill", "p", silent) as engine:
-            draining = asyncio.ensure_future(drain_engine(engine.member.description, 0.3))
-            await until(lambda: engine.received(Drain), "it is told")
-            await engine.send(snapshot=engine.snapshot(4, NUM_BLOCKS - 1, draining=True))
-            assert not await draining
-
-    run(scenario)
-
-
+@pytest.mark.process
 def test_replica_that_dies_while_it_drains_is_not_waited_for():
-    async def scenario():
-        async with ScriptedEngine("prefill", "p", silent) as engine:
-            draining = asyncio.ensure_future(drain_engine(engine.member.description, 20))
-            await until(lambda: engine.received(Drain), "it is told")
-            engine.die()
-            assert not await draining
+    async def scenario(engine):
+        async with rig(engine) as made:
+            await keep_kv(made, engine, "kept")
+            draining = asyncio.ensure_future(asyncio.to_thread(engine.handle.drain, 60.0))
+            await until(lambda: not made.pools.prefill_views(), "it drains")
+            engine.kill()
+            assert not await asyncio.wait_for(draining, 20.0)
+        assert not engine.handle.drain(60.0), "nor one that is dead already"
 
-    run(scenario)
-
-
-def test_idle_means_that_nothing_runs_waits_is_reserved_or_lent():
-    idle = GroupSnapshot(4, NUM_BLOCKS, 0, 0, 0)
-
-    def of(*groups, num_waiting=0):
-        return is_idle(EngineSnapshot(0, True, num_waiting, 0, 0, list(groups)), NUM_BLOCKS)
-
-    assert of(idle, idle)
-    assert not of(idle, num_waiting=1)
-    for busy in (
-        GroupSnapshot(3, NUM_BLOCKS, 1, 0, 0),
-        GroupSnapshot(3, NUM_BLOCKS, 0, 1, 0),
-        GroupSnapshot(4, NUM_BLOCKS - 1, 0, 0, 0),
-    ):
-        assert not of(idle, busy)
+    with running(("prefill", engine_config("prefill"))) as [engine]:
+        run(lambda: scenario(engine))
 
 
 def test_kv_that_a_draining_replica_keeps_is_fetched_and_nothing_new_is_asked_of_it():

@@ -28,6 +28,8 @@ KILL = {"at_s": 30, "target": "decode/1", "kind": "kill"}
 SLOW = {"at_s": 5.5, "target": "decode/1", "kind": "slow", "factor": 2.0}
 MESH = {"model": "Llama-3.1-8B", "board": "n150"}
 
+KEYS = KeyRing((bytes(16),))
+
 
 @pytest.fixture
 def args():
@@ -165,7 +167,7 @@ def test_a_replica_gets_its_own_faults_and_no_others(args):
 def test_faults_count_from_the_build(args):
     before_s = time.time()
     ingress = build(args)._bound_deployment
-    of_ingress, _ = ingress.init_args
+    (of_ingress,) = ingress.init_args
     epoch_s = of_ingress["fault_epoch_unix_s"]
     assert before_s <= epoch_s <= time.time()
     for pool in ingress.init_kwargs.values():
@@ -179,16 +181,10 @@ def test_without_faults_the_args_are_passed_on_as_they_are(args):
     assert build(args)._bound_deployment.init_args[0] == args
 
 
-class Rank:
-    rank = 1
-
-
-class Context:
-    rank = Rank
-
-
 @pytest.mark.parametrize(("rank", "kinds"), [(1, ["kill", "slow"]), (0, [])])
-def test_a_pool_replica_knows_itself_by_the_rank_of_serve(args, monkeypatch, rank, kinds):
+def test_a_pool_replica_knows_itself_by_the_rank_of_serve(
+    args, monkeypatch, as_replica, rank, kinds
+):
     started = []
 
     class Engine:
@@ -199,10 +195,9 @@ def test_a_pool_replica_knows_itself_by_the_rank_of_serve(args, monkeypatch, ran
         started.append(config)
         return Engine()
 
-    monkeypatch.setattr(Rank, "rank", rank)
-    monkeypatch.setattr(deployments.serve, "get_replica_context", lambda: Context)
     monkeypatch.setattr(deployments, "start_engine", start_engine)
     monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
-    deployments.PoolReplica(args, "decode", [bytes(16)])
+    as_replica(KEYS, rank)
+    deployments.PoolReplica(args, "decode")
     assert [fault.kind for fault in started[0].simulated_mesh.faults] == kinds
-    assert started[0].keys.secrets == (bytes(16),)
+    assert started[0].keys == KEYS

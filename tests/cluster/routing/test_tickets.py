@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
-from cluster.routing.tickets import TicketOffice, key_ring, new_secret
+from cluster.routing.tickets import TicketOffice, key_ring
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TicketError
 from kv_transfer.keys import CLOCK_TOLERANCE_S, KeyRing
@@ -52,16 +52,10 @@ def test_ticket_lasts_as_long_as_a_hand_over_may_take():
 
 
 def test_ticket_of_another_cluster_is_refused():
-    tickets = office(KeyRing((new_secret(),)))
+    tickets = office(KeyRing((b"of another cluster",)))
     with pytest.raises(TicketError) as caught:
         KEYS.unseal(tickets.seal(begin(tickets), "d"), NOW_S)
     assert caught.value.reason is FailureReason.AUTH
-
-
-def test_new_secrets_are_long_and_never_the_same():
-    made = {new_secret() for _ in range(20)}
-    assert len(made) == 20
-    assert {len(secret) for secret in made} == {32}
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -71,7 +65,7 @@ def test_key_file_is_hex_or_base64_and_its_first_line_seals(tmp_path):
     path = tmp_path / "keys"
     text = f"# new\n{ONE.hex().upper()}\n\n  {base64.b64encode(OTHER).decode()}  \n"
     path.write_text(text)
-    assert key_ring(str(path), [b"made for this deployment, unused"]).secrets == (ONE, OTHER)
+    assert key_ring(str(path)).secrets == (ONE, OTHER)
 
 
 def test_rotation_never_has_a_ticket_that_is_refused(tmp_path):
@@ -85,10 +79,6 @@ def test_rotation_never_has_a_ticket_that_is_refused(tmp_path):
         for sealing, opening in ((one, next_one), (next_one, one)):
             tickets = office(sealing)
             assert opening.unseal(tickets.seal(begin(tickets), "d"), NOW_S).consumer == "d"
-
-
-def test_without_a_file_what_was_made_is_used():
-    assert key_ring(None, [ONE]).secrets == (ONE,)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from replicas.messages import (
     Accepted,
     Activate,
     AddRequest,
-    Drain,
     EngineMetrics,
     EngineRequest,
     Refused,
@@ -195,7 +194,7 @@ def test_unknown_utility_is_answered_with_an_error(core):
 def test_draining_core_refuses_new_requests_and_finishes_old_ones(folder):
     with engine_core(make_config(folder)) as core:
         add(core, [1, 2], request_id="old")
-        core.handle(CLIENT, Drain(), 0.0)
+        core.drain()
         [refused] = add(core, [3], request_id="new")
         assert (refused.reason, core.snapshot(0).draining) == ("draining", True)
         tokens = [t for e in run(core) if isinstance(e, TokenOutput) for t in e.token_ids]
@@ -223,7 +222,7 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
 def test_stop_token_ends_generation_and_is_named(folder):
     with engine_core(make_config(folder)) as core:
         [tokens] = generate(core, [[5, 9, 3]])
-        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=(tokens[3],)))
+        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=frozenset({tokens[3]})))
         last = run(core)[-1]
         assert (last.finish_reason, last.stop_reason) == ("stop", tokens[3])
 

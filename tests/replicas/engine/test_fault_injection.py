@@ -22,13 +22,13 @@ from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
-from replicas.dealer import connect_dealer
 from replicas.engine.fault_injection import (
     ClientLinks,
     EngineFaults,
     engine_faults,
     schedule_signals,
 )
+from replicas.engine.inbox import Inbox
 from replicas.engine.process import Receiver, Sender
 from replicas.engine.pulse import Pulse
 from replicas.errors import EngineDeadError
@@ -212,12 +212,26 @@ def test_a_wall_clock_is_wrong_for_as_long_as_the_plan_says():
     assert healed.unix_now_s() == pytest.approx(time.time(), abs=1.0)
 
 
+def plain_router(context):
+    router = context.socket(zmq.ROUTER)
+    router.bind("tcp://127.0.0.1:*")
+    return router
+
+
+def plain_dealer(context, endpoint):
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.ROUTING_ID, b"client")
+    dealer.set(zmq.LINGER, 0)
+    dealer.connect(endpoint)
+    return dealer
+
+
 def test_messages_of_a_partition_never_arrive():
-    inbox = queue.SimpleQueue()
+    inbox = Inbox()
     context = zmq.Context()
-    receiver = Receiver(context, "127.0.0.1", inbox, ScriptedLinks(True, False, True))
+    receiver = Receiver(plain_router(context), inbox, ScriptedLinks(True, False, True))
     receiver.start()
-    with connect_dealer(context, b"client", receiver.endpoint) as dealer:
+    with plain_dealer(context, receiver.endpoint) as dealer:
         for request_id in ("before", "during", "after"):
             dealer.send(encode(Abort([request_id])))
         received = [inbox.get(timeout=20)[1].request_ids for _ in range(2)]
@@ -230,9 +244,9 @@ def test_frames_of_a_partition_never_arrive():
     outbox = queue.SimpleQueue()
     context = zmq.Context()
     links = ScriptedLinks(True, False, True)
-    sender = Sender(context, "127.0.0.1", "first", (outbox, queue.SimpleQueue()), links, Pulse())
+    sender = Sender(plain_router(context), "first", (outbox, Inbox()), links, Pulse())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    with connect_dealer(context, b"client", sender.endpoint) as dealer:
+    with plain_dealer(context, sender.endpoint) as dealer:
         assert monitor.poll(20_000), "the client is connected"
         sender._socket.disable_monitor()
         monitor.close()
@@ -276,7 +290,7 @@ def drive(coroutine):
 
 @contextlib.asynccontextmanager
 async def connected(handle, **callbacks):
-    client = AsyncMPClient(**callbacks)
+    client = AsyncMPClient(handle.keys, **callbacks)
     try:
         await connect(client, handle)
         yield client

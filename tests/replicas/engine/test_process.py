@@ -18,17 +18,17 @@ import zmq
 from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.client import SyncMPClient
-from replicas.codec import encode
-from replicas.dealer import connect_dealer
+from replicas.codec import decode_engine_frame, encode
+from replicas.dealer import connect_dealers
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import start_engine
 from replicas.messages import (
     PROTOCOL_VERSION,
     Accepted,
     AddRequest,
-    Drain,
     EngineRequest,
     Hello,
+    NotGreeted,
     Refused,
     TokenOutput,
 )
@@ -68,7 +68,7 @@ def doomed():
 
 @contextlib.asynccontextmanager
 async def connected(handle, **callbacks):
-    client = AsyncMPClient(**callbacks)
+    client = AsyncMPClient(handle.keys, **callbacks)
     try:
         await client.connect(handle.description)
         yield client
@@ -291,12 +291,13 @@ def test_client_that_closes_without_a_word_takes_its_requests_along(engine):
 def test_killed_client_takes_its_requests_along(engine):
     code = (
         "import asyncio, sys, msgspec\n"
+        "from kv_transfer.keys import KeyRing\n"
         "from replicas.async_client import AsyncMPClient\n"
         "from replicas.messages import AddRequest, EngineDescription\n"
         "engine = msgspec.json.decode(sys.argv[1], type=EngineDescription)\n"
         "requests = msgspec.json.decode(sys.argv[2], type=list[AddRequest])\n"
         "async def main():\n"
-        "    client = AsyncMPClient()\n"
+        "    client = AsyncMPClient(msgspec.json.decode(sys.argv[3], type=KeyRing))\n"
         "    await client.connect(engine)\n"
         "    for r in requests:\n"
         "        s = client.open_stream(engine.incarnation, r.request.request_id, r)\n"
@@ -306,7 +307,9 @@ def test_killed_client_takes_its_requests_along(engine):
         "asyncio.run(main())\n"
     )
     requests = [AddRequest(EngineRequest(f"k{i}", PROMPT, LONG)) for i in range(60)]
-    arguments = [msgspec.json.encode(x).decode() for x in (engine.description, requests)]
+    arguments = [
+        msgspec.json.encode(x).decode() for x in (engine.description, requests, engine.keys)
+    ]
 
     async def count():
         async with connected(engine) as witness:
@@ -347,10 +350,7 @@ def test_closed_stream_frees_its_slot(engine):
 def raw_sockets(engine, identity):
     """A client's two sockets without the client."""
     with zmq.Context() as context:
-        sockets = [
-            connect_dealer(context, identity, endpoint)
-            for endpoint in (engine.description.input_endpoint, engine.description.output_endpoint)
-        ]
+        sockets = connect_dealers(context, identity, engine.description, engine.keys)
         try:
             yield sockets
         finally:
@@ -396,7 +396,8 @@ def test_client_of_another_protocol_version_is_not_served(engine):
         out.send(encode(AddRequest(EngineRequest("r", PROMPT, SHORT))))
         assert_serves(engine)
         assert_serves(engine)
-        assert not back.poll(0)
+        while back.poll(0):
+            assert decode_engine_frame(back.recv()).events == [NotGreeted()]
         assert asyncio.run(num_known()) == before + 2
 
 
@@ -434,14 +435,22 @@ def test_snapshots_come_in_order_and_end_at_the_start_values(engine):
 
 
 def test_draining_engine_refuses_and_finishes_what_it_has(doomed):
+    snapshots = []
+
+    async def is_told():
+        return snapshots[-1].draining
+
     async def run():
-        async with connected(doomed) as client:
+        async with connected(doomed, on_snapshot=lambda _, s: snapshots.append(s)) as client:
             old = open_stream(client, doomed, "old", LONG)
             assert isinstance(await old.get(), Accepted)
-            client.send(doomed.description.incarnation, Drain())
+            draining = asyncio.ensure_future(asyncio.to_thread(doomed.drain, 20.0))
+            await until(is_told, "it has been told")
             refused = await open_stream(client, doomed, "new").get()
             assert isinstance(refused, Refused)
             assert refused.reason == "draining"
+            assert not draining.done()
             assert len(await read(old)) == LONG.max_tokens
+            assert await draining
 
     asyncio.run(run())

@@ -3,7 +3,8 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.process import _STOP, _WAKE, EngineProcess
+from replicas.engine.inbox import STOP, WAKE
+from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
 
 
@@ -63,7 +64,7 @@ class Turns:
 
 
 def test_the_core_thread_rests_while_it_waits_and_works_in_every_step():
-    turns = Turns([_WAKE, None, _STOP])
+    turns = Turns([WAKE, None, STOP])
     EngineProcess(turns, turns, queue.SimpleQueue()).run()
     assert turns.seen == [("wait", "rests"), ("step", "works")] * 3
     assert turns.counts == sorted(set(turns.counts)), "each step is another one"

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.curve import server_public_key
+from kv_transfer.keys import KeyRing
 from replicas.engine.core import EngineCore
 from replicas.engine.server import SNAPSHOT_S, EngineServer, describe
 from replicas.messages import (
@@ -16,10 +18,13 @@ from replicas.messages import (
     Abort,
     Accepted,
     AddRequest,
+    EngineFrame,
     EngineRequest,
     EngineSnapshot,
     GroupSnapshot,
     Hello,
+    NotGreeted,
+    Refused,
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
@@ -28,6 +33,7 @@ from tests.replicas.generators.simulated.engines import simulated_config
 
 HELLO = Hello(PROTOCOL_VERSION)
 A, B = b"a", b"b"
+KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 
 
 class Core:
@@ -48,13 +54,18 @@ class Core:
         self.handled = []
         self.gone = []
         self.deadline_s = None
+        self.num_live = 0
+        self.is_draining = False
 
     def snapshot(self, seq):
         group = GroupSnapshot(self.num_empty_slots, 9, 0, 0, 0)
-        return EngineSnapshot(seq, False, 0, 0, self.num_steps, [group])
+        return EngineSnapshot(seq, self.is_draining, 0, 0, self.num_steps, [group])
 
     def handle(self, client, message, now_s):
         self.handled.append((client, message, now_s))
+
+    def drain(self):
+        self.is_draining = True
 
     def client_gone(self, client):
         self.gone.append(client)
@@ -124,7 +135,7 @@ def test_a_client_of_another_protocol_stays_a_stranger(caplog):
         server.take(A, Hello(PROTOCOL_VERSION + 1), 0.0)
     assert f"protocol {PROTOCOL_VERSION + 1}" in caplog.text
     server.take(A, Abort(["r"]), 0.0)
-    assert (core.handled, server.frames(0.0)) == ([], [])
+    assert (core.handled, server.frames(0.0)) == ([], [(A, EngineFrame("e.1", [NotGreeted()]))])
 
 
 def test_events_leave_at_once_with_the_snapshot_if_it_has_changed():
@@ -202,7 +213,7 @@ def test_a_client_that_is_gone_gets_nothing_and_is_a_stranger(caplog):
     core.num_empty_slots = 2
     assert sent(server, 1.001) == [], "both are behind"
     with caplog.at_level(logging.WARNING):
-        server.client_gone(A)
+        server.client_gone(A, 2.0)
     assert "dropped 2" in caplog.text
     assert core.gone == [A]
     assert sent(server, 2.0) == [(B, 0, 2)]
@@ -217,6 +228,42 @@ def test_frames_leave_in_the_order_in_which_clients_came(clients):
     core, server = served(*clients)
     core.num_empty_slots = 3
     assert [client for client, _ in server.frames(9.0)] == clients
+
+
+def test_drained_means_told_to_drain_with_nothing_left_and_nothing_lent():
+    core, server = served(A)
+    assert not server.is_drained
+    core.num_live = 1
+    server.drain()
+    server.frames(1.0)
+    assert not server.is_drained
+    core.num_live = 0
+    assert server.is_drained
+
+
+def test_a_stranger_is_told_so_once_a_turn_and_is_no_client_for_it():
+    core, server = served(A)
+    for _ in range(3):
+        server.take(B, Abort(["r"]), 1.0)
+    server.take_unreadable(B, "r", "bad")
+    assert server.frames(1.0) == [(B, EngineFrame("e.1", [NotGreeted()]))]
+    core.num_empty_slots = 1
+    assert [client for client, _ in server.frames(2.0)] == [A]
+    assert core.handled == []
+
+
+def test_a_client_that_goes_after_it_greeted_gets_no_frame_of_that_greeting():
+    _, server = served()
+    server.take(A, HELLO, 0.0)
+    server.client_gone(A, 0.0)
+    assert server.frames(0.0) == []
+
+
+def test_a_request_that_cannot_be_read_is_refused():
+    _, server = served(A)
+    server.take_unreadable(A, "r", "bad")
+    [(client, frame)] = server.frames(0.0)
+    assert (client, frame.events) == (A, [Refused("r", "invalid", "bad")])
 
 
 # --- over a real core ---------------------------------------------------------------------------
@@ -249,10 +296,12 @@ def test_a_request_from_greeting_to_end(core):
 
 
 def test_an_engine_describes_itself(core):
+    core.config = msgspec.structs.replace(core.config, keys=KEYS)
     description = describe(core, "e.1", "tcp://in", "tcp://out", 42)
     facts = core.facts
     assert msgspec.structs.asdict(description) == {
-        "incarnation": "e.1", "input_endpoint": "tcp://in", "output_endpoint": "tcp://out",
+        "incarnation": "e.1", "public_key": server_public_key(KEYS, "e.1"),
+        "input_endpoint": "tcp://in", "output_endpoint": "tcp://out",
         "kv_endpoints": None, "kv_layout_hash": None, "bytes_per_block": facts.bytes_per_block,
         "model": core.config.model, "max_model_len": 128, "vocab_size": facts.vocab_size,
         "eos_token_ids": facts.eos_token_ids, "block_size": 32, "dp_groups": 2,

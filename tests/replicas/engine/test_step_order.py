@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-
 import msgspec
 import pytest
 
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.process import _STOP, EngineProcess
+from replicas.engine.inbox import STOP, Inbox
+from replicas.engine.process import EngineProcess
 from replicas.engine.server import EngineServer
 from replicas.messages import (
     PROTOCOL_VERSION,
@@ -177,12 +176,12 @@ class _Outbox:
         if outputs:
             calls.append(("frame", outputs[0].index))
         if any(output.finish_reason for output in outputs):
-            self._inbox.put((b"", _STOP))
+            self._inbox.put((b"", STOP))
 
 
 def test_an_engine_process_sends_the_first_token_before_it_copies_kv():
     core = EngineCore(config(), UniProcExecutor(config()))
-    inbox = queue.SimpleQueue()
+    inbox = Inbox()
     inbox.put((CLIENT, Hello(PROTOCOL_VERSION)))
     inbox.put((CLIENT, AddRequest(EngineRequest("r", PROMPT, GREEDY))))
     EngineProcess(EngineServer(core, "e"), inbox, _Outbox(inbox)).run()

@@ -123,10 +123,10 @@ def test_an_engine_that_does_not_end_is_killed_when_its_time_is_over():
 
 
 def test_longest_waits_are_those_of_the_configuration():
-    engine, transfer = pool().engine, TransferConfig()
-    waits = longest_waits(RouterConfig(queue_timeout_s=7.0, max_attempts=2), [engine], transfer)
+    spec, transfer = pool(step_timeout_s=20.0), TransferConfig()
+    waits = longest_waits(RouterConfig(queue_timeout_s=7.0, max_attempts=2), [spec])
     assert (waits.slot_s, waits.answer_s, waits.first_token_s) == (7.0, ANSWER_S, FIRST_TOKEN_S)
-    assert waits.hand_over_s == engine.step_timeout_s + 1.0 + sum(
+    assert waits.hand_over_s == 20.0 + 1.0 + sum(
         (transfer.rendezvous_s, transfer.no_progress_s, transfer.no_data_s, transfer.closing_s)
     )
     assert waits.until_first_token_s == 2 * (

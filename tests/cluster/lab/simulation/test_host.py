@@ -353,3 +353,11 @@ def test_invariants_of_engine_and_transport_are_checked():
     scheduler._num_waiting_tokens += 1
     with pytest.raises(AssertionError):
         bench.host.check_invariants()
+
+
+def test_an_engine_of_which_nothing_is_heard_does_not_move_until_its_next_heartbeat():
+    bench = Bench()
+    bench.at(1.0, bench.client.hush, "both-0.1")
+    bench.at(2.0, bench.host.beat)
+    bench.run(3.0)
+    assert bench.moves == [(1.0, "both-0.1", False), (2.0 + LATENCY_S, "both-0.1", True)]

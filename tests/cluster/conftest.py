@@ -1,0 +1,18 @@
+"""What a replica finds around it, without Ray."""
+
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def as_replica(monkeypatch):
+    """Called with secrets and a rank, lets a replica be made as if Serve did it."""
+    from cluster.lifecycle import deployments
+
+    def arrange(keys, rank=0):
+        context = SimpleNamespace(app_name="default", rank=SimpleNamespace(rank=rank))
+        monkeypatch.setattr(deployments.serve, "get_replica_context", lambda: context)
+        monkeypatch.setattr(deployments, "deployment_keys", lambda _config, _application: keys)
+
+    return arrange
