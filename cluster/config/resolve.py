@@ -26,7 +26,7 @@ from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.keys import KeyRing
 from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
-from replicas.faults import FaultPlan
+from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model
 from replicas.kv_sizing import longest_sequence
 
@@ -187,7 +187,8 @@ def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Faul
     """The plan, if it is for replicas that exist, on simulated meshes."""
     try:
         plan = FaultPlan.parse(args.faults)
-        plan.check_targets({role: pool.replicas for role, pool in args.pools.items()})
+        replicas: dict[str, int] = {role: pool.replicas for role, pool in args.pools.items()}
+        plan.check_targets({**replicas, INGRESS: args.ingress.replicas})
     except FaultPlanError as error:
         raise ClusterConfigError(f"args.faults: {error}") from error
     for i, fault in enumerate(plan.faults):

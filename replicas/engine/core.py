@@ -319,6 +319,11 @@ class EngineCore:
     # --- views ---------------------------------------------------------------------------------
 
     @property
+    def clients(self) -> set[bytes]:
+        """Whose requests run, wait, or are reserved."""
+        return self._scheduler.clients
+
+    @property
     def num_live(self) -> int:
         """Requests that run, wait, or still have blocks lent to another engine."""
         return self._scheduler.num_live

@@ -173,7 +173,7 @@ class Worker:
         device = self._device
         step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
         settings = msgspec.structs.replace(
-            connector_settings(config, self._incarnation, time.time, step_now_s),
+            connector_settings(config, self._incarnation, self._faults.unix_now_s, step_now_s),
             link_faults=self._faults,
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
