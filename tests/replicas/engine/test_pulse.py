@@ -3,7 +3,8 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.process import _STOP, _WAKE, EngineProcess, Pulse
+from replicas.engine.inbox import STOP, WAKE
+from replicas.engine.process import EngineProcess, Pulse
 
 
 def test_the_pulse_is_odd_at_work_and_even_at_rest_and_always_grows():
@@ -59,7 +60,7 @@ class Turns:
 
 
 def test_the_core_thread_rests_while_it_waits_and_works_in_every_step():
-    turns = Turns([_WAKE, None, _STOP])
+    turns = Turns([WAKE, None, STOP])
     EngineProcess(turns, turns, queue.SimpleQueue(), turns.pulse).run()
     assert turns.seen == [("wait", "rests"), ("step", "works")] * 3
     assert turns.counts == sorted(set(turns.counts)), "each step is another one"
