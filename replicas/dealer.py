@@ -10,6 +10,7 @@ from kv_transfer.curve import secure_client
 from kv_transfer.errors import ServerKeyError
 from replicas.codec import MAX_FRAME_BYTES, max_client_message_bytes
 from replicas.messages import Refused
+from replicas.tcp import watch_by_tcp
 
 if TYPE_CHECKING:
     from kv_transfer.keys import KeyRing
@@ -35,7 +36,8 @@ def connect_dealers(
 ) -> tuple[SocketT, SocketT]:
     """Connect to both sockets of an engine: the one that takes messages, the one that sends frames.
 
-    Each drops a connection whose peer is silent.
+    Each drops a connection whose peer is silent; the first leaves that to TCP, for the engine stops
+    reading when it has too much to do, see `replicas.tcp`. The second is always read.
 
     Args:
         context: Decides whether the sockets are synchronous or asynchronous.
@@ -46,8 +48,14 @@ def connect_dealers(
     Raises:
         ServerKeyError: The engine holds none of these.
     """
-    to_engine = _connect(context, identity, description, description.input_endpoint, keys)
-    return to_engine, _connect(context, identity, description, description.output_endpoint, keys)
+    to_engine, from_engine = (_make(context, identity, description, keys) for _ in range(2))
+    watch_by_tcp(to_engine)
+    from_engine.setsockopt(zmq.RCVHWM, 0)
+    from_engine.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    from_engine.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    to_engine.connect(description.input_endpoint)
+    from_engine.connect(description.output_endpoint)
+    return to_engine, from_engine
 
 
 def too_large(description: EngineDescription, request_id: str, num_bytes: int) -> Refused | None:
@@ -68,12 +76,8 @@ def too_large(description: EngineDescription, request_id: str, num_bytes: int) -
     )
 
 
-def _connect(
-    context: zmq.Context[SocketT],
-    identity: bytes,
-    description: EngineDescription,
-    endpoint: str,
-    keys: KeyRing,
+def _make(
+    context: zmq.Context[SocketT], identity: bytes, description: EngineDescription, keys: KeyRing
 ) -> SocketT:
     socket = context.socket(zmq.DEALER)
     try:
@@ -85,7 +89,4 @@ def _connect(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.connect(endpoint)
     return socket

@@ -53,6 +53,7 @@ from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError, UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
 from replicas.quiet_log import QuietLog
+from replicas.tcp import watch_by_tcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,10 @@ SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 _SEND_HWM = 100_000
 _RECEIVE_HWM = 64
-"""Messages of one connection that may wait behind the inbox."""
+"""Messages of one connection that may wait behind the inbox.
+
+Such a socket must have no ZMQ heartbeats, see `replicas.tcp`."""
+_MAX_THROWN_AWAY = 10_000
 _MAX_SILENT_BYTES = 1024
 """Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
@@ -119,8 +123,7 @@ class Door:
         # A client that reconnects under its identity takes over from its own dead connection.
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.MAXMSGSIZE, max_message_bytes)
-        socket.set(zmq.HEARTBEAT_IVL, _ZMQ_HEARTBEAT_MS)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, _ZMQ_HEARTBEAT_TIMEOUT_MS)
+        watch_by_tcp(socket)
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
         socket.bind(f"tcp://{self._arguments.host}:*")
@@ -247,6 +250,12 @@ class Sender(threading.Thread):
             self._given_up.add(client)
             self._inbox.put((client, GONE))
 
+    def _throw_away(self) -> None:
+        """Read what clients say here, where they have nothing to say, lest it piles up."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MAX_THROWN_AWAY):
+                self._socket.recv_multipart(zmq.NOBLOCK)
+
     def _is_sent(self, client: bytes, raw: bytes) -> bool:
         """Whether it is on its way; not if nobody is connected, or reads, under that name."""
         try:
@@ -258,6 +267,7 @@ class Sender(threading.Thread):
         return True
 
     def _send_heartbeats(self) -> None:
+        self._throw_away()
         now_s = time.monotonic()
         due = [c for c, last_s in self._last_sent_s.items() if now_s - last_s >= HEARTBEAT_S]
         if not due:
@@ -399,7 +409,14 @@ def main() -> None:
         )
         max_bytes = max_client_message_bytes(core.max_model_len)
         receiver = Receiver(door.bind(max_bytes, RCVHWM=_RECEIVE_HWM), inbox, links)
-        to_clients = door.bind(_MAX_SILENT_BYTES, RCVHWM=1, SNDHWM=_SEND_HWM, ROUTER_MANDATORY=1)
+        to_clients = door.bind(
+            _MAX_SILENT_BYTES,
+            RCVHWM=0,
+            SNDHWM=_SEND_HWM,
+            ROUTER_MANDATORY=1,
+            HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
+            HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
+        )
         sender = Sender(to_clients, arguments.incarnation, (outbox, inbox), links, pulse)
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))

@@ -1,0 +1,123 @@
+"""The bounded inbox of an engine, and what its sender remembers of clients."""
+
+import logging
+import queue
+import threading
+
+import pytest
+import zmq
+
+from replicas.engine.inbox import GONE, WAKE, Inbox
+from replicas.engine.process import _FORGET, Sender
+from replicas.messages import Abort, EngineFrame, NotGreeted
+from replicas.quiet_log import QuietLog
+
+A = b"a"
+SAID = (A, Abort([]))
+
+
+@pytest.mark.parametrize("bounds", [{"max_messages": 2}, {"max_bytes": 20}])
+def test_a_full_inbox_makes_the_reader_wait_and_nobody_else(bounds):
+    inbox = Inbox(**bounds)
+    num_put = []
+
+    def read():
+        for n in range(5):
+            inbox.put_message(SAID, 10)
+            num_put.append(n)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join(0.5)
+    assert reader.is_alive()
+    assert len(num_put) == 2
+    inbox.put((b"", WAKE))
+    assert [inbox.get(timeout=20.0)[1] for _ in range(6)].count(WAKE) == 1
+    reader.join(20.0)
+    with pytest.raises(queue.Empty):
+        inbox.get_nowait()
+
+
+def test_a_message_larger_than_all_that_may_wait_waits_alone():
+    inbox = Inbox(max_bytes=10)
+    inbox.put_message(SAID, 1000)
+    assert inbox.get() == SAID
+
+
+def test_a_closed_inbox_lets_its_reader_go():
+    inbox = Inbox(max_messages=1)
+    inbox.put_message(SAID, 1)
+    reader = threading.Thread(target=inbox.put_message, args=(SAID, 1))
+    reader.start()
+    inbox.close()
+    reader.join(20.0)
+    assert not reader.is_alive()
+
+
+class Socket:
+    """An output socket that reaches nobody for as long as it is told so."""
+
+    def __init__(self):
+        self.is_cut = False
+        self.sent = []
+
+    def getsockopt_string(self, _option):
+        return ""
+
+    def recv_multipart(self, _flags):
+        raise zmq.Again
+
+    def send_multipart(self, frames, flags):
+        if self.is_cut:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        self.sent.append(frames[1])
+
+
+class Links:
+    def add(self, _endpoint):
+        pass
+
+    def is_open(self):
+        return True
+
+
+@pytest.fixture
+def sender(monkeypatch):
+    """A sender whose heartbeats are always due."""
+    monkeypatch.setattr("replicas.engine.process.HEARTBEAT_S", 0.0)
+    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links())
+
+
+def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):
+    socket, inbox = sender._socket, sender._inbox
+    sender._take(A, EngineFrame("e"))
+    sender._send_heartbeats()
+    assert len(socket.sent) == 2
+    socket.is_cut = True
+    sender._take(A, EngineFrame("e"))
+    assert inbox.get_nowait() == (A, GONE)
+    socket.is_cut = False
+    sender._take(A, EngineFrame("e"))
+    sender._send_heartbeats()
+    assert len(socket.sent) == 2, "neither what comes after a gap nor heartbeats"
+    sender._take(A, _FORGET)
+    sender._send_heartbeats()
+    assert len(socket.sent) == 2
+    sender._take(A, EngineFrame("e"))
+    sender._send_heartbeats()
+    assert len(socket.sent) == 4, "it has greeted again"
+
+
+def test_a_stranger_gets_one_answer_and_no_heartbeats(sender):
+    sender._take(A, EngineFrame("e", [NotGreeted()]))
+    sender._send_heartbeats()
+    assert len(sender._socket.sent) == 1
+
+
+def test_what_happens_often_is_logged_now_and_then_with_a_count(caplog):
+    log = QuietLog(logging.getLogger("test"))
+    with caplog.at_level(logging.WARNING):
+        for n in range(1000):
+            log.say(n / 100, "bad %d", n)
+        log.say(10.0, "bad %d", 1000)
+    assert caplog.messages == ["bad 0", "bad 1000 (and 999 more)"]
