@@ -310,9 +310,9 @@ def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
             while sent[-1] < count:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.settimeout(20.0)
-                    stranger.connect(socket_name(address, os.getuid()))
+                    # Not let in while too many wait; greeted or not, until it hangs up.
                     with suppress(OSError):
-                        # Greeted or not, until it hangs up.
+                        stranger.connect(socket_name(address, os.getuid()))
                         if dice.random() < 0.9:
                             stranger.send(questions[0])
                         for frame in itertools.islice(frames, 20):
