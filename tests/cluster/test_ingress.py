@@ -472,7 +472,9 @@ def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeyp
             ScriptedEngine("both", "e", lambda _: []) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            app = create_app(service, version="1", max_body_bytes=1000)
+            app = create_app(
+                service, version="1", max_body_bytes=1000, request_timeout_s=60.0
+            )
             paths = ["/metrics", "/kv"] * 50
             looks = [asyncio.create_task(Client(app).request("GET", path)) for path in paths]
             await asyncio.sleep(0)
