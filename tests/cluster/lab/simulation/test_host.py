@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
 from cluster.lab.simulation.client import NOTICE_S, VirtualClient
 from cluster.lab.simulation.host import VirtualHost
+from cluster.lab.simulation.lives import KEYS
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.network import Network, NetworkConfig
 from replicas.engine.server import SNAPSHOT_S
@@ -49,7 +51,8 @@ class Bench:
             timing=spec.timing, facts=spec.facts, faults=plan, models_kv=True, run_ahead=run_ahead
         )
         self.host = VirtualHost(
-            name="both/0", role="both", incarnation="both-0.1", config=spec.engine,
+            name="both/0", role="both", incarnation="both-0.1",
+            config=msgspec.structs.replace(spec.engine, keys=KEYS),
             device=device, faults=plan, network=self.network,
         )  # fmt: skip
         self.network.attach(self.host)
