@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 """How often an engine's beats are looked at."""
 _LOOK_DRAINED_S = 0.1
+_ENGINE = "replicas.engine.process"
 _NEW_SECRET_BYTES = 32
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
@@ -217,7 +218,7 @@ def start_engine(
     read_fd, write_fd = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "replicas.engine.process"],
+            [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
             env=child_environment(config, env),
