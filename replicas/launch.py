@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 """How often an engine's beats are looked at."""
 _LOOK_DRAINED_S = 0.1
+_ENGINE = "replicas.engine.process"
 _NEW_SECRET_BYTES = 32
 KNOWN_STEP_S = 60.0
 """Longest step, at least, of an engine whose warm-up has run all that will ever run."""
@@ -230,7 +231,7 @@ def start_engine(
     read_fd, write_fd = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "replicas.engine.process"],
+            [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
             env={**KERNEL_LIMITS, **child_environment(config, env)},

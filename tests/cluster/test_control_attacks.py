@@ -56,8 +56,8 @@ def engines():
         yield two
 
 
-def drive(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60.0))
+def drive(coroutine, timeout_s=60.0):
+    return asyncio.run(asyncio.wait_for(coroutine, timeout_s))
 
 
 async def attacked(known):

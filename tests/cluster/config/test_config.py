@@ -267,6 +267,13 @@ def test_combined_pool_needs_no_connector(good):
     assert config.engines["both"].block_size == 16
 
 
+@pytest.mark.parametrize("pools", [{"both": {}}, {"prefill": {}, "decode": {}}], ids=len)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "localhost"])
+def test_engines_listen_on_one_address_whatever_the_pools(host, pools):
+    with pytest.raises(ClusterConfigError, match=r"args\.data_host: cannot listen on"):
+        resolve({"pools": pools, "data_host": host})
+
+
 def test_pools_may_have_blocks_of_two_sizes(good):
     config = resolve(changed(args_of(good), "pools.decode.engine.block_size", 64))
     assert [config.engines[role].block_size for role in ("prefill", "decode")] == [32, 64]
