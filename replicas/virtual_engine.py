@@ -146,10 +146,10 @@ class VirtualEngine:
         self._has_changed = True
         self._server.take(client, message, now_s)
 
-    def client_gone(self, client: bytes, now_s: float) -> None:
+    def client_gone(self, client: bytes) -> None:
         """Drop a client and all that it asked for."""
         self._has_changed = True
-        self._server.client_gone(client, now_s)
+        self._server.client_gone(client)
 
     def drain(self) -> None:
         """Take nothing new from now on."""

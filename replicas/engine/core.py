@@ -55,7 +55,6 @@ from replicas.messages import (
     Utility,
     UtilityResult,
 )
-from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +133,6 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._host_s = 0.0
-        self._ticket_log = QuietLog(logger)
         try:
             self._start(config, incarnation, unix_now_s)
         except BaseException:
@@ -471,7 +469,7 @@ class EngineCore:
         try:
             self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
         except TransferError as error:
-            self._ticket_log.say(now_s, "ticket of %s refused: %s", message.request_id, error)
+            logger.warning("ticket of %s refused: %s", message.request_id, error)
             self._events[client].append(
                 KVLoaded(message.request_id, message.epoch, failure_word(error))
             )

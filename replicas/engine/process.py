@@ -52,7 +52,6 @@ from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError, UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
-from replicas.quiet_log import QuietLog
 from replicas.tcp import watch_by_tcp
 
 if TYPE_CHECKING:
@@ -81,6 +80,10 @@ _MAX_SILENT_BYTES = 1024
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 
+_START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
+"""What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
+
+
 class _Forget(msgspec.Struct, frozen=True):
     """The core has dropped all of a client's requests: it may be greeted again."""
 
@@ -105,10 +108,10 @@ class Door:
     def __init__(self, arguments: EngineArguments) -> None:
         # With a secret always: without one no socket of this door can be made.
         check_listen_host(arguments.host, has_secrets=True)
-        self._arguments = arguments
-        self._denied_log = QuietLog(logger)
+        self.incarnation = arguments.incarnation
+        self._host, self._keys = arguments.host, arguments.config.keys
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        Doorkeeper(self.context, arguments.config.keys, self._on_denied)
+        Doorkeeper(self.context, self._keys, self._on_denied)
 
     def bind(self, max_message_bytes: int, **options: int) -> zmq.Socket[bytes]:
         """A socket that listens on a free port.
@@ -118,7 +121,7 @@ class Door:
             **options: Further ones of ZMQ's, by name.
         """
         socket = self.context.socket(zmq.ROUTER)
-        secure_server(socket, self._arguments.config.keys, self._arguments.incarnation)
+        secure_server(socket, self._keys, self.incarnation)
         socket.set(zmq.LINGER, 0)
         # A client that reconnects under its identity takes over from its own dead connection.
         socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -126,13 +129,11 @@ class Door:
         watch_by_tcp(socket)
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
-        socket.bind(f"tcp://{self._arguments.host}:*")
+        socket.bind(f"tcp://{self._host}:*")
         return socket
 
     def _on_denied(self) -> None:
-        self._denied_log.say(
-            time.monotonic(), "turned away a connection without a key of this deployment"
-        )
+        logger.warning("turned away a connection without a key of this deployment")
 
 
 class Receiver(threading.Thread):
@@ -149,7 +150,6 @@ class Receiver(threading.Thread):
         self._inbox = inbox
         self._links = links
         self._socket = socket
-        self._log = QuietLog(logger)
         self.endpoint = _endpoint(self._socket)
         links.add(self.endpoint)
 
@@ -165,15 +165,13 @@ class Receiver(threading.Thread):
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
-            self._log.say(time.monotonic(), "dropped a message of %d parts", len(frames))
+            logger.warning("dropped a message of %d parts", len(frames))
             return
         client, raw = frames
         try:
             item: InboxItem = client, decode_client_message(raw)
         except UnreadableMessageError as error:
-            self._log.say(
-                time.monotonic(), "cannot read a message of %d bytes: %s", len(raw), error
-            )
+            logger.warning("cannot read a message of %d bytes: %s", len(raw), error)
             if error.request_id is None:
                 return
             item = client, Unreadable(error.request_id, str(error))
@@ -353,7 +351,7 @@ class EngineProcess:
             case Wake():
                 pass
             case ClientGone():
-                self._server.client_gone(client, time.monotonic())
+                self._server.client_gone(client)
                 self._outbox.put((client, _FORGET))
             case Unreadable(request_id, problem):
                 self._server.take_unreadable(client, request_id, problem)
@@ -394,53 +392,55 @@ def main() -> None:
     pulse = Pulse()
     threading.excepthook = _die_with_thread
     threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
-    try:
-        door = Door(arguments)
-        signal_sender = SignalSender(faults)
-        links = ClientLinks(faults)
-        executor = UniProcExecutor(
-            arguments.config,
-            arguments.incarnation,
-            notify=lambda: inbox.put((b"", WAKE)),
-            progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
+    with contextlib.closing(SignalSender(faults)):
+        try:
+            door = Door(arguments)
+            executor = UniProcExecutor(
+                arguments.config,
+                arguments.incarnation,
+                notify=lambda: inbox.put((b"", WAKE)),
+                progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
+            )
+            core = EngineCore(
+                arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
+            )
+            receiver, sender = _open_sockets(door, core, (inbox, outbox), faults)
+        except _START_ERRORS as error:
+            tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
+            sys.exit(1)
+        receiver.start()
+        sender.start()
+        described = describe(
+            core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
         )
-        core = EngineCore(
-            arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
-        )
-        max_bytes = max_client_message_bytes(core.max_model_len)
-        receiver = Receiver(door.bind(max_bytes, RCVHWM=_RECEIVE_HWM), inbox, links)
-        to_clients = door.bind(
-            _MAX_SILENT_BYTES,
-            RCVHWM=0,
-            SNDHWM=_SEND_HWM,
-            ROUTER_MANDATORY=1,
-            HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
-            HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
-        )
-        sender = Sender(to_clients, arguments.incarnation, (outbox, inbox), links, pulse)
-    except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
-        tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
-        sys.exit(1)
-    receiver.start()
-    sender.start()
-    tell(
-        EngineReport(
-            ready=describe(
-                core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
-            ),
-            warm_up_s=core.warm_up_s,
-        )
+        tell(EngineReport(ready=described, warm_up_s=core.warm_up_s))
+        EngineProcess(
+            EngineServer(core, arguments.incarnation), inbox, outbox,
+            on_drained=lambda: tell(EngineReport(is_drained=True)),
+        ).run()  # fmt: skip
+        inbox.close()
+        core.shutdown()
+        outbox.put(None)
+        sender.join(timeout=1.0)
+        door.context.term()
+
+
+def _open_sockets(
+    door: Door, core: EngineCore, queues: tuple[Inbox, Outbox], faults: EngineFaults
+) -> tuple[Receiver, Sender]:
+    inbox, outbox = queues
+    links = ClientLinks(faults)
+    from_clients = door.bind(max_client_message_bytes(core.max_model_len), RCVHWM=_RECEIVE_HWM)
+    to_clients = door.bind(
+        _MAX_SILENT_BYTES,
+        RCVHWM=0,
+        SNDHWM=_SEND_HWM,
+        ROUTER_MANDATORY=1,
+        HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
+        HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
     )
-    EngineProcess(
-        EngineServer(core, arguments.incarnation), inbox, outbox,
-        on_drained=lambda: tell(EngineReport(is_drained=True)),
-    ).run()  # fmt: skip
-    inbox.close()
-    core.shutdown()
-    outbox.put(None)
-    sender.join(timeout=1.0)
-    door.context.term()
-    signal_sender.close()
+    receiver = Receiver(from_clients, inbox, links)
+    return receiver, Sender(to_clients, door.incarnation, (outbox, inbox), links, core.pulse)
 
 
 def _die_with_thread(args: threading.ExceptHookArgs) -> None:

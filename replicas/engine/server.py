@@ -20,7 +20,6 @@ from replicas.messages import (
     NotGreeted,
     Refused,
 )
-from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from replicas.engine.core import EngineCore
@@ -55,12 +54,11 @@ class EngineServer:
         self._frames: Frames = []
         # Who spoke without having been greeted, since the last frames.
         self._strangers: dict[bytes, None] = {}
-        self._protocol_log, self._gone_log = QuietLog(logger, logging.ERROR), QuietLog(logger)
 
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
         """Handle one message; who was never greeted, or given up, is told so unless it greets."""
         if isinstance(message, Hello):
-            self._greet(client, message, now_s)
+            self._greet(client, message)
         elif client in self._clients:
             self.core.handle(client, message, now_s)
         else:
@@ -73,7 +71,7 @@ class EngineServer:
         else:
             self._strangers[client] = None
 
-    def client_gone(self, client: bytes, now_s: float) -> None:
+    def client_gone(self, client: bytes) -> None:
         """Drop a client that cannot be reached, and all that it asked for."""
         for clients in (self._clients, self._behind, self._strangers):
             clients.pop(client, None)
@@ -81,7 +79,7 @@ class EngineServer:
         self._frames = [frame for frame in self._frames if frame[0] != client]
         num_dropped = self.core.client_gone(client)
         if num_dropped:
-            self._gone_log.say(now_s, "client %s is gone: dropped %d", client.hex(), num_dropped)
+            logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
 
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
@@ -122,10 +120,10 @@ class EngineServer:
         flush_s = self._flushed_s + SNAPSHOT_S
         return flush_s if deadline_s is None else min(deadline_s, flush_s)
 
-    def _greet(self, client: bytes, hello: Hello, now_s: float) -> None:
+    def _greet(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
-            self._protocol_log.say(
-                now_s, "client %s speaks protocol %d, this engine %d: run one version everywhere",
+            logger.error(
+                "client %s speaks protocol %d, this engine %d: run one version everywhere",
                 client.hex(), hello.protocol_version, PROTOCOL_VERSION,
             )  # fmt: skip
             return

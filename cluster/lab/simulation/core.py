@@ -135,7 +135,7 @@ class VirtualCore:
         now_s = self._loop.time()
         for client, message in self._inbox.take():
             if message is None:
-                self._engine.client_gone(client, now_s)
+                self._engine.client_gone(client)
             else:
                 self._engine.take(client, message, now_s)
         self.is_stepping, self._is_woken = True, False

@@ -1,6 +1,5 @@
 """The bounded inbox of an engine, and what its sender remembers of clients."""
 
-import logging
 import queue
 import threading
 
@@ -9,8 +8,8 @@ import zmq
 
 from replicas.engine.inbox import GONE, WAKE, Inbox
 from replicas.engine.process import _FORGET, Sender
+from replicas.engine.pulse import Pulse
 from replicas.messages import Abort, EngineFrame, NotGreeted
-from replicas.quiet_log import QuietLog
 
 A = b"a"
 SAID = (A, Abort([]))
@@ -85,7 +84,7 @@ class Links:
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
     monkeypatch.setattr("replicas.engine.process.HEARTBEAT_S", 0.0)
-    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links())
+    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links(), Pulse())
 
 
 def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):
@@ -112,12 +111,3 @@ def test_a_stranger_gets_one_answer_and_no_heartbeats(sender):
     sender._take(A, EngineFrame("e", [NotGreeted()]))
     sender._send_heartbeats()
     assert len(sender._socket.sent) == 1
-
-
-def test_what_happens_often_is_logged_now_and_then_with_a_count(caplog):
-    log = QuietLog(logging.getLogger("test"))
-    with caplog.at_level(logging.WARNING):
-        for n in range(1000):
-            log.say(n / 100, "bad %d", n)
-        log.say(10.0, "bad %d", 1000)
-    assert caplog.messages == ["bad 0", "bad 1000 (and 999 more)"]

@@ -213,7 +213,7 @@ def test_a_client_that_is_gone_gets_nothing_and_is_a_stranger(caplog):
     core.num_empty_slots = 2
     assert sent(server, 1.001) == [], "both are behind"
     with caplog.at_level(logging.WARNING):
-        server.client_gone(A, 2.0)
+        server.client_gone(A)
     assert "dropped 2" in caplog.text
     assert core.gone == [A]
     assert sent(server, 2.0) == [(B, 0, 2)]
@@ -255,7 +255,7 @@ def test_a_stranger_is_told_so_once_a_turn_and_is_no_client_for_it():
 def test_a_client_that_goes_after_it_greeted_gets_no_frame_of_that_greeting():
     _, server = served()
     server.take(A, HELLO, 0.0)
-    server.client_gone(A, 0.0)
+    server.client_gone(A)
     assert server.frames(0.0) == []
 
 
