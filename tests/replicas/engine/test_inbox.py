@@ -76,7 +76,7 @@ class Links:
     def add(self, _endpoint):
         pass
 
-    def is_open(self):
+    def speaks(self):
         return True
 
 
