@@ -62,10 +62,27 @@ def serve(
         key_file = resolve(file.args).key_file
         if key_file is not None:
             key_ring(key_file)
+        _warn(path, file.warning)
         code = supervise(options, file.http_options.host, file.http_options.port)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
     raise typer.Exit(code)
+
+
+@app.command()
+def environment() -> None:
+    """Print the variables that `ray start` needs on each host, as shell commands for `eval`."""
+    import shlex
+
+    from cluster.lifecycle import haproxy
+    from cluster.lifecycle.supervisor import private_folder
+
+    script = haproxy.find_script()
+    if script is None:
+        typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
+    variables = {"RAY_AUTH_MODE": "token", **haproxy.environment(private_folder(), script)}
+    for name, value in variables.items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 @app.command()
@@ -79,11 +96,13 @@ def validate(
 
     def is_good(path: Path) -> bool:
         try:
-            resolve(read_serve_file(path).args)
+            file = read_serve_file(path)
+            resolve(file.args)
         except ClusterConfigError as error:
             typer.echo(f"{path}: {error}", err=True)
             return False
         typer.echo(f"{path}: ok")
+        _warn(path, file.warning)
         return True
 
     results = [is_good(path) for path in files]
@@ -246,13 +265,16 @@ def doctor(
     from replicas.errors import ConfigError
 
     try:
-        diagnosis = diagnose(None if config is None else resolve(read_serve_file(config).args))
+        file = None if config is None else read_serve_file(config)
+        diagnosis = diagnose(None if file is None else resolve(file.args))
     except (ClusterConfigError, ConfigError) as error:
         _fail(f"{config}: {error}", _BAD_CONFIG)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(diagnosis)))
     else:
         typer.echo(doctor_text(diagnosis), nl=False)
+    if file is not None:
+        _warn(config, file.warning)
     if not diagnosis.is_good:
         raise typer.Exit(_FAILED)
 
@@ -298,6 +320,11 @@ def _absolute_model(model: str) -> str:
     """Make a folder seen from the shell absolute; leave anything else for the checks to judge."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() else model
+
+
+def _warn(path: Path | None, warning: str) -> None:
+    if warning:
+        typer.echo(f"{path}: warning: {warning}", err=True)
 
 
 def _fail(message: str, code: int) -> NoReturn:

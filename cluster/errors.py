@@ -68,6 +68,22 @@ class QueueTimeoutError(ServingError):
     code = "queue_timeout"
 
 
+class BodyTimeoutError(ServingError):
+    """The body took longer than one may."""
+
+    status = 408
+    type = "TimeoutError"
+    code = "body_timeout"
+
+
+class DeadlineError(ServingError):
+    """The request took longer than any may."""
+
+    status = 408
+    type = "TimeoutError"
+    code = "request_timeout"
+
+
 class NotReadyError(ServingError):
     """No replica is ready to serve."""
 

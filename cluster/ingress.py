@@ -8,9 +8,10 @@ HTTP.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 _SCRAPE_TIMEOUT_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
+MIN_ASK_INTERVAL_S = 0.5
+"""Between two rounds of questions to every engine, of one kind."""
 
 
 class Ingress:
@@ -59,6 +62,8 @@ class Ingress:
         self.metrics = RouterMetrics(config.served_model_name)
         self.fleet = Fleet(partial(AsyncMPClient, keys))
         self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
+        self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
+        self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
         self._created_s = int(time.time())
         self._was_complete = False
 
@@ -87,30 +92,44 @@ class Ingress:
         )
 
     def is_ready(self) -> tuple[bool, str]:
-        """Ready once every pool has had a replica, and as long as one can decode."""
+        """Ready once every pool has had a replica, and as long as one decodes that gets on."""
         pools = self.fleet.pools
         if not self._was_complete:
             missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
-        return (True, "") if pools.can_decode else (False, "no replica can decode")
+        if not pools.can_decode:
+            return False, "no replica can decode"
+        return (
+            True,
+            f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else "",
+        )
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
+        return await self._scrapes.get()
+
+    async def transfers(self) -> TransfersView:
+        """What moves between the replicas now; one that does not answer soon is silent."""
+        return await self._looks.get()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._scrapes.close()
+        self._looks.close()
+        self.fleet.close()
+        await self.fleet.client.close()
+
+    async def _scrape(self) -> bytes:
         self.metrics.num_queued.set(len(self._router.queue))
+        self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)
 
-    async def transfers(self) -> TransfersView:
-        """What moves between the replicas now; one that does not answer soon is silent."""
+    async def _look(self) -> TransfersView:
         return transfers_view(await self._ask_all(self.fleet.client.kv_transfers, _LOOK_TIMEOUT_S))
-
-    async def close(self) -> None:
-        """Close every connection."""
-        self.fleet.close()
-        await self.fleet.client.close()
 
     async def _ask_all(
         self, ask: Callable[[str], Awaitable[T]], timeout_s: float
@@ -126,6 +145,40 @@ class Ingress:
         members = self.fleet.pools.members()
         answers = await asyncio.gather(*map(answer, members))
         return list(zip(members, answers, strict=True))
+
+
+class Shared(Generic[T]):
+    """One answer for everybody who asks for it at about the same time.
+
+    Nobody gets an answer whose making had ended when they asked. Owner: the task that makes it.
+
+    Args:
+        make: Makes an answer.
+        interval_s: From one beginning to the next at least, in seconds; who asks sooner waits.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[T]], interval_s: float) -> None:
+        self._make = make
+        self._interval_s = interval_s
+        self._begun_s = -math.inf
+        self._task: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        """The answer; raises what its making raised."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._next())
+        # One who asks may leave; the others still want it.
+        return await asyncio.shield(self._task)
+
+    def close(self) -> None:
+        """Make no more answers."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _next(self) -> T:
+        await asyncio.sleep(self._begun_s + self._interval_s - time.monotonic())
+        self._begun_s = time.monotonic()
+        return await self._make()
 
 
 class _Watch:

@@ -263,12 +263,15 @@ class TransferResults(Struct, frozen=True):
             Consumer: nothing more will be written to the blocks.
         found: Requests whose prompt was looked up in a pool, each with its leading tokens there.
             No end of anything: news for the scheduler side.
+        converted: Of ``received`` and ``failed``, those whose KV came in another dtype: what is in
+            their blocks is not what this engine computes, and nobody else may be given it.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: dict[str, Failure] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
+    converted: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         """Tell whether there is anything to tell."""

@@ -171,6 +171,9 @@ class HostBlocks:
     def digests(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
         """Hash blocks: of each, xxh3-64 over its pieces in order.
 
+        Finds blocks that were copied wrong or overwritten meanwhile; no protection against whoever
+        may write to the memory.
+
         Returns:
             (len(block_ids),) uint64.
 

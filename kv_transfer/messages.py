@@ -261,7 +261,8 @@ def chunk_checksum(
 ) -> int:
     """Return xxh3 over a chunk's coordinates and bytes.
 
-    Why: a chunk that arrives intact under another chunk's name must not pass.
+    Why: a chunk that arrives intact under another chunk's name must not pass. It finds what went
+    wrong on the way, not who did it on purpose: whoever can forge a chunk can forge this too.
     """
     digest = xxhash.xxh3_64(_encoder.encode((transfer_id, epoch, first_row, num_rows)))
     digest.update(payload.data)

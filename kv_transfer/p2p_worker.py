@@ -227,6 +227,7 @@ class P2PConnectorWorker:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: dict[str, Failure] = {}
+        self._converted: set[str] = set()
         self._totals = _Totals()
         self._now_s = 0.0
 
@@ -300,11 +301,13 @@ class P2PConnectorWorker:
         if not (self._sent or self._received or self._failed):
             return TransferResults()
         results = TransferResults(
-            frozenset(self._sent), frozenset(self._received), dict(self._failed)
+            sent=frozenset(self._sent),
+            received=frozenset(self._received),
+            failed=dict(self._failed),
+            converted=frozenset(self._converted),
         )
-        self._sent.clear()
-        self._received.clear()
-        self._failed.clear()
+        for reported in (self._sent, self._received, self._failed, self._converted):
+            reported.clear()
         return results
 
     def stats(self, now_s: float) -> TransferStats:
@@ -652,6 +655,8 @@ class P2PConnectorWorker:
         if loading is None:
             return
         del self._transfer_ids[loading.request_id]
+        if loading.layout.dtype != self._require_io().layout.dtype:
+            self._converted.add(loading.request_id)
         if reason is not None:
             self._failed[loading.request_id] = Failure(reason, loading.num_tokens)
             _count(self._totals.receive_failures, reason)

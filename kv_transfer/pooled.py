@@ -6,12 +6,12 @@ no clock, since deadlines are kept by the worker side.
 """
 
 import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kv_transfer.block_hash import HASH_BYTES, extend_block_hashes
 from kv_transfer.connector import (
     ConnectorSettings,
     SaveProgress,
@@ -31,7 +31,7 @@ from kv_transfer.pooled_worker import (
 )
 from kv_transfer.store_thread import StoreThread
 
-_UNIT_VERSION = 1
+_UNIT_VERSION = 2
 """Raised when the bytes of a value, or what its key covers, change."""
 
 
@@ -49,19 +49,11 @@ def unit_keys(
     Returns:
         One 32-byte key per whole unit, each a hash of everything up to the end of its unit.
     """
-    num_units = len(token_ids) // unit_tokens
-    if not num_units:
-        return ()
-    num_tokens = num_units * unit_tokens
-    raw = struct.pack(f"<{num_tokens}i", *token_ids[:num_tokens])
-    width = 4 * unit_tokens
-    root = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, cache_salt))
-    parent = hashlib.blake2b(root, digest_size=32, person=b"ttserve kv root").digest()
-    keys = []
-    for start in range(0, len(raw), width):
-        chained = parent + raw[start : start + width]
-        parent = hashlib.blake2b(chained, digest_size=32, person=b"ttserve kv unit").digest()
-        keys.append(parent)
+    covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, cache_salt))
+    # No secret: engines that share a pool need not share one, and 32 bytes have no known collision.
+    root = hashlib.blake2b(covered, digest_size=HASH_BYTES, person=b"ttserve kv root").digest()
+    keys: list[bytes] = []
+    extend_block_hashes(keys, token_ids, unit_tokens, root)
     return tuple(keys)
 
 

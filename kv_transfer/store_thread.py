@@ -53,6 +53,7 @@ def is_value(key: bytes, value: NDArray[np.uint8], payload_bytes: int) -> bool:
 
 
 def _checksum(key: bytes, value: NDArray[np.uint8]) -> bytes:
+    # Against damage and mistakes only: whoever can write into the store can write this too.
     state = xxhash.xxh3_64(key)
     state.update(value[CHECKSUM_BYTES:].data)
     return state.digest()

@@ -7,6 +7,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import secrets
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from replicas.dealer import (
     CONNECT_S,
     HELLO_S,
     NOT_GREETED,
+    QUIET_S,
     SILENCE_S,
     connect_dealers,
     too_large,
@@ -64,6 +66,8 @@ class AsyncMPClient:
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost; its streams have
             been told already.
+        on_moves: Called with (incarnation, whether it gets on) when an engine stalls or falls
+            quiet, and when it goes on.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class AsyncMPClient:
         keys: KeyRing,
         on_snapshot: Callable[[str, EngineSnapshot], None] = lambda _incarnation, _snapshot: None,
         on_dead: Callable[[str, str], None] = lambda _incarnation, _reason: None,
+        on_moves: Callable[[str, bool], None] = lambda _incarnation, _moves: None,
     ) -> None:
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._links: dict[str, _EngineLink] = {}
         self._on_snapshot = on_snapshot
         self._on_dead = on_dead
+        self._on_moves = on_moves
         self._call_ids = itertools.count(1)
 
     async def connect(self, description: EngineDescription) -> None:
@@ -95,7 +101,10 @@ class AsyncMPClient:
             )
         except ServerKeyError as error:
             raise EngineDeadError(str(error)) from error
-        link = _EngineLink(sockets, description, self._on_snapshot, self._lost)
+        table = functools.partial(
+            StreamTable, description, on_snapshot=self._on_snapshot, on_moves=self._on_moves
+        )
+        link = _EngineLink(sockets, description, table, self._lost)
         self._links[description.incarnation] = link
         try:
             await asyncio.wait_for(link.start(), CONNECT_S)
@@ -201,11 +210,11 @@ class _EngineLink:
         self,
         sockets: tuple[zmq.asyncio.Socket, zmq.asyncio.Socket],
         description: EngineDescription,
-        on_snapshot: Callable[[str, EngineSnapshot], None],
+        make_table: Callable[[Callable[[ClientMessage], None]], StreamTable],
         on_lost: Callable[[_EngineLink, str], None],
     ) -> None:
         self.description = description
-        self.table = StreamTable(description, self.send, on_snapshot)
+        self.table = make_table(self.send)
         self._on_lost = on_lost
         self.hint = ""
         self._input, self._output = sockets
@@ -266,16 +275,23 @@ class _EngineLink:
             socket.close(linger=0)
 
     async def _read(self) -> None:
-        # Polled, not `wait_for(recv())`: that may discard a frame, or swallow a cancellation.
         while not self._is_closed:
-            if not await self._output.poll(int(SILENCE_S * 1000)):
-                self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
-                return
+            if not await self._hears(QUIET_S):
+                self.table.hush()
+                if not await self._hears(max(SILENCE_S - QUIET_S, 0.0)):
+                    self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
+                    return
             try:
                 self._take(decode_engine_frame(await self._output.recv()))
             except UnreadableMessageError as error:
                 self._on_lost(self, f"it sent what this version cannot read: {error}")
                 return
+
+    async def _hears(self, seconds: float) -> bool:
+        """Whether something has come within these."""
+        # Polled, not `wait_for(recv())`: that may discard a frame, or swallow a cancellation. And
+        # once more at the end: whatever held up this loop, the engine may have spoken meanwhile.
+        return bool(await self._output.poll(int(seconds * 1000)) or await self._output.poll(0))
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         """Nobody waits for the reading tasks: one that fails takes the link with it."""

@@ -201,14 +201,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             may then name a class written for Tenstorrent's vLLM plug-in: "module:Class", "tt-metal"
             for the one that serves the model's architecture there, or a bundle's architecture.
         step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
+            None derives it, see `replicas.launch.step_timeout_s`.
         start_timeout_s: Longest time without progress while it starts. Classes of others report
             none while they load: for these it must cover the first conversion of the weights.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
         kv_endpoint: Where the connector listens; port * takes a free one.
         keys: What clients prove themselves with, and tickets must be sealed with;
-            `replicas.launch.start_engine` makes one where there is none.
-        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own; not
-            with "pooled" and "multi".
+            `replicas.launch.start_engine` makes one where there is none. The first one also keys
+            the prefix cache, whose key is random without.
+        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own, each
+            for the request that asked alone; not with "pooled" and "multi".
         kv_store: The store that pooled KV is kept in, if there is one.
         kv_load_failure_policy: What becomes of a request whose KV another engine did not send:
             "recompute" goes on from the part that was verified and computes the rest, as is always
@@ -238,7 +240,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: int | None = None
     simulated_mesh: SimulatedMeshConfig | None = None
     mesh: MeshConfig | None = None
-    step_timeout_s: float = 300.0
+    step_timeout_s: float | None = None
     start_timeout_s: float = 3600.0
     kv_connector: str | None = None
     kv_endpoint: str = "tcp://127.0.0.1:*"
@@ -284,7 +286,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         for name in ("reservation_timeout_s", "step_timeout_s", "start_timeout_s"):
             seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds > 0):
+            if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name} must be positive, got {seconds}")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(

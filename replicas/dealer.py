@@ -20,8 +20,10 @@ HELLO_S = 0.05
 """A client repeats its Hello this often until the engine's first frame comes."""
 CONNECT_S = 10.0
 """How long a started engine may take to send its first frame."""
+QUIET_S = 2.0
+"""An engine that sends nothing for so long (it sends heartbeats every 0.25 s) gets nothing new."""
 SILENCE_S = 5.0
-"""An engine that sends nothing for so long (it sends heartbeats every 0.25 s) counts as dead."""
+"""And one that sends nothing for so long counts as dead."""
 NOT_GREETED = "it does not know this client any more, and has dropped its requests"
 """What has become of an engine that answers so, to whoever has requests on it."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000

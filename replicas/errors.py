@@ -47,6 +47,10 @@ class EngineDeadError(EngineError):
     """The engine process is gone; every request that it held has ended with this error."""
 
 
+class EngineStalledError(EngineError):
+    """The engine lives and does not get on with a request; whoever can go elsewhere should."""
+
+
 class UnreadableMessageError(EngineError):
     """Bytes that are no message of this protocol.
 

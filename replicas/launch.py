@@ -5,7 +5,8 @@ engine lives by, so an engine never outlives its parent, however the parent ends
 
 A device that hangs takes the engine's core thread with it, and maybe the whole interpreter, so it
 is this process that watches: the engine sends beats that say how far its core thread is, and one
-that stays in a step, or sends no beat, for `EngineConfig.step_timeout_s` is killed.
+that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have long given it
+nothing new by then (`replicas.engine.pulse`): the kill is for what is left on it and for its mesh.
 """
 
 from __future__ import annotations
@@ -42,8 +43,20 @@ LOOK_S = 0.5
 _LOOK_DRAINED_S = 0.1
 _ENGINE = "replicas.engine.process"
 _NEW_SECRET_BYTES = 32
+KNOWN_STEP_S = 60.0
+"""Longest step, at least, of an engine whose warm-up has run all that will ever run."""
+UNKNOWN_STEP_S = 300.0
+"""And of one that may yet compile, or whose host computes: minutes are no sign of a fault there."""
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
+
+KERNEL_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""How many compiled kernels oneDNN, and PyTorch's layer above it, keep in an engine; else 1,024.
+
+In bfloat16 every shape of a product is a kernel of some 250 KB in each, and prompts come in all
+lengths. Those that are thrown away leave holes in the heap, so an engine grew for as long as it met
+new shapes. Its parent's environment, where it names one of these, has the last word.
+"""
 
 Hang = Literal["step", "frozen"]
 """step: the core thread does not get on; frozen: nothing in the process does."""
@@ -221,7 +234,7 @@ def start_engine(
             [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env=child_environment(config, env),
+            env={**KERNEL_LIMITS, **child_environment(config, env)},
         )
     except BaseException:
         os.close(read_fd)
@@ -240,16 +253,17 @@ def start_engine(
     try:
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
-        description = _await_ready(reports, process, progress, config.start_timeout_s)
+        ready = _await_ready(reports, process, progress, config.start_timeout_s)
     except BaseException:
         reports.close()
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
-    handle = EngineHandle(process, description, config.keys, stop_timeout_s(config))
+    assert ready.ready is not None
+    handle = EngineHandle(process, ready.ready, config.keys, stop_timeout_s(config))
     threading.Thread(
         target=_watch_for_hang,
-        args=(handle, process, reports, config.step_timeout_s),
+        args=(handle, process, reports, step_timeout_s(config, ready.warm_up_s)),
         name="engine-hang-watch",
         daemon=True,
     ).start()
@@ -269,6 +283,24 @@ def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
         return config
     keys = KeyRing((secrets.token_bytes(_NEW_SECRET_BYTES),))
     return msgspec.structs.replace(config, keys=keys)
+
+
+def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
+    """How long a step of an engine may take before the engine is killed.
+
+    This package's generators run every shape on a mesh in their warm-up, where all compiling is
+    done: no later step takes as long as the whole of it. A class of somebody else may compile what
+    a request brings, and a kill in the middle would only begin it anew; on the CPU there is no
+    device that hangs, and a step is as slow as its host.
+
+    Args:
+        config: The engine's configuration; what it says is taken.
+        warm_up_s: How long its warm-up took.
+    """
+    if config.step_timeout_s is not None:
+        return config.step_timeout_s
+    is_known = config.uses_native_generator or config.simulated_mesh is not None
+    return max(KNOWN_STEP_S if is_known else UNKNOWN_STEP_S, warm_up_s)
 
 
 def stop_timeout_s(config: EngineConfig) -> float:
@@ -359,7 +391,8 @@ def _await_ready(
     process: subprocess.Popen[bytes],
     progress: Callable[[str, float], None],
     timeout_s: float,
-) -> EngineDescription:
+) -> EngineReport:
+    """The report that says that the engine is ready."""
     watch = HangWatch(timeout_s)
     stage, num_stages = "before its first stage", 0
     signs: list[int] = []
@@ -369,7 +402,7 @@ def _await_ready(
             if report.failed is not None:
                 raise EngineStartError(report.failed)
             if report.ready is not None:
-                return report.ready
+                return report
             if report.stage is not None:
                 stage, num_stages = report.stage, num_stages + 1
                 progress(report.stage, report.fraction)

@@ -42,7 +42,8 @@ class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         modality: "image", for one.
         offset: Index of the first placeholder in the prompt.
         length: How many there are.
-        content_hash: Of `data`; equal placeholders share cached KV only under an equal one.
+        content_hash: Of `data`; equal placeholders share cached KV only under an equal one, so
+            that it has to be a cryptographic hash, made by whoever decoded the client's request.
         data: As the client sent it, still encoded.
     """
 
@@ -327,11 +328,20 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one engine step has for one client; empty as a heartbeat."""
+    """Everything one engine step has for one client; empty as a heartbeat.
+
+    Attributes:
+        incarnation: The engine's.
+        events: In order.
+        snapshot: Taken after them, if the client has not had it.
+        stalled_s: How long the engine has been in one step, if that is longer than it should be
+            (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
+    """
 
     incarnation: str
     events: list[EngineEvent] = []
     snapshot: EngineSnapshot | None = None
+    stalled_s: float = 0.0
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

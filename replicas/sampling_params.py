@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         self._validate_numbers()
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop", "stop strings must not be empty")
-        if any(t < 0 for t in self.stop_token_ids):
+        if min(self.stop_token_ids, default=0) < 0:
             raise InvalidRequestError("stop_token_ids", "stop_token_ids must not be negative")
 
     def _validate_numbers(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from replicas.errors import EngineDeadError
+from replicas.errors import EngineDeadError, EngineStalledError
 from replicas.messages import Abort, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
         EngineSnapshot,
     )
 
-Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError]"]
-"""Events of one request, each with the stream of the engine that it came from."""
+Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError | EngineStalledError]"]
+"""Events of one request, each with the stream of the engine that it came from.
+
+`EngineDeadError` is a stream's last; `EngineStalledError` says that what is waited for may not come
+soon, and the stream stays open.
+"""
 
 
 class EngineStream:
@@ -44,34 +48,37 @@ class EngineStream:
         return self._table.description.incarnation
 
     async def get(self) -> EngineEvent:
-        """Wait for the next event.
+        """Wait for the next event, also of an engine that stalls: its only one has no other.
 
         Raises:
             EngineDeadError: The engine is gone; nothing more will come.
         """
-        _, event = await self._inbox.get()
-        if isinstance(event, EngineDeadError):
-            self.put(event)
-            raise event
-        return event
+        while True:
+            _, event = await self._inbox.get()
+            if isinstance(event, EngineDeadError):
+                self.put(event)
+                raise event
+            if not isinstance(event, EngineStalledError):
+                return event
 
     def close(self, *, abort: bool) -> None:
         """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
         if self._table.remove(self.request_id) and abort:
             self._table.send(Abort([self.request_id]))
 
-    def put(self, event: EngineEvent | EngineDeadError) -> None:
-        """Called by the table only."""
+    def put(self, event: EngineEvent | EngineDeadError | EngineStalledError) -> None:
+        """Called by the table, and by the reader's own deadlines."""
         self._inbox.put_nowait((self, event))
 
 
 class StreamTable:
-    """The open streams and utility calls of one engine.
+    """The open streams and utility calls of one engine, and whether it gets on.
 
     Args:
         description: The engine.
         send: Sends it a message; lost if the engine is.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
+        on_moves: Called with (incarnation, whether the engine gets on) when that changes.
     """
 
     def __init__(
@@ -79,10 +86,14 @@ class StreamTable:
         description: EngineDescription,
         send: Callable[[ClientMessage], None],
         on_snapshot: Callable[[str, EngineSnapshot], None],
+        on_moves: Callable[[str, bool], None],
     ) -> None:
         self.description = description
         self.send = send
         self._on_snapshot = on_snapshot
+        self._on_moves = on_moves
+        self._moves = True
+        self._stalled: EngineStalledError | None = None
         self._streams: dict[str, EngineStream] = {}
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
 
@@ -96,6 +107,8 @@ class StreamTable:
         )
         self.send(message)
         stream = self._streams[request_id] = EngineStream(self, request_id, inbox)
+        if self._stalled is not None:
+            stream.put(self._stalled)
         return stream
 
     def remove(self, request_id: str) -> bool:
@@ -118,6 +131,7 @@ class StreamTable:
         Returns:
             False if the engine says that it does not know this client, or not any more.
         """
+        self._note_stall(frame.stalled_s)
         if frame.snapshot is not None:
             self._on_snapshot(frame.incarnation, frame.snapshot)
         for event in frame.events:
@@ -132,6 +146,29 @@ class StreamTable:
                 if stream is not None:
                     stream.put(event)
         return True
+
+    def hush(self) -> None:
+        """The engine has sent nothing for a while; until it does, it gets nothing new."""
+        self._set_moves(False)
+
+    def _note_stall(self, stalled_s: float) -> None:
+        """Tell every stream that its engine is in a step for too long, with every frame again.
+
+        Who has nowhere else to go may have later.
+        """
+        self._stalled = None
+        if stalled_s:
+            self._stalled = EngineStalledError(
+                f"engine {self.description.incarnation} has been in one step for {stalled_s:.1f} s"
+            )
+            for stream in self._streams.values():
+                stream.put(self._stalled)
+        self._set_moves(self._stalled is None)
+
+    def _set_moves(self, moves: bool) -> None:
+        if moves != self._moves:
+            self._moves = moves
+            self._on_moves(self.description.incarnation, moves)
 
     def fail(self, reason: str) -> None:
         """Tell every open stream and call that the engine is gone."""

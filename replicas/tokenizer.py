@@ -37,11 +37,25 @@ _BYTE_OF_LETTER = {chr(byte): byte for byte in _VISIBLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
 }
 """How a byte-level vocabulary spells bytes. Source: GPT-2's bytes_to_unicode."""
-_RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
+_MANY = 4096
+"""Characters, or tokens, from which on a call takes so long that other threads should not wait."""
 
 
 class ChatTemplateError(InvalidRequestError):
     """These messages cannot become a prompt; the message is the template's own, or says why."""
+
+
+class TooManyTokensError(InvalidRequestError):
+    """A text has more tokens than were asked for.
+
+    Attributes:
+        num_tokens: How many it has.
+    """
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__("prompt", f"the text has {num_tokens} tokens; at most {most} are taken")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -53,6 +67,8 @@ class Tokenizer:
             where config.json has it, since an id beyond it has no embedding row.
         eos_token_ids: Ids that end generation, from generation_config.json (else config.json)
             and the tokenizer's own end token. May be empty.
+        max_token_chars: Characters of the longest token as the vocabulary spells it; no token
+            stands for more of a text.
         special_tokens: Name to text, for one "bos_token" -> "<s>"; chat templates read them.
     """
 
@@ -68,6 +84,7 @@ class Tokenizer:
         self.backend = backend
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self.special_tokens = dict(special_tokens)
         self._chat_template = None if chat_template is None else _compile(chat_template)
 
@@ -107,15 +124,36 @@ class Tokenizer:
         """Whether `apply_chat_template` can work at all."""
         return self._chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Turn text into token ids, with the special tokens that the model expects around it.
 
-        Releases the GIL while it works, so a long text may be encoded in another thread.
+        Releases the GIL while it works on a long text, which may so be encoded in another thread.
+
+        Raises:
+            TooManyTokensError: There are more than `max_tokens`.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _MANY:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # The library lets go of the GIL for batches alone.
+            texts = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            encoding = texts[0]
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokensError(len(encoding), max_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text; ids without a token give nothing, broken bytes U+FFFD."""
+        """Turn token ids into text; ids without a token give nothing, broken bytes U+FFFD.
+
+        Releases the GIL while it works on many.
+        """
+        if len(token_ids) >= _MANY:
+            batch = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            text: str = batch[0]
+            return text
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -140,18 +178,18 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **kwargs: object,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Render a conversation as the prompt text that the model was trained on.
 
         Args:
             messages: Role and content of each turn; keys whose value is None are left out.
             add_generation_prompt: End with the header of the assistant's next turn.
-            kwargs: Further variables of the template, for one `enable_thinking`.
+            variables: Further variables of the template, for one `enable_thinking`.
 
         Raises:
-            ChatTemplateError: No template in the folder, no messages, a reserved variable in
-                `kwargs`, or the template refuses these messages.
+            ChatTemplateError: No template in the folder, no messages, a variable that is the
+                template's own, or the template refuses these messages or variables.
         """
         if self._chat_template is None:
             raise ChatTemplateError(
@@ -161,25 +199,48 @@ class Tokenizer:
             )
         if not messages:
             raise ChatTemplateError("messages", "messages must hold at least one message")
-        if reserved := _RESERVED_KWARGS & kwargs.keys():
+        given = variables or {}
+        # The functions that the template calls are variables to it too.
+        taken = (_RESERVED_VARIABLES | self._chat_template.globals.keys()) & given.keys()
+        if taken:
             raise ChatTemplateError(
-                "chat_template_kwargs", f"chat_template_kwargs may not set {sorted(reserved)}"
+                "chat_template_kwargs", f"chat_template_kwargs may not set {sorted(taken)}"
             )
         turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        variables: dict[str, object] = {"tools": None, "documents": None}
-        variables |= {**self.special_tokens, **kwargs}
+        told: dict[str, object] = {
+            "tools": None,
+            "documents": None,
+            **self.special_tokens,
+            "messages": turns,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._chat_template.render(
-                variables, messages=turns, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, *_TEMPLATE_ARITHMETIC) as error:
-            raise ChatTemplateError("messages", f"the chat template failed: {error}") from error
+            return _render(self._chat_template, {**told, **given})
+        except ChatTemplateError as error:
+            if given and _can_render(self._chat_template, told):
+                raise ChatTemplateError("chat_template_kwargs", str(error)) from error
+            raise
 
 
-_TEMPLATE_ARITHMETIC = (
-    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
-"""What a template's own expressions raise when a message or variable is not what it expects."""
+def _render(template: jinja2.Template, variables: dict[str, object]) -> str:
+    """Render a template.
+
+    Raises:
+        ChatTemplateError: Its own code failed.
+    """
+    try:
+        return template.render(variables)
+    # A template's expressions raise whatever Python does when a value is not what they expect.
+    except Exception as error:
+        raise ChatTemplateError("messages", f"the chat template failed: {error}") from error
+
+
+def _can_render(template: jinja2.Template, variables: dict[str, object]) -> bool:
+    try:
+        _render(template, variables)
+    except ChatTemplateError:
+        return False
+    return True
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part 
 from replicas.engine.virtual_worker import StepClock, VirtualWorker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
+from replicas.messages import EngineFrame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,6 +132,7 @@ class VirtualEngine:
             notify=notify,
         )
         self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_epoch_s=0.0)
+        self._incarnation = incarnation
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
 
@@ -150,6 +152,7 @@ class VirtualEngine:
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""
         self._clock.start(now_s)
+        self._core.pulse.work(now_s)
         if self._run_ahead:
             run = self._core.begin_run(now_s)
             if run is not None:
@@ -188,6 +191,7 @@ class VirtualEngine:
         """End a turn after `num_steps` of its steps; the frames that are to be sent now."""
         if turn.batch is not None:
             self._core.end_run(turn.batch, num_steps)
+        self._core.pulse.rest(now_s)
         return self._server.frames(now_s)
 
     def present_s(self) -> float:
@@ -197,6 +201,14 @@ class VirtualEngine:
     def next_deadline_s(self) -> float | None:
         """When a turn is due although nothing comes."""
         return self._server.next_deadline_s()
+
+    def stalls_at_s(self) -> float | None:
+        """When the turn that has begun counts as stalled, if it does not end; see `Pulse`."""
+        return self._core.pulse.stalls_at_s()
+
+    def heartbeat(self, now_s: float) -> EngineFrame:
+        """The heartbeat that an engine sends now, whatever its core does."""
+        return EngineFrame(self._incarnation, stalled_s=self._core.pulse.stalled_s(now_s))
 
     def snapshot(self) -> EngineSnapshot:
         """What it has left now."""

@@ -6,7 +6,13 @@ Each raises `ClusterConfigError` with the key at fault.
 from collections.abc import Collection, Mapping
 from pathlib import PurePath
 
-from cluster.config.schema import DEMO_MODEL, NODE_HOST, ClusterArgs, PoolConfig
+from cluster.config.schema import (
+    DEMO_MODEL,
+    LARGEST_BODY_BYTES,
+    NODE_HOST,
+    ClusterArgs,
+    PoolConfig,
+)
 from cluster.errors import ClusterConfigError
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.dtypes import is_lossless
@@ -93,6 +99,13 @@ def _check_counts(args: ClusterArgs) -> None:
     for key, count in counts.items():
         if count < 1:
             raise ClusterConfigError(f"{key} must be at least 1, got {count}")
+    if args.ingress.max_body_bytes > LARGEST_BODY_BYTES:
+        raise ClusterConfigError(
+            f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
+            f"got {args.ingress.max_body_bytes}"
+        )
+    if args.ingress.request_timeout_s <= 0:
+        raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
     if args.router.max_queued_requests < 0:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
     if args.router.queue_timeout_s <= 0:

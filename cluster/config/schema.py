@@ -21,6 +21,9 @@ prefill_first: the KV waits with the prefill replica for a slot, takes its block
 computed again after `TransferConfig.rendezvous_s`. Better where prompts are long, prefill queues,
 or decode slots are what there is too little of."""
 
+LARGEST_BODY_BYTES = 64 * 2**20
+"""No ingress can be told to read more: what stands before it does not know its configuration."""
+
 DEMO_MODEL = "demo"
 NODE_HOST = "node"
 
@@ -81,13 +84,16 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         replicas: Ingress processes behind the load balancer; each can serve every request.
         num_cpus: CPUs that Ray sets aside for each.
         max_ongoing_requests: Requests that one of them holds open at a time.
-        max_body_bytes: Larger request bodies get 413.
+        max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
+        request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
+            a last event with the error. Clients cannot say another time.
     """
 
     replicas: int = 1
     num_cpus: float = 0.1
     max_ongoing_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
+    request_timeout_s: float = 3600.0
 
 
 class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ Keys that Serve itself would ignore are refused. What the application's `args` c
 `cluster.config.resolve`'s to say, after every change.
 """
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -97,6 +98,17 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         host = self.http_options.host
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.http_options.port}"
 
+    @property
+    def warning(self) -> str:
+        """What whoever serves this file should know of who can reach it; "" for nothing."""
+        host = self.http_options.host
+        if is_loopback(host):
+            return ""
+        return (
+            f"http_options.host is {host}, and there are no API keys: everybody who reaches this "
+            "address can use the model; put a gateway that asks for keys before it"
+        )
+
     def override(
         self, *, args: Mapping[str, Any] = _NOTHING, http_options: Mapping[str, Any] = _NOTHING
     ) -> "ServeFile":
@@ -119,6 +131,16 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             http_options=convert(http, HttpOptions, "http_options"),
             applications=[msgspec.structs.replace(self.applications[0], args=new_args)],
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that other hosts cannot reach; a name but localhost is not."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def read_serve_file(path: str | Path) -> ServeFile:

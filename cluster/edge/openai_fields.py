@@ -21,6 +21,8 @@ Check = Callable[[object, str], Any]
 """Gets a value and its path in the body; returns the value to use or raises BadRequestError."""
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+"""In each stop string: that much of an answer is searched again with every token of it."""
 MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
 
@@ -103,12 +105,14 @@ def array_of(item: Check) -> Check:
 
 
 def stop_strings(value: object, path: str) -> tuple[str, ...]:
-    """The stop strings: one or up to 16; an empty one would end every text at once."""
+    """The stop strings: one or up to 16, none too long; an empty one would end every text."""
     if not isinstance(value, (str, list)):
         raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
     stops = (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
     if len(stops) > MAX_STOP_STRINGS:
         raise bad_field(path, f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        raise bad_field(path, f"takes up to {MAX_STOP_CHARS} characters in each, got {longest}")
     if "" in stops:
         raise bad_field(path, "must not hold an empty string")
     return stops

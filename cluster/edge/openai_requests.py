@@ -2,8 +2,9 @@
 
 Three stages, cheapest first, so that a bad request costs nothing: `parse_*` checks the fields
 alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the routes
-move it to a thread for a long text), `build_request` checks what needs the token count. Which
-fields there are stands in `cluster.edge.openai_fields`. All functions are pure.
+move it to a thread where `encoding_cost` says so), `build_request` checks what needs the token
+count. Which fields there are stands in `cluster.edge.openai_fields`, how much each may hold in
+`cluster.edge.openai_limits`. All functions are pure.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cluster.edge.openai_fields import (
     shown,
     token_ids,
 )
+from cluster.edge.openai_limits import check_sizes, check_structure, no_room
 from cluster.errors import BadRequestError, NotFoundError
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest
@@ -39,9 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cluster.edge.openai import ModelCard
+    from cluster.edge.openai_limits import Limits
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_CHARS_PER_ENTRY = 16
+"""What a message, or a value in one, costs a template at least, in characters to encode."""
 _ROLES = one_of("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS = ("tool", "function")
 _SAMPLING_FIELDS = (
@@ -98,6 +103,11 @@ class ParsedRequest:
     max_tokens: int | None
     max_tokens_param: str = "max_tokens"
 
+    @property
+    def prompt_param(self) -> str:
+        """The field that the prompt came from."""
+        return "prompt" if "prompt" in self.values else "messages"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
@@ -108,19 +118,21 @@ class TokenizeRequest:
     return_token_strs: bool
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Decode a request body.
+def parse_body(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """Decode a request body, unless it or one of its fields is out of proportion.
 
     Raises:
         BadRequestError: Not JSON by the standard (NaN, Infinity and numbers too large for a
-            double are not), nested too deep, or not an object.
+            double are not), nested too deep, not an object, or beyond a limit.
     """
+    check_structure(raw, limits)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError(f"the body must be a JSON object, got {shown(body)}")
+    check_sizes(body, limits)
     return body
 
 
@@ -203,24 +215,50 @@ def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
     )
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Turn a prompt into token ids; may take a second per several megabytes of text.
+def encoding_cost(prompt: Prompt) -> int:
+    """What `encode_prompt` will cost, about, in characters of plain text to encode."""
+    if isinstance(prompt, TokenPrompt):
+        return 0
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return _cost(prompt.messages) + _cost(prompt.template_kwargs)
+
+
+def _cost(value: object) -> int:
+    """Characters in a value, at any depth, and some for each part of it."""
+    cost, left = 0, [value]
+    while left:
+        part = left.pop()
+        cost += _CHARS_PER_ENTRY
+        if isinstance(part, str):
+            cost += len(part)
+        elif isinstance(part, dict):
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return cost
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
+    """Turn a prompt into token ids; may take a second per megabyte of text.
 
     Raises:
+        TooManyTokensError: A text has more than `max_tokens`.
         BadRequestError: The chat template refuses the messages, or an id is not in the vocabulary.
     """
     if isinstance(prompt, TokenPrompt):
         check_vocabulary(prompt.token_ids, tokenizer.vocab_size, prompt.path)
         return prompt.token_ids
     if isinstance(prompt, TextPrompt):
-        return tokenizer.encode(prompt.text, prompt.add_special_tokens)
+        return tokenizer.encode(prompt.text, prompt.add_special_tokens, max_tokens)
     try:
         text = tokenizer.apply_chat_template(
-            prompt.messages, prompt.add_generation_prompt, **(prompt.template_kwargs or {})
+            prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs
         )
     except InvalidRequestError as error:
         raise BadRequestError(str(error), param=error.param) from error
-    return tokenizer.encode(text, prompt.add_special_tokens)
+    return tokenizer.encode(text, prompt.add_special_tokens, max_tokens)
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:
@@ -263,11 +301,7 @@ def build_request(
     if not prompt_token_ids:
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
     if room < 1:
-        raise BadRequestError(
-            f"the prompt has {len(prompt_token_ids)} tokens and max_model_len is {max_model_len}: "
-            f"no room is left for output; shorten the prompt by {1 - room} tokens or more",
-            param="prompt" if "prompt" in values else "messages",
-        )
+        raise no_room(len(prompt_token_ids), max_model_len, parsed.prompt_param)
     max_tokens = room if parsed.max_tokens is None else parsed.max_tokens
     if max_tokens > max_model_len:
         text = f"is {max_tokens} and max_model_len is {max_model_len}; ask for fewer tokens"
@@ -293,13 +327,15 @@ def response_spec(
 def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int, seed: int) -> SamplingParams:
     values = parsed.values
     given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
-    stop_token_ids = tuple(values.get("stop_token_ids", ()))
+    stop_token_ids = values.get("stop_token_ids", [])
     check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
     if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
         given["seed"] = seed
     if "top_k" in given:
         given["top_k"] = min(given["top_k"], vocab_size)
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **given)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids), **given
+    )
     try:
         sampling.validate()
     except InvalidRequestError as error:

@@ -11,14 +11,13 @@ An error before the first byte is a JSON body with its status. An error after it
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import re
 import secrets
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -29,13 +28,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.edge.heavy_work import HeavyWork
+from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
-    ChatPrompt,
     ParsedRequest,
-    TokenPrompt,
     build_request,
     check_vocabulary,
     encode_prompt,
+    encoding_cost,
     parse_body,
     parse_chat_completion,
     parse_completion,
@@ -55,6 +55,7 @@ from cluster.edge.openai_responses import (
 from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
 from cluster.errors import BadRequestError, InternalError, PayloadTooLargeError, ServingError
 from replicas.errors import InvalidRequestError
+from replicas.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -70,10 +71,16 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
-INLINE_ENCODE_CHARS = 16_384
-"""Longer texts are encoded in a thread, off the event loop."""
+INLINE_COST = 4096
+"""Characters, or tokens, from which on a text is encoded or decoded in a thread: some 3 ms."""
+MAX_ANSWERED_TOKENS = 2**18
+"""Ids in an answer of /tokenize."""
+_NUM_THREADS = 2
+_MAX_JOBS = 64
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -109,7 +116,7 @@ class Backend(Protocol):
         """
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether new requests can be served, and why not."""
+        """Whether new requests can be served, and what is wrong: if they can, also without it."""
 
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -118,15 +125,18 @@ class Backend(Protocol):
         """What moves between the replicas now."""
 
 
-def create_app(backend: Backend, *, version: str, max_body_bytes: int) -> Starlette:
-    """Build the ASGI app.
+def create_app(
+    backend: Backend, *, version: str, max_body_bytes: int, request_timeout_s: float
+) -> Starlette:
+    """Build the ASGI app, which `cluster.edge.door` keeps slow clients from.
 
     Args:
         backend: Runs the requests.
         version: What /version says.
         max_body_bytes: Larger request bodies are answered with 413.
+        request_timeout_s: A request that is not done by then is aborted: 408, or an error event.
     """
-    routes = _Routes(backend, version, max_body_bytes)
+    routes = _Routes(backend, version, max_body_bytes, request_timeout_s)
     return Starlette(
         routes=[
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -153,10 +163,14 @@ def create_app(backend: Backend, *, version: str, max_body_bytes: int) -> Starle
 class _Routes:
     """The handlers; each reads, validates, asks the backend, answers."""
 
-    def __init__(self, backend: Backend, version: str, max_body_bytes: int) -> None:
+    def __init__(
+        self, backend: Backend, version: str, max_body_bytes: int, request_timeout_s: float
+    ) -> None:
         self._backend = backend
         self._version = version
         self._max_body_bytes = max_body_bytes
+        self._request_timeout_s = request_timeout_s
+        self._heavy_work = HeavyWork(_NUM_THREADS, _MAX_JOBS)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
 
@@ -172,29 +186,31 @@ class _Routes:
         shape: Shape,
         parse: Callable[[Mapping[str, Any]], ParsedRequest],
     ) -> Response:
-        parsed = parse(parse_body(await self._read_body(http_request)))
+        parsed = parse(await self._parse_body(http_request))
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
         request = build_request(
             parsed,
-            await self._encode(parsed.prompt),
+            await self._encode_within(card, parsed),
             card,
             vocab_size=self._backend.tokenizer.vocab_size,
             # A client may repeat its id in a retry; two generations must never share one.
             request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
             seed=secrets.randbits(63),
         )
+        request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s)
         spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
         if spec.stream:
             generate = functools.partial(self._backend.generate, request)
-            return EventStream(generate, ChunkWriter(shape, request, spec), _serving_error)
+            chunks = ChunkWriter(shape, request, spec)
+            return EventStream(generate, chunks, _serving_error, request.timeout_s)
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
         generating = self._backend.generate(request, emit)
-        usage = await until_disconnect(http_request.receive, generating)
+        usage = await until_disconnect(http_request.receive, generating, request.timeout_s)
         return _json(whole_body(shape, request, spec, deltas, usage))
 
     async def models(self, request: Request) -> Response:
@@ -207,23 +223,30 @@ class _Routes:
         return _json(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
-        parsed = parse_tokenize(parse_body(await self._read_body(request)))
+        parsed = parse_tokenize(await self._parse_body(request))
         card = resolve_model(parsed.model, self._backend.models())
-        ids = await self._encode(parsed.prompt)
-        strings = self._backend.tokenizer.token_strings(ids) if parsed.return_token_strs else None
+        ids = await self._encode(parsed.prompt, MAX_ANSWERED_TOKENS)
+        strings = None
+        if parsed.return_token_strs:
+            spell = functools.partial(self._backend.tokenizer.token_strings, ids)
+            strings = await self._run(spell, len(ids))
         body = {"count": len(ids), "max_model_len": card.max_model_len}
         return _json({**body, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        model, ids = parse_detokenize(parse_body(await self._read_body(request)))
+        model, ids = parse_detokenize(await self._parse_body(request))
         resolve_model(model, self._backend.models())
-        check_vocabulary(ids, self._backend.tokenizer.vocab_size, "tokens")
-        return _json({"prompt": self._backend.tokenizer.decode(ids, skip_special_tokens=False)})
+        tokenizer = self._backend.tokenizer
+        check_vocabulary(ids, tokenizer.vocab_size, "tokens")
+        decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
+        return _json({"prompt": await self._run(decode, len(ids))})
 
     async def health(self, request: Request) -> Response:
         del request
         is_ready, reason = self._backend.is_ready()
-        return Response() if is_ready else _json({"status": "not ready", "reason": reason}, 503)
+        if is_ready:
+            return _json({"status": "degraded", "reason": reason}) if reason else Response()
+        return _json({"status": "not ready", "reason": reason}, 503)
 
     async def live(self, request: Request) -> Response:
         del request
@@ -241,11 +264,23 @@ class _Routes:
         del request
         return _json({"version": self._version})
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        tokenizer = self._backend.tokenizer
-        if _num_chars(prompt) <= INLINE_ENCODE_CHARS:
-            return encode_prompt(prompt, tokenizer)
-        return await asyncio.to_thread(encode_prompt, prompt, tokenizer)
+    async def _parse_body(self, request: Request) -> dict[str, Any]:
+        raw = await self._read_body(request)
+        return parse_body(raw, Limits.of(self._backend.models(), self._backend.tokenizer))
+
+    async def _encode_within(self, card: ModelCard, parsed: ParsedRequest) -> list[int]:
+        try:
+            return await self._encode(parsed.prompt, card.max_model_len)
+        except TooManyTokensError as error:
+            raise no_room(error.num_tokens, card.max_model_len, parsed.prompt_param) from error
+
+    async def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
+        encode = functools.partial(encode_prompt, prompt, self._backend.tokenizer, max_tokens)
+        return await self._run(encode, encoding_cost(prompt))
+
+    async def _run(self, work: Callable[[], T], cost: int) -> T:
+        """Do at once what takes a moment, and in a thread what would hold up every stream."""
+        return work() if cost <= INLINE_COST else await self._heavy_work.run(work)
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, but never more than the limit.
@@ -344,14 +379,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 def _json(body: object, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _num_chars(prompt: Prompt) -> int:
-    if isinstance(prompt, TokenPrompt):
-        return 0
-    if isinstance(prompt, ChatPrompt):
-        return sum(len(message.get("content", "")) for message in prompt.messages)
-    return len(prompt.text)
 
 
 def _unix_time_s() -> int:

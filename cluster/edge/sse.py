@@ -1,7 +1,7 @@
 """Streams of server-sent events, and work that ends when its client is gone.
 
 Owner: an `EventStream` runs its request in a task of its own and ends it on every path: at the
-end, on an error, when the client is gone, when the server cancels the request.
+end, on an error, when the client is gone or its time is over, when the server cancels the request.
 
 An error before the first chunk is raised, so that it can still become a status. An error after it
 is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import Response
 
 from cluster.edge.openai_responses import error_event
+from cluster.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -52,6 +53,7 @@ class EventStream(Response):
         generate: Callable[[Emit], Awaitable[Usage]],
         chunks: ChunkWriter,
         to_serving_error: Callable[[Exception, str], ServingError],
+        timeout_s: float | None,
     ) -> None:
         """Take over a request.
 
@@ -59,57 +61,66 @@ class EventStream(Response):
             generate: Runs it, once; see `cluster.edge.routes.Backend.generate`.
             chunks: Turns what it emits into the events to send.
             to_serving_error: From an exception and the request's id to what a client may see.
+            timeout_s: For all of it, see `until_disconnect`.
         """
         super().__init__()
         self._generate = generate
         self._chunks = chunks
         self._to_serving_error = to_serving_error
+        self._timeout_s = timeout_s
+        self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the stream; raises ClientGoneError when there is nobody left to read it."""
-        await until_disconnect(receive, self._run(scope["request_id"], send))
-
-    async def _run(self, request_id: str, send: Send) -> None:
-        is_started = False
 
         async def emit(delta: OutputDelta) -> None:
-            nonlocal is_started
             chunk = self._chunks.add(delta)
-            if not chunk:
-                return
-            if not is_started:
-                is_started = True
-                await send(_START)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if chunk:
+                await self._send(send, chunk, more=True)
+
+        async def run() -> None:
+            await self._send(send, self._chunks.finish(await self._generate(emit)), more=False)
 
         try:
-            end = self._chunks.finish(await self._generate(emit))
+            await until_disconnect(receive, run(), self._timeout_s)
+        except ClientGoneError:
+            raise
         except Exception as error:
-            if not is_started:
+            if not self._is_started:
                 raise
-            end = error_event(self._to_serving_error(error, request_id))
-        if not is_started:
+            end = error_event(self._to_serving_error(error, scope["request_id"]))
+            await until_disconnect(receive, self._send(send, end, more=False), None)
+
+    async def _send(self, send: Send, chunk: bytes, *, more: bool) -> None:
+        if not self._is_started:
+            self._is_started = True
             await send(_START)
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None
+) -> T:
     """Run `work`, but cancel it as soon as the client is gone, wherever it waits.
 
     Args:
         receive: The request's ASGI channel, its body read to the end.
         work: Closes what it holds when it is cancelled.
+        timeout_s: It is cancelled after so many seconds too; None: it may take for ever.
 
     Raises:
         ClientGoneError: The client was gone before the work was done.
+        DeadlineError: The time was over before the work was done.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        if gone.done():
+            raise ClientGoneError
+        raise DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
     finally:
         # Not left behind on any path, the caller's own cancellation included.
         task.cancel()

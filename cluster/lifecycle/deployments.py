@@ -28,6 +28,7 @@ from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
+from cluster.lifecycle import haproxy
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
+    from cluster.routing.fleet import Fleet
+    from replicas.async_client import AsyncMPClient
     from replicas.config import EngineConfig, Role
     from replicas.launch import EngineHandle
 
@@ -61,9 +64,14 @@ _deployment = partial(
     # A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty.
     max_constructor_retry_count=2,
 )
-_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""Serve would run the ingress on an event loop of its own in a second thread, and carry every chunk
-of every stream from there to the loop that sends it: a third of what an ingress costs per token."""
+_INGRESS_VARIABLES = {
+    # Serve would run the ingress on an event loop of its own in a second thread, and carry every
+    # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
+    # per token.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    haproxy.DOOR_VARIABLE: haproxy.DOOR,
+}
+"""What Ray Serve reads when the process of an ingress starts."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -160,16 +168,16 @@ class IngressReplica:
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)
-        self._following: asyncio.Task[None] | None = None
+        self._fleet: Fleet[AsyncMPClient] | None = None
 
     async def check_health(self) -> None:
-        """Tell Serve whether this ingress still finds replicas.
+        """Tell Serve whether this ingress is of use: it knows replicas, or may find some.
 
         Raises:
-            RuntimeError: It does not; Serve starts another one.
+            RuntimeError: It is not; Serve starts another one.
         """
-        if self._following is not None and self._following.done():
-            raise RuntimeError("discovery has ended")
+        if self._fleet is not None and self._fleet.is_lost:
+            raise RuntimeError("no replica is known, and discovery fails all the time")
 
     def __serve_build_asgi_app__(self) -> Starlette:
         ingress = Ingress(self._config, self._keys)
@@ -177,12 +185,13 @@ class IngressReplica:
             ingress,
             version=importlib.metadata.version("ttserve"),
             max_body_bytes=self._config.ingress.max_body_bytes,
+            request_timeout_s=self._config.ingress.request_timeout_s,
         )
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
-            self._following = following
+            self._fleet = ingress.fleet
             try:
                 yield
             finally:
@@ -205,11 +214,24 @@ class PoolDirectory:
         self._status: asyncio.Future[ServeStatus] | None = None
 
     async def find(self) -> list[Member]:
-        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies."""
-        pools = await asyncio.gather(
-            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items())
-        )
-        return [member for members in pools for member in members]
+        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies.
+
+        Raises:
+            Exception: Whatever a pool's handle failed with, if no pool has anybody.
+        """
+        found: list[Member] = []
+        errors: list[BaseException] = []
+        for answer in await asyncio.gather(
+            *(self._find_in_pool(pool, handle) for pool, handle in self._handles.items()),
+            return_exceptions=True,
+        ):
+            if isinstance(answer, BaseException):
+                errors.append(answer)
+            else:
+                found += answer
+        if errors and not found:
+            raise errors[0]
+        return found
 
     async def num_wanted(self) -> int | None:
         """Replicas that Serve runs or starts now, whatever the configuration said."""
@@ -255,9 +277,11 @@ class PoolDirectory:
 def _tell(line: str) -> None:
     """Write to the worker's own standard error, which Ray shows to its driver.
 
-    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet.
+    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet. A full
+    disk must not keep an engine from starting, nor its replica from ending with it.
     """
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -344,7 +368,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         ray_actor_options={
             "num_cpus": config.ingress.num_cpus,
-            "runtime_env": {"env_vars": _ONE_LOOP},
+            "runtime_env": {"env_vars": _INGRESS_VARIABLES},
         },
         # As long as the pools let their requests run, or streams would be cut here.
         graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),

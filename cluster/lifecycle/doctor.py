@@ -1,31 +1,22 @@
-"""What can run on this host, and what is missing for more: the report of `ttserve doctor`.
+"""What can run on this host, what is missing for more, and who listens: `ttserve doctor`'s report.
 
-`findings` and `check_pools` judge what `replicas.boards` found; nothing here opens a device.
-
-Sources: hugepages from Tenstorrent's system setup. Unsure: how many of them ttnn takes of a device
-(four is Tenstorrent's own setting), and that a driver since 1.29 needs none behind an IOMMU on
-every board.
+Joins what others find: `cluster.lifecycle.findings` of the boards, `cluster.lifecycle.listeners` of
+the sockets; `check_pools` judges a configuration by them.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster.config.environment import process_environment
 from cluster.lifecycle import haproxy
+from cluster.lifecycle.findings import Finding, can_run_mesh, devices_word, findings
+from cluster.lifecycle.listeners import Listener, judge_ray, read_listeners
 from replicas.boards import (
-    HUGEPAGES_FILE,
-    METAL_HOME,
-    MOCK_DESCRIPTOR,
-    PACKAGE,
     RESOURCE,
-    VISIBLE_DEVICES,
     HostReport,
     MeshChoice,
-    is_named,
     mesh_choices,
     mesh_problem,
     num_devices,
@@ -33,251 +24,9 @@ from replicas.boards import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
     from replicas.meshes import MeshSpec
-
-HUGEPAGES_PER_DEVICE = 4
-WHEEL_PYTHONS = ((3, 10), (3, 12))
-
-_NO_HUGEPAGES_DRIVER = (1, 29)
-
-Level = Literal["ok", "note", "missing"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of a diagnosis.
-
-    Attributes:
-        level: "ok"; "note" for what is worth knowing; "missing" for what must be mended first.
-        subject: What it is about, in a word or two.
-        text: What is so.
-        advice: What to do; one step an entry.
-    """
-
-    level: Level
-    subject: str
-    text: str
-    advice: tuple[str, ...] = ()
-
-
-def can_run_mesh(report: HostReport) -> bool:
-    """Whether an engine on some mesh can start here, as far as can be told without trying."""
-    has_boards = bool(report.usable) or report.mock_descriptor is not None
-    return has_boards and all(f.level != "missing" for f in findings(report))
-
-
-def findings(report: HostReport) -> tuple[Finding, ...]:
-    """What is there and what is missing, board first; software only matters with a board."""
-    of_boards = _BOARD_CHECKS if report.devices else (_no_boards,)
-    checks = (*of_boards, _ttnn, _sfpi, _metal_home, _visible, _mock_cluster)
-    return tuple(finding for check in checks for finding in check(report))
-
-
-def _finding(level: Level, subject: str, text: str, *advice: str) -> Finding:
-    return Finding(level, subject, text, advice)
-
-
-def _no_boards(report: HostReport) -> Iterator[Finding]:
-    mock = report.mock_descriptor
-    if mock is None:
-        text = "none: no PCI device of Tenstorrent's (vendor 1e52)"
-        advice = "if there should be one: check its slot and power, then `lspci -d 1e52:`"
-        yield _finding("note", "boards", text, advice)
-    elif report.has_mock_descriptor:
-        text = f"none; ttnn's mock cluster {mock} stands in: it computes nothing"
-        yield _finding("note", "boards", text)
-    else:
-        text = f"none, and the mock cluster {mock} is no file"
-        advice = f"unset {MOCK_DESCRIPTOR}, or point it at a cluster descriptor"
-        yield _finding("missing", "boards", text, advice)
-
-
-def _boards(report: HostReport) -> Iterator[Finding]:
-    counts = Counter(d.board or f"unnamed {d.arch or 'unknown'}" for d in report.devices)
-    text = ", ".join(f"{n} {board} {_devices_word(n)}" for board, n in sorted(counts.items()))
-    num_foreign = sum(d.arch is None for d in report.devices)
-    if num_foreign:
-        level: Level = "missing" if num_foreign == len(report.devices) else "note"
-        yield _finding(level, "boards", text, "ttnn runs Wormhole and Blackhole chips only")
-    elif any(d.board is None for d in report.devices):
-        advice = "install tt-smi, or a newer driver, to have them named"
-        yield _finding("note", "boards", text, advice)
-    else:
-        yield _finding("ok", "boards", text)
-
-
-def _driver(report: HostReport) -> Iterator[Finding]:
-    if report.driver is not None:
-        yield _finding("ok", "driver", f"tt-kmd {report.driver or 'of unknown version'}")
-        return
-    yield _finding(
-        "missing",
-        "driver",
-        "the boards are there and no driver is loaded",
-        "if tt-kmd is installed: `sudo modprobe tenstorrent`",
-        "if not: install it with DKMS from github.com/tenstorrent/tt-kmd",
-    )
-
-
-def _nodes(report: HostReport) -> Iterator[Finding]:
-    if report.driver is None:
-        return
-    num_nodes = sum(d.has_node for d in report.devices)
-    if not num_nodes:
-        yield _finding(
-            "missing",
-            "device nodes",
-            "none under /dev/tenstorrent",
-            "in a container: give it the nodes, for one `--device /dev/tenstorrent`",
-            "else: look at `dmesg | grep tenstorrent`",
-        )
-    elif num_nodes < len(report.devices):
-        text = f"{num_nodes} of {len(report.devices)} are given to us"
-        yield _finding("note", "device nodes", text)
-    closed = [d for d in report.devices if d.has_node and not d.is_usable]
-    if closed:
-        names = ", ".join(f"/dev/tenstorrent/{d.index}" for d in closed)
-        level: Level = "note" if report.usable else "missing"
-        advice = "install tt-kmd's udev rules, or `sudo chmod 666` the nodes"
-        yield _finding(level, "device nodes", f"this user may not read and write {names}", advice)
-
-
-def _firmware(report: HostReport) -> Iterator[Finding]:
-    versions = sorted({d.firmware for d in report.devices if d.firmware is not None})
-    if not versions:
-        yield _finding("note", "firmware", "version unknown", "`tt-smi` shows it")
-    elif len(versions) == 1:
-        yield _finding("ok", "firmware", f"bundle {versions[0]}")
-    else:
-        text = f"bundles {', '.join(versions)} side by side"
-        yield _finding("note", "firmware", text, "bring all boards to one bundle with tt-flash")
-
-
-def _hugepages(report: HostReport) -> Iterator[Finding]:
-    text = f"{report.num_hugepages} of 1 GiB"
-    if report.has_iommu and _version(report.driver) >= _NO_HUGEPAGES_DRIVER:
-        yield _finding("ok", "hugepages", f"{text}; none are needed behind the IOMMU")
-        return
-    wanted = HUGEPAGES_PER_DEVICE * len(report.devices)
-    advice = []
-    if report.num_hugepages < wanted:
-        advice.append(f"`echo {wanted} | sudo tee /{HUGEPAGES_FILE}`, at best right after boot")
-    if not report.has_hugepage_mount:
-        text += ", not mounted on /dev/hugepages-1G"
-        advice.append(
-            "`sudo mkdir -p /dev/hugepages-1G && sudo mount -t hugetlbfs -o pagesize=1G,mode=777 "
-            "hugetlbfs-1G /dev/hugepages-1G`"
-        )
-    level: Level = "note" if advice else "ok"
-    if report.num_hugepages < len(report.devices) or not report.has_hugepage_mount:
-        level = "missing"
-    yield _finding(level, "hugepages", text, *advice)
-
-
-def _ray_count(report: HostReport) -> Iterator[Finding]:
-    num_nodes, num_counted = sum(d.has_node for d in report.devices), report.num_ray_devices
-    if num_counted == num_nodes:
-        yield _finding("ok", "Ray", f"counts {num_nodes} {RESOURCE}")
-        return
-    text = f"counts {num_counted} {RESOURCE} (everything in /dev/tenstorrent), and there are "
-    advice = f"`ray start --resources '{{\"{RESOURCE}\": {num_nodes}}}'`"
-    yield _finding("note", "Ray", f"{text}{num_nodes}", advice)
-
-
-def _holders(report: HostReport) -> Iterator[Finding]:
-    text = "; ".join(
-        f"{d.index} by "
-        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
-        for d in report.devices
-        if d.holders
-    )
-    if text:
-        yield _finding("note", "in use", text, "two processes on one board hang each other")
-
-
-_BOARD_CHECKS = (_boards, _driver, _nodes, _firmware, _hugepages, _ray_count, _holders)
-
-
-def _if_lacking(report: HostReport) -> Level:
-    """How bad it is that software lacks, which only what opens a mesh needs."""
-    return "missing" if report.devices or report.mock_descriptor is not None else "note"
-
-
-def _ttnn(report: HostReport) -> Iterator[Finding]:
-    python = ".".join(map(str, report.python))
-    install = f"`pip install {PACKAGE}`"
-    if report.ttnn is not None:
-        yield _finding("ok", "ttnn", f"{report.ttnn} on Python {python}")
-    elif report.python in WHEEL_PYTHONS:
-        yield _finding(_if_lacking(report), "ttnn", "not installed", install)
-    else:
-        fits = " or ".join(".".join(map(str, version)) for version in WHEEL_PYTHONS)
-        text = f"not installed, and has no wheel for Python {python}"
-        advice = f"make an environment with Python {fits}, install ttserve there, and {install}"
-        yield _finding(_if_lacking(report), "ttnn", text, advice)
-
-
-def _sfpi(report: HostReport) -> Iterator[Finding]:
-    install = "install SFPI from github.com/tenstorrent/sfpi, in the version that ttnn asks for"
-    if report.sfpi is None:
-        if report.ttnn is not None:
-            text = "the compiler for kernels is not there"
-            yield _finding(_if_lacking(report), "SFPI", text, install)
-    elif report.is_sfpi_real:
-        yield _finding("ok", "SFPI", report.sfpi)
-    else:
-        text = f"{report.sfpi} is a stand-in: enough for a mock device, not for a board"
-        if report.mock_descriptor is not None or not report.devices:
-            yield _finding("note", "SFPI", text)
-        else:
-            yield _finding("missing", "SFPI", text, install)
-
-
-def _metal_home(report: HostReport) -> Iterator[Finding]:
-    if report.metal_home is None:
-        return
-    text = f"{METAL_HOME} is {report.metal_home}"
-    if report.has_metal_home:
-        yield _finding("ok", "tt-metal", text)
-    else:
-        advice = "unset it, or point it at a tt-metal checkout"
-        yield _finding("missing", "tt-metal", f"{text}, which is no folder", advice)
-
-
-def _visible(report: HostReport) -> Iterator[Finding]:
-    """What TT_VISIBLE_DEVICES leaves of the boards."""
-    if report.visible_devices is None:
-        return
-    subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
-    opened = [d for d in report.devices if d.is_usable]
-    strays = [n for n in report.visible_names if not any(is_named(d, n) for d in report.devices)]
-    advice = f"unset it, or name boards that are here: {', '.join(str(d.index) for d in opened)}"
-    if not opened or not report.visible_names or report.mock_descriptor is not None:
-        yield _finding("note", subject, text)
-    elif not report.usable:
-        yield _finding("missing", subject, f"{text}, which is no board here", advice)
-    elif strays:
-        yield _finding("note", subject, f"{text}, and there is no {', '.join(strays)}", advice)
-    else:
-        yield _finding("note", subject, f"{text}: {len(report.usable)} of {len(opened)} boards")
-
-
-def _mock_cluster(report: HostReport) -> Iterator[Finding]:
-    if report.mock_descriptor is not None and report.devices:
-        text = f"{MOCK_DESCRIPTOR} is set: ttnn opens no board"
-        yield _finding("note", "mock cluster", text, "unset it to use the boards")
-
-
-def _devices_word(count: int) -> str:
-    return "device" if count == 1 else "devices"
-
-
-def _version(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text or ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +57,8 @@ class Diagnosis:
         can_run_mesh: Whether an engine can open a mesh here.
         http_front: "haproxy", or "python" for Serve's own proxy.
         pools: Of the configuration that was asked about.
+        listeners: Sockets on which this user's clusters listen.
+        ray: What is wrong with who may reach Ray.
     """
 
     host: HostReport
@@ -316,16 +67,19 @@ class Diagnosis:
     can_run_mesh: bool
     http_front: Literal["haproxy", "python"]
     pools: tuple[PoolCheck, ...]
+    listeners: tuple[Listener, ...]
+    ray: tuple[Finding, ...]
 
     @property
     def is_good(self) -> bool:
-        """Whether everything that was asked about can run: without a configuration, always."""
-        return all(pool.problem is None for pool in self.pools)
+        """Whether everything that was asked about can run, and Ray lets nobody in unasked."""
+        return all(pool.problem is None for pool in self.pools) and not self.ray
 
 
 def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
     """Look at this host, and at what a configuration wants of it."""
     report = read_host(process_environment())
+    listeners = read_listeners()
     return Diagnosis(
         host=report,
         findings=findings(report),
@@ -333,6 +87,8 @@ def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
         can_run_mesh=can_run_mesh(report),
         http_front="python" if haproxy.find_script() is None else "haproxy",
         pools=() if config is None else check_pools(config, report),
+        listeners=listeners,
+        ray=judge_ray(listeners),
     )
 
 
@@ -379,27 +135,42 @@ def _count_problem(
     if spec.board is not None or report.mock_descriptor is not None or is_enough:
         return None
     return (
-        f"{spec.name} is {devices} {_devices_word(devices)} here, and the pool asks Ray for "
+        f"{spec.name} is {devices} {devices_word(devices)} here, and the pool asks Ray for "
         f"{asked:g}: set its resources: {{{RESOURCE}: {devices}}}"
     )
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
     """The diagnosis for a person, in plain lines that a log can hold."""
-    lines = ["Host"]
-    for finding in diagnosis.findings:
-        lines.append(f"  {finding.level:8}{finding.subject:16}{finding.text}")
-        lines += [f"{'':26}-> {step}" for step in finding.advice]
+    lines = ["Host", *_finding_lines(diagnosis.findings)]
     lines.append("Meshes for engine.mesh.name")
     lines += [f"  {_choice_text(choice)}" for choice in diagnosis.meshes]
     if not diagnosis.meshes:
         lines.append("  the name of the boards" if diagnosis.host.usable else "  none")
     lines.append("What runs here")
     lines += [f"  {line}" for line in _what_runs(diagnosis)]
+    if diagnosis.listeners:
+        lines += ["Listening (SECURITY.md says what each is)", *_finding_lines(diagnosis.ray)]
+        lines += [f"  {_listener_text(listener)}" for listener in diagnosis.listeners]
     if diagnosis.pools:
         lines.append("Configuration")
         lines += [f"  {_pool_text(check)}" for check in diagnosis.pools]
     return "\n".join(lines) + "\n"
+
+
+def _finding_lines(found: tuple[Finding, ...]) -> list[str]:
+    lines = []
+    for finding in found:
+        lines.append(f"  {finding.level:8}{finding.subject:16}{finding.text}")
+        lines += [f"{'':26}-> {step}" for step in finding.advice]
+    return lines
+
+
+def _listener_text(listener: Listener) -> str:
+    return (
+        f"{listener.level:8}{listener.socket:16}{listener.address} of process {listener.pid}: "
+        f"{listener.verdict}"
+    )
 
 
 def _choice_text(choice: MeshChoice) -> str:

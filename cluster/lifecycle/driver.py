@@ -135,10 +135,13 @@ def _start_ray(options: ServeOptions) -> None:
     ray.init(
         address="local",
         include_dashboard=False,
+        # With any other address Ray listens on every interface.
+        _node_ip_address="127.0.0.1",
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=True,
         logging_level=logging.ERROR,
-        _temp_dir=options.folder,
+        # A folder of its own: Ray lets every user of the host write in it.
+        _temp_dir=f"{options.folder}/r",
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 

@@ -1,13 +1,23 @@
-"""Starts HAProxy for Serve with every listener on the address that the user chose.
+"""Starts HAProxy for Serve: closed to other users, and to clients that hold what they do not use.
 
 Serve writes HAProxy's configuration and starts the binary that `RAY_SERVE_HAPROXY_BINARY_PATH`
-names. The public address in it is the one of `http_options`, but the two administration listeners
-(metrics and statistics) are written without one, which means every interface. The console script
-`ttserve-haproxy` stands in for the binary: it binds these two like the public one, then becomes
-HAProxy (same process id, which Serve checks). What HAProxy answers by itself becomes an
-OpenAI-style error instead of a bare 500. And requests are not spliced: with
-`option splice-request` HAProxy 2.8 often does not notice that a client has left whose body came
-after its headers, and a request that nobody waits for would keep its decode slot to the end.
+names. The console script `ttserve-haproxy` stands in for it: it rewrites the file, then becomes
+HAProxy (same process id, which Serve checks).
+
+- The public address is that of `http_options`, but Serve writes the two administration listeners
+  (metrics and statistics) without one, which means every interface: they are bound like the public
+  one.
+- The admin socket, which Serve writes with mode 666, is its owner's alone, and nothing starts if
+  another user could change one of the files. It keeps `expose-fd listeners`: Serve reloads with
+  `-x`, and HAProxy ends at once if it cannot have its predecessor's listeners by that way.
+- A request must come whole, or fill HAProxy's buffer, within `REQUEST_TIMEOUT_S`; a client that
+  takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; one address has half of all
+  connections at most (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
+- Headers that are Serve's own are taken off.
+- What HAProxy answers by itself is an OpenAI-style error instead of a bare 500.
+- Requests are not spliced: with `option splice-request` HAProxy 2.8 often does not notice that a
+  client has left whose body came after its headers, and a request that nobody waits for would keep
+  its decode slot to the end.
 
 Not a proxy and not a configuration of its own: anything else in the file stays as Serve wrote it.
 """
@@ -21,14 +31,34 @@ import shutil
 import sys
 from pathlib import Path
 
+from cluster.edge.headers import INTERNAL_HEADERS
+from cluster.lifecycle.private_files import UnsafeFileError, require_private
+
 SCRIPT_NAME = "ttserve-haproxy"
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+DOOR = "cluster.edge.door:middlewares"
+"""What Serve calls for the middlewares of its HTTP servers."""
+
+REQUEST_TIMEOUT_S = 10
+CLIENT_TIMEOUT_S = 30
+_SOCKET_BYTES = 128 * 2**10
+_HEALTH_PERIOD_S = 1
+_DEFAULT_MAX_CONNECTIONS = 4096
 
 _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<rest>.*)$")
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
-_ERROR_FILE_NAME = "unavailable.http"
+_SOCKET = re.compile(r"^(?P<head>\s*stats socket \S+)(?: mode \d+)?(?P<rest>.*)$")
+_MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)", re.MULTILINE)
+_REPLACED = re.compile(r"^\s*(timeout client|timeout http-request|errorfile 408)\s")
+_FILE = re.compile(
+    r"^\s*(?:stats socket|server-state-file|lua-load-per-thread|log"
+    r"|errorfile \d+)\s+(/\S+)",
+    re.MULTILINE,
+)
+_UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
@@ -70,23 +100,116 @@ def _public_host(lines: list[str]) -> str | None:
     return None
 
 
+def protect(config: str, timeout_file: str) -> str:
+    """Close the admin socket, and bound what a client can hold; see the module.
+
+    Args:
+        config: HAProxy's configuration as Serve wrote it.
+        timeout_file: File that HAProxy sends to a client whose request did not come in time.
+
+    Returns:
+        The configuration to run; the same again for one that has been protected.
+
+    Source: as `rewrite`; HAProxy 2.8's configuration manual.
+    """
+    found = _MAX_CONNECTIONS.search(config)
+    max_connections = int(found[1]) if found else _DEFAULT_MAX_CONNECTIONS
+    added = {
+        # The kernel would keep eight megabytes of an answer that nobody reads.
+        "global": [
+            f"tune.sndbuf.client {_SOCKET_BYTES}",
+            f"tune.rcvbuf.server {_SOCKET_BYTES}",
+        ],
+        "defaults": [
+            f"timeout client {CLIENT_TIMEOUT_S}s",
+            f"timeout http-request {REQUEST_TIMEOUT_S}s",
+            f"errorfile 408 {timeout_file}",
+        ],
+        "frontend http_frontend": [
+            "option http-buffer-request",
+            # An IPv6 network of 64 bits is one household or host.
+            "stick-table type ipv6 size 100k expire 60s store conn_cur",
+            "tcp-request connection track-sc0 src,ipmask(32,64)",
+            f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections // 2} }}",
+            f"http-request del-header {INTERNAL_HEADERS} -m reg",
+            # Serve reads it as UTF-8, and fails.
+            "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
+        ],
+    }
+    ours = {line for lines in added.values() for line in lines}
+    result = []
+    for line in config.splitlines():
+        socket = _SOCKET.match(line)
+        if socket:
+            result.append(f"{socket['head']} mode 600{socket['rest']}")
+        elif line.strip() not in ours and not _REPLACED.match(line):
+            result.append(line)
+        result += [f"    {more}" for more in added.get(line.strip(), ())]
+    return "\n".join(result) + "\n"
+
+
+def files_of(config: str) -> list[Path]:
+    """The files of this host that a configuration names."""
+    return [Path(name) for name in _FILE.findall(config)]
+
+
 def error_response() -> bytes:
     """What a client gets when no ingress replica can be reached: a 503 in OpenAI's error form."""
-    body = json.dumps(
-        {
-            "error": {
-                "message": "No ingress replica is ready; try again in a few seconds.",
-                "type": "ServiceUnavailableError",
-                "param": None,
-                "code": "not_ready",
-            }
-        }
-    ).encode()
+    return _response(
+        "503 Service Unavailable",
+        "No ingress replica is ready; try again in a few seconds.",
+        "ServiceUnavailableError",
+        "not_ready",
+        "Retry-After: 2\r\n",
+    )
+
+
+def timeout_response() -> bytes:
+    """What a client gets whose request did not come in time: a 408 in the same form."""
+    return _response(
+        "408 Request Timeout",
+        f"The request was not complete within {REQUEST_TIMEOUT_S} s; send it without pauses.",
+        "TimeoutError",
+        "body_timeout",
+    )
+
+
+def _response(status: str, message: str, kind: str, code: str, headers: str = "") -> bytes:
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{headers}"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
+
+
+def environment(folder: Path, script: str | None) -> dict[str, str]:
+    """Variables that Ray Serve reads when Ray starts; it has no other way to be told.
+
+    Args:
+        folder: For HAProxy's files, of this user alone.
+        script: Path of `ttserve-haproxy`, or None without HAProxy.
+
+    Returns:
+        Variables for the processes of `ray start`, on every host.
+    """
+    variables = {
+        DOOR_VARIABLE: DOOR,
+        # Serve replaces a proxy after three failures: by default 30 s after HAProxy's death.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(_HEALTH_PERIOD_S),
+    }
+    if script is None:
+        return variables
+    return variables | {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        BINARY_VARIABLE: script,
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
+    }
 
 
 def find_script() -> str | None:
@@ -112,12 +235,30 @@ def main() -> None:
     binary = real_binary()
     if binary is None:
         sys.exit(f"{SCRIPT_NAME}: no haproxy executable; install ray[serve] on Linux")
+    os.umask(0o077)
     if "-f" in arguments[:-1]:
-        path = Path(arguments[arguments.index("-f") + 1])
-        error_file = path.with_name(_ERROR_FILE_NAME)
-        error_file.write_bytes(error_response())
-        path.write_text(rewrite(path.read_text(), str(error_file)))
+        try:
+            prepare(Path(arguments[arguments.index("-f") + 1]))
+        except UnsafeFileError as error:
+            sys.exit(f"{SCRIPT_NAME}: {error}")
     os.execv(binary, [binary, *arguments])
+
+
+def prepare(path: Path) -> None:
+    """Rewrite a configuration of Serve's, and put beside it what HAProxy answers by itself.
+
+    Raises:
+        UnsafeFileError: Another user could change it, or a file that it names.
+    """
+    unavailable, timeout = path.with_name(_UNAVAILABLE_FILE), path.with_name(_TIMEOUT_FILE)
+    for file in (path, unavailable, timeout):
+        require_private(file)
+    config = path.read_text()
+    for file in files_of(config):
+        require_private(file)
+    unavailable.write_bytes(error_response())
+    timeout.write_bytes(timeout_response())
+    path.write_text(protect(rewrite(config, str(unavailable)), str(timeout)))
 
 
 if __name__ == "__main__":

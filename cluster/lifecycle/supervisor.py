@@ -46,8 +46,8 @@ _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
 _FIRST_PORT, _LAST_PORT = 20000, 29999
 # Unix socket paths end at 107 bytes. The longest below the folder are Ray's object-store socket and
-# HAProxy's admin socket while it is being replaced: 82 bytes, counted from the folder's own end.
-_MAX_FOLDER_BYTES = 107 - 82
+# HAProxy's admin socket while it is being replaced: 84 bytes, counted from the folder's own end.
+_MAX_FOLDER_BYTES = 107 - 84
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         ClusterConfigError: The port is taken.
     """
     require_free_port(host, port)
-    folder = _private_folder()
+    folder = private_folder()
     script = haproxy.find_script()
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
     signals = _SignalCount()
@@ -144,16 +144,9 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_DEDUP_LOGS": "0",
     }
+    variables |= haproxy.environment(folder / "h", haproxy_script)
     if haproxy_script is not None:
-        files = folder / "h"
         variables |= {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            haproxy.BINARY_VARIABLE: haproxy_script,
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "m.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "state"),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
@@ -226,7 +219,8 @@ class _SignalCount:
             signal.signal(number, handler)
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
+    """Make a new folder that lets nobody else in, with room for the names of sockets below it."""
     base = tempfile.gettempdir()
     if len(base) + len("/ttserve-12345678") > _MAX_FOLDER_BYTES:
         base = "/tmp"

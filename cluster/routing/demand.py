@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from replicas.block_hash import chain_start, extend_block_hashes
+from kv_transfer.block_hash import extend_block_hashes, prefix_root
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,9 @@ class Demand:
     priority: int = 0
     tenant: str = ""
     deadline_s: float | None = None
-    _hashes: dict[int, list[bytes]] = field(default_factory=dict, init=False, repr=False)
+    _hashes: dict[tuple[int, bytes], list[bytes]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def of(cls, request: EngineRequest, now_s: float) -> Demand:
@@ -64,15 +66,19 @@ class Demand:
         """KV blocks that it takes to begin: for the prompt and the first output token."""
         return -(-(len(self.prompt_token_ids) + 1) // block_size)
 
-    def block_hashes(self, block_size: int) -> Sequence[bytes]:
+    def block_hashes(self, block_size: int, key: bytes) -> Sequence[bytes]:
         """Chain hashes of the prompt's full blocks, as engines of this block size index them.
 
         Computed when they are first asked for, once for each block size. Of text under the model
         itself: adapters and images, which engines refuse as yet, have to key the chain too.
+
+        Args:
+            block_size: Tokens per block.
+            key: The deployment's, for `kv_transfer.block_hash.PREFIX_CACHE`.
         """
-        hashes = self._hashes.get(block_size)
+        hashes = self._hashes.get((block_size, key))
         if hashes is None:
-            hashes = self._hashes[block_size] = []
-            salt = chain_start(self.cache_salt)
-            extend_block_hashes(hashes, self.prompt_token_ids, block_size, salt)
+            hashes = self._hashes[block_size, key] = []
+            root = prefix_root(key, self.cache_salt)
+            extend_block_hashes(hashes, self.prompt_token_ids, block_size, root)
         return hashes

@@ -31,13 +31,17 @@ DISCOVERY_S = 0.5
 """How often it is asked who is there while members are missing."""
 DISCOVERY_IDLE_S = 2.0
 """And how often when none is."""
+DISCOVERY_FAILED_S = 10.0
+"""And at the least while asking fails, twice as long each time."""
+LOST_S = 60.0
+"""An ingress that knows nobody, and whose questions have failed for so long, is of no use."""
 
 
 class Discovery(Protocol):
     """Knows which replicas there are, and how many there should be."""
 
     async def find(self) -> list[Member]:
-        """The replicas that answer now."""
+        """The replicas that answer now; may fail in any way, and is asked again."""
         ...
 
     async def num_wanted(self) -> int | None:
@@ -69,8 +73,9 @@ class Fleet(Generic[ClientT_co]):
     """See the module docstring.
 
     Args:
-        make_client: Makes the connections, from what to call with (incarnation, snapshot) and
-            what to call with (incarnation, reason) once when an engine is lost.
+        make_client: Makes the connections, from what to call with (incarnation, snapshot), what to
+            call with (incarnation, reason) once when an engine is lost, and what to call with
+            (incarnation, whether it gets on) when that changes.
 
     Attributes:
         client: The connections.
@@ -81,14 +86,22 @@ class Fleet(Generic[ClientT_co]):
     def __init__(
         self,
         make_client: Callable[
-            [Callable[[str, EngineSnapshot], None], Callable[[str, str], None]], ClientT_co
+            [
+                Callable[[str, EngineSnapshot], None],
+                Callable[[str, str], None],
+                Callable[[str, bool], None],
+            ],
+            ClientT_co,
         ],
     ) -> None:
-        self.client = make_client(self._take_snapshot, self._lose)
+        self.client = make_client(self._take_snapshot, self._lose, self._set_moves)
         self.pools = PoolState()
         self.on_change: Callable[[], None] = lambda: None
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._is_complete = False
+        # Since when every question to discovery has failed, and how many have.
+        self._failing_since_s: float | None = None
+        self._num_failures = 0
         # Set when it is time to look who is there.
         self._look = asyncio.Event()
 
@@ -96,19 +109,53 @@ class Fleet(Generic[ClientT_co]):
         return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
 
     async def follow(self, discovery: Discovery) -> None:
-        """Take in whoever comes, for ever; looks at once when somebody was lost."""
+        """Take in whoever comes, for ever; looks at once when somebody was lost.
+
+        A question that fails, however it does, is asked again: whoever is known serves on.
+        """
         while True:
             self._look.clear()
-            if self.add(await discovery.find()) or not self._is_complete:
-                num_wanted = await discovery.num_wanted()
-                self._is_complete = num_wanted is not None and self.pools.num_open >= num_wanted
-            wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
+            try:
+                await self._find(discovery)
+            except Exception:  # noqa: BLE001 - nothing that others answer may end a healthy ingress
+                wait_s = self._note_failure()
+            else:
+                self._failing_since_s, self._num_failures = None, 0
+                wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
             # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
             try:
                 await self._look.wait()
             finally:
                 timer.cancel()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no replica is known and nobody has said for `LOST_S` who there is.
+
+        One that starts with the next ingress may do better; replicas that only take long to start
+        are found by this one as well.
+        """
+        since_s = self._failing_since_s
+        if since_s is None or self.pools.num_open:
+            return False
+        return asyncio.get_running_loop().time() - since_s >= LOST_S
+
+    async def _find(self, discovery: Discovery) -> None:
+        """Ask once who is there, and how many there should be where that may have changed."""
+        if self.add(await discovery.find()) or not self._is_complete:
+            num_wanted = await discovery.num_wanted()
+            self._is_complete = num_wanted is not None and self.pools.num_open >= num_wanted
+
+    def _note_failure(self) -> float:
+        """Count the failure that is being handled; when to ask again."""
+        if self._failing_since_s is None:
+            self._failing_since_s = asyncio.get_running_loop().time()
+        self._num_failures += 1
+        num = self._num_failures
+        if num & (num - 1) == 0:  # A line for the first, the second, the fourth.
+            logger.exception("nobody says which replicas run; asked %d times", num)
+        return min(DISCOVERY_S * 2.0 ** min(num - 1, 16), DISCOVERY_FAILED_S)
 
     def add(self, members: Iterable[Member]) -> int:
         """Begin to connect to engines that are new; says how many these are."""
@@ -144,6 +191,16 @@ class Fleet(Generic[ClientT_co]):
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
+        self.on_change()
+
+    def _set_moves(self, incarnation: str, moves: bool) -> None:
+        member = self.pools.member(incarnation)
+        replica = member.replica_id if member else incarnation
+        if moves:
+            logger.info("replica=%s moves again", replica)
+        else:
+            logger.warning("replica=%s does not get on: it gets nothing new", replica)
+        self.pools.set_moves(incarnation, moves)
         self.on_change()
 
     def _lose(self, incarnation: str, reason: str) -> None:

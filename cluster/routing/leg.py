@@ -1,7 +1,12 @@
 """A leg: one engine's part in one request, from the question to the moment it is let go of.
 
-A leg owns its hold in the pool state, until the engine has answered, and its stream, until it is
-closed; closing it gives both back whatever state it is in.
+A leg owns its hold in the pool state, until the engine has answered, its stream, until it is
+closed, and the timer of what it waits for; closing it gives all back whatever state it is in.
+
+An engine that stalls, as it says itself, or does not answer in time costs whoever waits for it
+another engine. Only a decode engine that has given tokens is waited for, however long it stalls:
+until it moves again, or its parent ends it (`EngineConfig.step_timeout_s`). An engine that is only
+busy stalls at no time, so that nobody loses his place in a queue.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
 from cluster.routing.slot_queue import RETRY_AFTER_S
-from replicas.errors import EngineDeadError
+from replicas.errors import EngineDeadError, EngineStalledError
 from replicas.messages import KV_TRANSFER_FAILED, LAPSED, Activate, LoadKV, TokenOutput
 
 if TYPE_CHECKING:
@@ -27,8 +32,14 @@ if TYPE_CHECKING:
     from replicas.streams import EngineStream, Inbox
 
 
+ANSWER_S = 60.0
+"""How long an engine that does not stall may take to accept or refuse a request: a step or two."""
+FIRST_TOKEN_S = 600.0
+"""And how long from then, or from an activation, to the first token: queue, prompt and KV."""
+
+
 class DecodeLostError(Exception):
-    """The engine that holds the request's decode slot is gone."""
+    """The engine that holds the request's decode slot is gone, or stalls before it gave a token."""
 
 
 class EngineClient(Protocol):
@@ -84,6 +95,7 @@ class Leg:
         incarnation: The engine.
         stream: Its events, as they come into the inbox.
         early: What the engine said while another leg was waited for.
+        has_tokens: Whether a token of it has come.
         offer: As given. Once a decode engine has begun to fetch it, the loss of that engine is the
             transfer's end, which the next one is told of by prefill.
 
@@ -104,6 +116,7 @@ class Leg:
         self.mode = message.mode
         self.incarnation = placement.incarnation
         self.early: deque[EngineEvent] = deque()
+        self.has_tokens = False
         self.offer = offer
         self._client = client
         self._pools = pools
@@ -113,12 +126,17 @@ class Leg:
         except BaseException:
             self._pools.release(self._request_id, self.incarnation)
             raise
+        self._timer = self._wait("answer", ANSWER_S)
 
     def __repr__(self) -> str:
         return f"Leg({self.mode} on {self.incarnation}, {self.state.value})"
 
     def answered(self) -> None:
         """The engine has answered: let go of the hold. Idempotent."""
+        if self.state is LegState.ASKED:
+            self._timer.cancel()
+            if self.mode != "decode":
+                self._timer = self._wait("first token", FIRST_TOKEN_S)
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
 
@@ -130,13 +148,20 @@ class Leg:
     def activate(self, token_ids: list[list[int]]) -> None:
         """Let a reservation start; see `Activate`."""
         self._go(LegState.ACTIVATED)
+        self._timer = self._wait("token", FIRST_TOKEN_S)
         self._send(Activate(self._request_id, token_ids))
 
     def close(self, *, abort: bool) -> None:
         """Let go of everything; with `abort`, the engine drops the request too. Idempotent."""
+        self._timer.cancel()
         self._go(LegState.CLOSED)
         self._pools.release(self._request_id, self.incarnation)
         self.stream.close(abort=abort)
+
+    def _wait(self, what: str, seconds: float) -> asyncio.TimerHandle:
+        """Whoever reads the stream learns of it if it does not come in time."""
+        late = EngineStalledError(f"engine {self.incarnation} gave no {what} in {seconds:g} s")
+        return asyncio.get_running_loop().call_later(seconds, self.stream.put, late)
 
     def _send(self, message: ClientMessage) -> None:
         """Tell the engine more of the request; if it is gone the stream will say so."""
@@ -196,8 +221,9 @@ class Legs:
         """The next event of one leg; what the decode engine says meanwhile is kept for later.
 
         Raises:
-            DecodeLostError: The decode engine died.
+            DecodeLostError: The decode engine died, or stalls and has given no token.
             EngineDeadError: The wanted prefill engine died.
+            EngineStalledError: It does not get on, or did not answer in time.
             ServingError: An engine gave the request up.
         """
         if wanted.early:
@@ -207,13 +233,11 @@ class Legs:
             leg = self._leg_of(stream)
             if leg is None:
                 continue  # It was dropped; this was on its way.
+            leg.has_tokens |= isinstance(event, TokenOutput)
             if isinstance(event, EngineDeadError):
-                self._count_lost(leg.mode)
-                if leg is self.decode:
-                    raise DecodeLostError(str(event))
-                if leg is wanted:
-                    raise event
-                self.drop_prefill(abort=False)
+                self._lose(leg, wanted, event)
+            elif isinstance(event, EngineStalledError):
+                self._check_progress(leg, wanted, event)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self.decode and wanted is self.prefill
                 raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
@@ -221,6 +245,39 @@ class Legs:
                 return event
             elif leg is self.decode:
                 leg.early.append(event)
+
+    def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError) -> None:
+        """Count a leg whose engine died, and drop it if nobody waits for it.
+
+        Raises:
+            DecodeLostError: It is the decode leg.
+            EngineDeadError: It is the prefill leg, and waited for.
+        """
+        self._count_lost(leg.mode)
+        if leg is self.decode:
+            raise DecodeLostError(str(error))
+        if leg is wanted:
+            raise error
+        self.drop_prefill(abort=False)
+
+    def _check_progress(self, leg: Leg, wanted: Leg, error: EngineStalledError) -> None:
+        """Give up a leg whose engine stalls, unless it has given tokens or is not waited for.
+
+        A decode leg also stays where it is while there is nowhere else to go.
+
+        Raises:
+            DecodeLostError: It is the decode leg.
+            EngineStalledError: It is the prefill leg.
+        """
+        if leg is self.decode:
+            if leg.has_tokens or not self._pools.can_decode:
+                return
+            self._metrics.stalled.labels("decode").inc()
+            raise DecodeLostError(str(error))
+        if leg is wanted:
+            # Not once it has given its tokens: KV that it still owes has deadlines of its own.
+            self._metrics.stalled.labels("prefill").inc()
+            raise error
 
     def _ask(self, placement: Placement, message: AddRequest, offer: Transfer | None = None) -> Leg:
         try:

@@ -61,6 +61,8 @@ class RouterMetrics:
         refusals: Placements that an engine refused, by reason.
         retries: Parts of requests that were tried again, by reason.
         lost: Engines that died with a part of a request on them, by its leg.
+        stalled: Parts of requests that were taken away from an engine that did not get on, by leg.
+        num_stalled: Replicas that get nothing new because they do not get on.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -94,15 +96,25 @@ class RouterMetrics:
         self.lost = self._counter(
             "ttserve_router_lost_legs", "Parts of requests whose engine died", "leg"
         )
-        self.num_queued = Gauge(
-            "ttserve_router_queued_requests",
-            "Requests that wait for a decode slot at this ingress",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(model_name)
+        self.stalled = self._counter(
+            "ttserve_router_stalled_legs",
+            "Parts of requests that were taken away from a replica that did not get on",
+            "leg",
+        )
+        self.num_queued = self._gauge(
+            "ttserve_router_queued_requests", "Requests that wait for a decode slot at this ingress"
+        )
+        self.num_stalled = self._gauge(
+            "ttserve_router_stalled_replicas",
+            "Replicas that get nothing new because they stall or are silent",
+        )
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        family = Gauge(name, text, ["model_name"], registry=self.registry)
         return family.labels(self._model_name)
 
     def _counter(self, name: str, text: str, label: str) -> Counter:

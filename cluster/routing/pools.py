@@ -3,7 +3,8 @@
 Owner: the ingress's event loop. Pure. The replicas are the authority; this view is a hint that
 costs a refusal when it is wrong. A hold counts a request against a view from the moment it is sent
 until the replica's answer, because from then on the replica's snapshots count it: both come in
-order on one socket. What a replica does, and whether it drains, its snapshots say as well.
+order on one socket. What a replica does, and whether it drains, its snapshots say as well. One that
+stalls, or has fallen quiet, is as it was and gets nothing new before it moves again.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ class _Replica:
     member: Member
     snapshot: EngineSnapshot | None = None
     holds: dict[str, tuple[int, Demand]] = field(default_factory=dict)
+    moves: bool = True
 
     @property
     def is_open(self) -> bool:
         return self.snapshot is not None and not self.snapshot.draining
+
+    def is_one_of(self, roles: frozenset[Role]) -> bool:
+        return self.snapshot is not None and self.is_open and self.snapshot.role in roles
 
 
 class PoolState:
@@ -96,6 +101,13 @@ class PoolState:
         else:
             self._change(incarnation)
 
+    def set_moves(self, incarnation: str, moves: bool) -> None:
+        """A replica stalls or is quiet and gets no requests, or it moves again."""
+        replica = self._replicas.get(incarnation)
+        if replica is not None and replica.moves != moves:
+            replica.moves = moves
+            self._relist()
+
     def hold(self, demand: Demand, placement: Placement) -> None:
         """Count a request as taken there until the replica answers."""
         replica = self._replicas.get(placement.incarnation)
@@ -127,18 +139,28 @@ class PoolState:
         return [replica.member for replica in self._replicas.values()]
 
     def has_open(self, pool: str) -> bool:
-        """Whether a replica of this pool takes requests."""
+        """Whether a replica of this pool takes requests, or will once it moves again."""
         return any(r.is_open and r.member.pool == pool for r in self._replicas.values())
 
     @property
     def num_open(self) -> int:
-        """How many replicas take requests."""
+        """How many replicas take requests, or will once they move again."""
         return sum(replica.is_open for replica in self._replicas.values())
 
     @property
+    def num_stalled(self) -> int:
+        """How many replicas get no requests because they do not move."""
+        return sum(not replica.moves for replica in self._replicas.values())
+
+    @property
     def can_decode(self) -> bool:
-        """Whether a replica takes requests to decode."""
+        """Whether a replica takes requests to decode now."""
         return bool(self.decode_views())
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether a replica decodes, though it may have to move again first."""
+        return any(replica.is_one_of(DECODING) for replica in self._replicas.values())
 
     @property
     def can_prefill(self) -> bool:
@@ -203,7 +225,7 @@ class _Views:
         self._stale[incarnation] = None
 
     def relist(self) -> None:
-        """Engines came, went, or changed sides."""
+        """Engines came, went, changed sides, or began or ceased to move."""
         self._is_listed = False
 
     def get(self, replicas: Mapping[str, _Replica]) -> list[GroupView]:
@@ -223,10 +245,10 @@ class _Views:
     def _list(self, replicas: Iterable[tuple[str, _Replica]]) -> None:
         self._views, self._first = [], {}
         for incarnation, replica in replicas:
-            snapshot = replica.snapshot
-            if snapshot is not None and not snapshot.draining and snapshot.role in self._roles:
+            if replica.moves and replica.is_one_of(self._roles):
+                assert replica.snapshot is not None
                 first = self._first[incarnation] = len(self._views)
-                self._views += self._make(incarnation, replica, snapshot, first)
+                self._views += self._make(incarnation, replica, replica.snapshot, first)
         self._stale.clear()
         self._is_listed = True
 

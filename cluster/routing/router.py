@@ -4,12 +4,12 @@ Owner: one ingress's event loop. Two stories tell what happens to a disaggregate
 from top to bottom: `decode_first`, in which a finished prefill never waits for a decoder, and
 `prefill_first`, in which no decode slot waits for a prefill. Both are made of the words of `Run`.
 
-A prefill engine that refuses or dies before the first token costs another ticket, at last a local
-prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
-engine that dies costs a new reservation as long as it has generated nothing: the story begins
-again, and what the client has stays. Its KV stays only if it was offered to whichever decode engine
-comes and none has begun to fetch it: the end of a consumer ends its transfer, and the next decode
-engine computes the prompt again, or ends the request where its configuration forbids that.
+A prefill engine that refuses, dies or stalls before the first token costs another ticket, at last a
+local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
+engine that dies or stalls costs a new reservation as long as it has generated nothing: the story
+begins again, and what the client has stays. Its KV stays only if it was offered to whichever decode
+engine comes and none has begun to fetch it: the end of a consumer ends its transfer, and the next
+decode engine computes the prompt again, or ends the request where its configuration forbids that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cluster.routing.leg import DecodeLostError, Leg, Legs
 from cluster.routing.placement import ANY_GROUP, Placement, make_policies, place
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
-from replicas.errors import EngineDeadError
+from replicas.errors import EngineDeadError, EngineStalledError
 from replicas.messages import (
     Accepted,
     AddRequest,
@@ -151,7 +151,8 @@ class Run:
         # Of the last transfer: news of an earlier one must not end the one under way.
         self._epoch = -1
         self._num_unfinished = request.sampling.n
-        self._has_decoded = False
+        # Decode engines that gave no token: the last resort of the next reservation.
+        self._given_up: set[str] = set()
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self.is_over = False
 
@@ -192,6 +193,8 @@ class Run:
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
         waiter = self._router.queue.new_waiter(self._demand, is_promised=self.has_tokens)
+        views = self._pools.decode_views()
+        waiter.refused |= {view.placement for view in views if view.incarnation in self._given_up}
         num_failures = 0
         while True:
             placement = await self._router.waits.wait(waiter)
@@ -229,7 +232,7 @@ class Run:
             The first tokens of every choice, for `deliver`; none when no prefill engine gave any.
 
         Raises:
-            DecodeLostError: The consumer's engine died.
+            DecodeLostError: The consumer's engine died or stalls.
             ServingError: An engine gave the request up.
         """
         # An engine that changed its role meanwhile may be on both sides.
@@ -269,13 +272,12 @@ class Run:
         """Pass on the decode engine's outputs to the end; meanwhile let go of the prefill side.
 
         Raises:
-            DecodeLostError: The decode engine died.
+            DecodeLostError: The decode engine died, or stalls before its first token.
             ServingError: It says that the request failed.
         """
         while not self.is_over:
             event = await self._legs.next_of(decode)
             if isinstance(event, TokenOutput):
-                self._has_decoded = True
                 if self._note(event):
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
@@ -299,15 +301,18 @@ class Run:
         return True
 
     def _lose_decode(self, error: DecodeLostError) -> None:
-        """Drop a decode engine that died, and the transfer that only it could fetch.
+        """Drop a decode engine that died or stalls, and the transfer that only it could fetch.
 
         Raises:
             ReplicaLostError: It had generated something.
         """
+        decode = self._legs.decode
+        assert decode is not None, "only an engine that was asked can be lost"
+        self._given_up.add(decode.incarnation)
         self._legs.drop_decode(abort=True)
         if self._legs.prefill is not None and self._legs.prefill.offer is None:
             self._legs.drop_prefill(abort=True)
-        if self._has_decoded:
+        if decode.has_tokens:
             raise ReplicaLostError(f"the decode replica was lost mid-request: {error}") from None
         self._router.metrics.retries.labels("decode_lost").inc()
 
@@ -325,7 +330,8 @@ class Run:
             leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
         except (EngineDeadError, DecodeLostError) as error:
-            self._legs.drop_decode(abort=False)
+            # It may still live, and get on some time.
+            self._legs.drop_decode(abort=True)
             return error
         if isinstance(answer, Refused):
             # Nobody else is placed there before this request stands in the queue again.
@@ -354,7 +360,7 @@ class Run:
     async def _ask_to_prefill(
         self, placement: Placement, consumer: Leg | None
     ) -> list[TokenOutput]:
-        """Ask one prefill engine; nothing when it refuses or dies."""
+        """Ask one prefill engine; nothing when it refuses, dies or stalls."""
         member = self._pools.member(placement.incarnation)
         if member is None or not member.description.kv_endpoints:
             return []
@@ -371,7 +377,7 @@ class Run:
             if consumer is not None:
                 consumer.load(ticket, transfer.epoch)
             outputs = await self._first_tokens(leg)
-        except EngineDeadError:
+        except (EngineDeadError, EngineStalledError):
             outputs = []
         if not outputs:
             self._legs.drop_prefill(abort=True)

@@ -96,8 +96,8 @@ class SlotQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica can decode now."""
-        return self._pools.can_decode
+        """Whether a replica can decode; for one that stalls it is worth waiting its turn."""
+        return self._pools.may_decode
 
     def check_open(self) -> None:
         """Whether a request that will want a slot later should be let in.

@@ -10,13 +10,31 @@ not merged so that block tables only ever grow).
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
 """Target of all padding in a page table; never handed out."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixWalk:
+    """The cached prefix of one sequence in one pool, and as of when; owned by the sequence.
+
+    Attributes:
+        block_ids: The cached blocks, from the first on.
+        num_evictable: How many of them no one holds: they count as free until they are shared.
+        found_at: The pool's `_num_forgotten` when they were found.
+        counted_at: Its `_num_turns` when these were counted, and how many blocks there were.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    num_evictable: int = 0
+    found_at: int = 0
+    counted_at: tuple[int, int] = (0, 0)
 
 
 class BlockPool:
@@ -39,6 +57,10 @@ class BlockPool:
         self._free: list[int] = []
         self._next_fresh = 1
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # What makes a walk stale: how often a block stopped to be found by its hash, and how often
+        # one got its first holder while it was cached, or lost its last.
+        self._num_forgotten = 0
+        self._num_turns = 0
 
     def __repr__(self) -> str:
         cached = len(self._block_by_hash)
@@ -89,8 +111,9 @@ class BlockPool:
                     self._free.append(block_id)
                 else:
                     self._cached[block_id] = None
+                    self._num_turns += 1
 
-    def find_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:
+    def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Block ids of the longest cached prefix of `block_hashes`; takes no reference."""
         found: list[int] = []
         for block_hash in block_hashes:
@@ -99,6 +122,29 @@ class BlockPool:
                 break
             found.append(block_id)
         return found
+
+    def bring_up_to_date(
+        self, walk: PrefixWalk, block_hashes: Sequence[bytes], num_blocks: int
+    ) -> None:
+        """Let a walk tell of the longest cached prefix as it is now.
+
+        Sequences that wait ask in every step: where nothing has changed that is one look-up.
+
+        Args:
+            walk: Of this pool; a new one, or one that was brought up to date before.
+            block_hashes: Of the sequence; may have grown, and is otherwise what it was.
+            num_blocks: The prefix ends here at the latest.
+        """
+        found = walk.block_ids
+        if walk.found_at != self._num_forgotten:
+            found.clear()
+            walk.found_at, walk.counted_at = self._num_forgotten, (-1, -1)
+        rest = range(len(found), num_blocks)
+        found.extend(self.find_prefix(block_hashes[i] for i in rest))
+        now = (self._num_turns, len(found))
+        if walk.counted_at != now:
+            walk.counted_at = now
+            walk.num_evictable = self.num_evictable(found)
 
     def num_evictable(self, block_ids: Sequence[int]) -> int:
         """How many of these cached blocks count as free now and would stop doing so once shared."""
@@ -109,7 +155,12 @@ class BlockPool:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._cached[block_id]
+                self._num_turns += 1
             self._ref_counts[block_id] += 1
+
+    def is_private(self, block_id: int) -> bool:
+        """Whether a block has one holder, and nobody else can find it."""
+        return self._ref_counts[block_id] == 1 and self._hashes[block_id] is None
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
         """Make a full, computed block findable; a second block of the same hash stays private."""
@@ -121,6 +172,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Forget every hash; held blocks stay held."""
+        self._num_forgotten += 1
         self._block_by_hash.clear()
         self._hashes = [None] * len(self._hashes)
 
@@ -141,3 +193,4 @@ class BlockPool:
         if block_hash is not None:
             del self._block_by_hash[block_hash]
             self._hashes[block_id] = None
+            self._num_forgotten += 1

@@ -13,6 +13,7 @@ only after the connector has let go of them.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
@@ -30,6 +32,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import TransferError
 from replicas.engine.facts import connector_settings
+from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler, failure_word
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.errors import ConfigError, EngineError, InvalidRequestError
@@ -56,6 +59,7 @@ from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
+    from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
@@ -100,6 +104,11 @@ class EngineCore:
         incarnation: Random id of this start.
         unix_epoch_s: Unix time at which the clock behind every `now_s` was zero; None: that clock
             is this process's monotonic one.
+        pulse: Where its progress is told; None makes one.
+
+    Attributes:
+        pulse: As given; whoever drives the core tells it of turns, the core what is computed.
+        warm_up_s: How long its warm-up took.
 
     Raises:
         ConfigError: The configuration and the model do not fit; says which numbers.
@@ -111,8 +120,10 @@ class EngineCore:
         executor: Executor,
         incarnation: str = "local",
         unix_epoch_s: float | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         config.validate()
+        self.pulse = Pulse() if pulse is None else pulse
         self._executor = executor
         self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
@@ -143,7 +154,9 @@ class EngineCore:
         listening: tuple[tuple[str, ...], KVLayout] | None = self._executor.collective_rpc(
             "initialize_kv_cache", self.facts.num_blocks, self.max_model_len
         )[0]
+        started = time.perf_counter()
         self._executor.collective_rpc("warm_up")
+        self.warm_up_s = time.perf_counter() - started
         self.kv_endpoints: tuple[str, ...] | None = None
         self.kv_layout: KVLayout | None = None
         if listening is not None:
@@ -154,6 +167,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
+            prefix_cache_key=_prefix_cache_key(config.keys),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.facts.eos_token_ids),
             connector=self._connector,
@@ -234,6 +248,7 @@ class EngineCore:
         meta = self._connector_meta(batch)
         result: StepResult | None = None
         if batch is not None or meta is not None:
+            self.pulse.compute(0 if batch is None else batch.num_tokens)
             result = self._executor.collective_rpc("begin_step", batch, meta, now_s)[0]
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
@@ -520,9 +535,13 @@ class EngineCore:
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
-            self._tell_loaded(self._scheduler.kv_received(request_id))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
         for request_id, failure in transfers.failed.items():
-            self._tell_loaded(self._scheduler.kv_failed(request_id, failure, now_s))
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(
+                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+            )
         for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 
@@ -556,6 +575,12 @@ class EngineCore:
                 return UtilityResult(message.call_id, True)
             case unknown:
                 return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+
+
+def _prefix_cache_key(keys: KeyRing) -> bytes:
+    """The deployment's key, or where it has no secrets one of this engine alone."""
+    derived = keys.derive(PREFIX_CACHE)
+    return derived[0] if derived else secrets.token_bytes(32)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.block_hash import chain_start, extend_block_hashes
-from replicas.engine.block_pool import BlockPool
+from kv_transfer.block_hash import extend_block_hashes, prefix_root
+from replicas.engine.block_pool import BlockPool, PrefixWalk
+from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
 
@@ -47,13 +48,15 @@ class DPGroups:
     Args:
         config: The engine's configuration.
         num_blocks: Blocks of each group, null block included.
+        prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
 
     Attributes:
         stats: Totals of each group, counted by whoever knows.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, prefix_cache_key: bytes) -> None:
         count = config.tt_data_parallel
+        self._prefix_cache_key = prefix_cache_key
         self._block_size = config.block_size
         self._slots_per_group = config.slots_per_group
         self._enable_prefix_caching = bool(config.enable_prefix_caching)
@@ -99,30 +102,17 @@ class DPGroups:
         """
         tried = set(full_groups)
         while (group := self.choose(seq, tried)) is not None:
-            hits = self.find_prefix(seq, group)
-            if self.fits(group, num_tokens, hits):
-                return group, hits
+            walk = self._find_prefix(seq, group)
+            if self._fits(group, num_tokens, walk):
+                return group, walk.block_ids
             tried.add(group)
         return None
-
-    def find_prefix(self, seq: Sequence, group: int) -> list[int]:
-        """Cached leading blocks; at least one token is left to compute, for its logits."""
-        if not self._enable_prefix_caching:
-            return []
-        self._extend_hashes(seq)
-        limit = (seq.num_tokens - 1) // self._block_size
-        return self._pools[group].find_prefix(seq.block_hashes[:limit])
-
-    def fits(self, group: int, num_tokens: int, hits: list[int]) -> bool:
-        """Whether a group has blocks for so many tokens, the first of them in `hits`."""
-        pool = self._pools[group]
-        num_new_blocks = self._num_blocks_for(num_tokens) - len(hits)
-        return num_new_blocks + pool.num_evictable(hits) <= pool.num_free_blocks
 
     def admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
         pool = self._pools[group]
         pool.share(hits)
+        seq.walks.clear()
         seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
         seq.num_cached_blocks = len(hits)
         seq.num_computed_tokens = len(hits) * self._block_size
@@ -148,10 +138,19 @@ class DPGroups:
         seq.block_ids.extend(block_ids)
         return block_ids
 
-    def cache_full_blocks(self, seq: Sequence) -> None:
-        """Index the blocks that have just become full and computed."""
-        full = seq.num_computed_tokens // self._block_size
-        if full <= seq.num_cached_blocks or not self._enable_prefix_caching:
+    def cache_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Index the blocks that have just become full.
+
+        A block that can be found is shared, and nobody may write to it any more.
+
+        Args:
+            seq: The sequence.
+            num_final_tokens: Leading tokens whose KV is here and never computed or loaded again.
+        """
+        if seq.is_converted or not self._enable_prefix_caching:
+            return
+        full = num_final_tokens // self._block_size
+        if full <= seq.num_cached_blocks:
             return
         self._extend_hashes(seq)
         pool = self._pools[seq.dp_group]
@@ -173,6 +172,7 @@ class DPGroups:
         seq.block_ids = []
         seq.num_computed_tokens = 0
         seq.num_cached_blocks = 0
+        seq.is_converted = False
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; held ones stay held."""
@@ -212,7 +212,10 @@ class DPGroups:
         )
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Every block and slot has exactly the holders that the sequences say."""
+        """Every block and slot has exactly the holders that the sequences say.
+
+        And no block that a sequence has yet to write to has another reader, or may get one.
+        """
         self._slots.check_invariants()
         sequences = list(holders)
         slots = [s.slot for s in sequences if s.slot >= 0]
@@ -222,10 +225,29 @@ class DPGroups:
             pool.check_invariants()
             used = {b for s in sequences if s.dp_group == group for b in s.block_ids}
             assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
+        for seq in (s for s in sequences if s.status is not SequenceStatus.FINISHED):
+            unwritten = seq.block_ids[seq.num_computed_tokens // self._block_size :]
+            shared = [b for b in unwritten if not self._pools[seq.dp_group].is_private(b)]
+            assert not shared, f"{seq.request_id} writes to blocks {shared} that others may read"
+
+    def _find_prefix(self, seq: Sequence, group: int) -> PrefixWalk:
+        """Cached leading blocks; at least one token is left to compute, for its logits."""
+        walk = seq.walks.setdefault(group, PrefixWalk())
+        if self._enable_prefix_caching:
+            self._extend_hashes(seq)
+            limit = (seq.num_tokens - 1) // self._block_size
+            self._pools[group].bring_up_to_date(walk, seq.block_hashes, limit)
+        return walk
+
+    def _fits(self, group: int, num_tokens: int, walk: PrefixWalk) -> bool:
+        """Whether a group has blocks for so many tokens, the first of them found already."""
+        num_new_blocks = self._num_blocks_for(num_tokens) - len(walk.block_ids)
+        return num_new_blocks + walk.num_evictable <= self._pools[group].num_free_blocks
 
     def _extend_hashes(self, seq: Sequence) -> None:
-        salt = b"" if seq.block_hashes else chain_start(seq.request.cache_salt)
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, salt)
+        if len(seq.block_hashes) < seq.num_tokens // self._block_size:
+            root = prefix_root(self._prefix_cache_key, seq.request.cache_salt)
+            extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, root)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

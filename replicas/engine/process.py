@@ -46,6 +46,8 @@ from replicas.engine.inbox import (
     Unreadable,
     Wake,
 )
+from replicas.engine.logs import log_to_standard_error
+from replicas.engine.pulse import Pulse
 from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError, UnreadableMessageError
@@ -77,28 +79,6 @@ _MAX_THROWN_AWAY = 10_000
 _MAX_SILENT_BYTES = 1024
 """Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
 _ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
-
-
-class Pulse:
-    """Whether the core thread gets on; written by it alone, read by the thread that beats.
-
-    Attributes:
-        count: Grows with every turn of the core thread's loop; odd while it works, even while it
-            waits for messages.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 1
-
-    def work(self) -> None:
-        """Another turn begins."""
-        self.count = (self.count + 2) | 1
-
-    def rest(self) -> None:
-        """Nothing is to be done until a message comes."""
-        self.count = (self.count | 1) + 1
 
 
 class _Forget(msgspec.Struct, frozen=True):
@@ -219,11 +199,13 @@ class Sender(threading.Thread):
         incarnation: str,
         queues: tuple[Outbox, Inbox],
         links: ClientLinks,
+        pulse: Pulse,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
         self._outbox, self._inbox = queues
         self._links = links
-        self._heartbeat = encode(EngineFrame(incarnation))
+        self._pulse = pulse
+        self._heartbeat = EngineFrame(incarnation)
         # Those that were greeted; and those that the core does not know yet to be gone.
         self._last_sent_s: dict[bytes, float] = {}
         self._given_up: set[bytes] = set()
@@ -287,9 +269,14 @@ class Sender(threading.Thread):
     def _send_heartbeats(self) -> None:
         self._throw_away()
         now_s = time.monotonic()
-        for client, last_s in list(self._last_sent_s.items()):
-            if now_s - last_s >= HEARTBEAT_S:
-                self._send(client, self._heartbeat)
+        due = [c for c, last_s in self._last_sent_s.items() if now_s - last_s >= HEARTBEAT_S]
+        if not due:
+            return
+        # This thread lives on when the core thread hangs in a device call.
+        stalled_s = self._pulse.stalled_s(now_s)
+        raw = encode(msgspec.structs.replace(self._heartbeat, stalled_s=stalled_s))
+        for client in due:
+            self._send(client, raw)
 
 
 class EngineProcess:
@@ -299,7 +286,6 @@ class EngineProcess:
         server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
         outbox: Frames for the sender.
-        pulse: Where it says that it gets on.
         on_drained: Called once, when nothing is left of what it had before it was told to drain.
     """
 
@@ -308,13 +294,12 @@ class EngineProcess:
         server: EngineServer,
         inbox: Inbox,
         outbox: Outbox,
-        pulse: Pulse | None = None,
         on_drained: Callable[[], None] = lambda: None,
     ) -> None:
         self._server = server
         self._inbox = inbox
         self._outbox = outbox
-        self._pulse = Pulse() if pulse is None else pulse
+        self._pulse = server.core.pulse
         self._on_drained = on_drained
         self._is_draining = False
         self._stopped = False
@@ -323,7 +308,7 @@ class EngineProcess:
         """Loop until `STOP` comes."""
         ran = False
         while not self._stopped:
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
@@ -346,9 +331,9 @@ class EngineProcess:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
         try:
             if wait:
-                self._pulse.rest()
+                self._pulse.rest(time.monotonic())
             item = self._inbox.get(block=wait, timeout=self._wait_s())
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
             # Bounded, so that a flood of messages cannot keep the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
@@ -357,7 +342,7 @@ class EngineProcess:
         except queue.Empty:
             return
         finally:
-            self._pulse.work()
+            self._pulse.work(time.monotonic())
 
     def _wait_s(self) -> float | None:
         deadline_s = self._server.next_deadline_s()
@@ -383,9 +368,7 @@ class EngineProcess:
 
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s"
-    )
+    log_to_standard_error()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     # Not for processes of ours, a compiler for one: the parent takes its end for ours.
     os.set_inheritable(arguments.ready_fd, False)
@@ -420,7 +403,7 @@ def main() -> None:
             notify=lambda: inbox.put((b"", WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
-        core = EngineCore(arguments.config, executor, arguments.incarnation)
+        core = EngineCore(arguments.config, executor, arguments.incarnation, pulse=pulse)
         max_bytes = max_client_message_bytes(core.max_model_len)
         receiver = Receiver(door.bind(max_bytes, RCVHWM=_RECEIVE_HWM), inbox, links)
         to_clients = door.bind(
@@ -431,7 +414,7 @@ def main() -> None:
             HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
             HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
         )
-        sender = Sender(to_clients, arguments.incarnation, (outbox, inbox), links)
+        sender = Sender(to_clients, arguments.incarnation, (outbox, inbox), links, pulse)
     except (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
         tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
         sys.exit(1)
@@ -441,11 +424,12 @@ def main() -> None:
         EngineReport(
             ready=describe(
                 core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
-            )
+            ),
+            warm_up_s=core.warm_up_s,
         )
     )
     EngineProcess(
-        EngineServer(core, arguments.incarnation), inbox, outbox, pulse,
+        EngineServer(core, arguments.incarnation), inbox, outbox,
         on_drained=lambda: tell(EngineReport(is_drained=True)),
     ).run()  # fmt: skip
     inbox.close()

@@ -37,12 +37,13 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line on the ready descriptor; exactly one of the fields is set.
+    """One line on the ready descriptor; exactly one of stage, ready, failed and beat is set.
 
     Attributes:
         stage: What is being done, with `fraction` done of it.
         fraction: 0 to 1.
-        ready: The engine runs.
+        ready: The engine runs; its warm-up took `warm_up_s`.
+        warm_up_s: Seconds.
         failed: It does not: why, for a person.
         is_drained: It was told to drain, and has no request left and no block lent.
         beat: What the core thread does, see `Pulse.count`.
@@ -51,6 +52,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stage: str | None = None
     fraction: float = 0.0
     ready: EngineDescription | None = None
+    warm_up_s: float = 0.0
     failed: str | None = None
     is_drained: bool = False
     beat: int | None = None

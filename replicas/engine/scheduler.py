@@ -83,6 +83,7 @@ class Scheduler:
     Args:
         config: The engine's configuration, every None that depends on the generator decided.
         num_blocks: Blocks of each DP group, null block included.
+        prefix_cache_key: See `DPGroups`.
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
         connector: Scheduler side of the KV connector, if the engine has one.
@@ -97,6 +98,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         num_blocks: int,
+        prefix_cache_key: bytes,
         max_model_len: int,
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
@@ -110,7 +112,7 @@ class Scheduler:
         self._connector = connector
         self._resumes_prefill = resumes_prefill
         self._chunk_alignment = chunk_alignment
-        self._groups = DPGroups(config, num_blocks)
+        self._groups = DPGroups(config, num_blocks, prefix_cache_key)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -235,8 +237,12 @@ class Scheduler:
         self._start_if_ready(seq)
         return seq if seq.status is SequenceStatus.FINISHED else None
 
-    def kv_received(self, request_id: str) -> Sequence | None:
+    def kv_received(self, request_id: str, *, is_converted: bool = False) -> Sequence | None:
         """The asked KV is in the sequence's blocks; only now may anybody find those blocks.
+
+        Args:
+            request_id: The sequence.
+            is_converted: Whether it came in another dtype, and nobody else may have it.
 
         Returns:
             The live sequence whose client should know, if any.
@@ -248,14 +254,16 @@ class Scheduler:
         if not seq.is_loading:
             return None
         seq.next_load = None
-        self._end_load(seq, seq.load_end)
+        self._end_load(seq, seq.load_end, is_converted=is_converted)
         if request_id in self._loading:
             self._run_loaded(seq)
             return None
         self._start_if_ready(seq)
         return seq
 
-    def kv_failed(self, request_id: str, failure: Failure, now_s: float) -> Sequence | None:
+    def kv_failed(
+        self, request_id: str, failure: Failure, now_s: float, *, is_converted: bool = False
+    ) -> Sequence | None:
         """The asked KV will not come and nothing more is written; what was verified is kept.
 
         A sequence from the queue goes on from there at once, and so does an activated one unless
@@ -266,6 +274,7 @@ class Scheduler:
             request_id: The sequence.
             failure: Why, and how much of its prompt is here all the same.
             now_s: Monotonic clock.
+            is_converted: Whether that part came in another dtype, and nobody else may have it.
 
         Returns:
             The sequence whose client should know, if any.
@@ -277,7 +286,8 @@ class Scheduler:
         if not seq.is_loading:
             return None
         whole_blocks = failure.num_tokens - failure.num_tokens % self._config.block_size
-        self._end_load(seq, whole_blocks if self._resumes_prefill else 0)
+        num_kept = whole_blocks if self._resumes_prefill else 0
+        self._end_load(seq, num_kept, is_converted=is_converted)
         if request_id in self._loading:
             self._num_recompute_tokens += seq.load_end - seq.num_computed_tokens
             self._run_loaded(seq)
@@ -380,7 +390,7 @@ class Scheduler:
         ):
             seq = by_slot[slot]
             seq.num_computed_tokens += count
-            self._groups.cache_full_blocks(seq)
+            self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
             if token_id >= 0:
                 outputs.append((seq, self._append_token(seq, token_id)))
         return outputs
@@ -444,7 +454,7 @@ class Scheduler:
             seq.num_computed_tokens += len(tokens)
             seq.token_ids.extend(earlier)
             self._groups.stats[seq.dp_group].generation_tokens += len(earlier)
-            self._groups.cache_full_blocks(seq)
+            self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
             output = self._append_token(seq, last)
             if earlier:
                 output = msgspec.structs.replace(
@@ -620,10 +630,11 @@ class Scheduler:
             seq.request_id, seq.dp_group, seq.block_ids, num_external
         )
 
-    def _end_load(self, seq: Sequence, num_tokens: int) -> None:
+    def _end_load(self, seq: Sequence, num_tokens: int, *, is_converted: bool) -> None:
         """Take over the first `num_tokens` of what was loaded; more than was asked for counts not.
 
-        The blocks may be found from now on.
+        Others may find the blocks from now on, unless their KV was converted, and but for one with
+        the last known token: that may be computed again, as in `_run`.
         """
         seq.is_loading = False
         self._asking.pop(seq.request_id, None)
@@ -631,7 +642,8 @@ class Scheduler:
         seq.num_computed_tokens += num_new
         if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
             seq.num_cached_tokens += num_new
-        self._groups.cache_full_blocks(seq)
+        seq.is_converted |= is_converted and num_new > 0
+        self._groups.cache_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
 
     def _start_if_ready(self, seq: Sequence) -> None:
         """Move a reserved sequence to running once it is activated and no transfer is under way.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_transfer.connector import TransferRequest
+    from replicas.engine.block_pool import PrefixWalk
     from replicas.messages import EngineRequest, RequestMode
 
 
@@ -41,6 +42,7 @@ class Sequence:
         num_computed_tokens: Tokens whose KV is in the cache.
         block_ids: Block table: the block of token t is `block_ids[t // block_size]`.
         block_hashes: Chain hashes of the full blocks of `token_ids`.
+        walks: Until it is admitted: what of its prefix each DP group was found to have.
         num_cached_blocks: Leading blocks that the prefix index already knows.
         dp_group: Its DP group; the asked one or -1 until admitted.
         slot: Its slot, or -1.
@@ -53,6 +55,8 @@ class Sequence:
         next_load: RESERVED only: ticket and epoch that replace the transfer under way as soon as
             that has ended.
         load_epoch: RESERVED only: the client's number of the ticket in use.
+        is_converted: Some of the KV in its blocks came in another dtype. That, and what is computed
+            from it, is not what this engine computes: nobody else may find those blocks.
         load_failure: Why the KV of the latest load did not come; None if it did, or may yet.
         is_activated: RESERVED only: the client said to start.
         is_aborted: The client gave it up; nobody may count on what it still holds.
@@ -71,6 +75,7 @@ class Sequence:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    walks: dict[int, PrefixWalk] = field(default_factory=dict)
     num_cached_blocks: int = 0
     slot: int = -1
     num_cached_tokens: int = -1
@@ -80,6 +85,7 @@ class Sequence:
     is_announced: bool = False
     next_load: tuple[bytes, int] | None = None
     load_epoch: int = 0
+    is_converted: bool = False
     load_failure: str | None = None
     is_activated: bool = False
     is_aborted: bool = False

@@ -205,12 +205,13 @@ class Rig:
         self,
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
+        on_moves: Callable[[str, bool], None],
     ) -> AsyncMPClient:
         def on_lost(incarnation: str, reason: str) -> None:
             self.lost.append(incarnation)
             on_dead(incarnation, reason)
 
-        return AsyncMPClient(KEYS, on_snapshot, on_lost)
+        return AsyncMPClient(KEYS, on_snapshot, on_lost, on_moves)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""
@@ -337,6 +338,10 @@ class ScriptedEngine:
 
     For what a real engine does only in a race: refusals, duplicates, silence between two messages.
 
+    Attributes:
+        stalled_s: What its frames say of its present step.
+        is_silent: Whether it sends no heartbeats.
+
     Args:
         role: Its pool, and what its snapshots say.
         incarnation: Its name.
@@ -357,6 +362,8 @@ class ScriptedEngine:
             output_endpoint=self._output.getsockopt_string(zmq.LAST_ENDPOINT),
         )
         self.messages: list[ClientMessage] = []
+        self.stalled_s = 0.0
+        self.is_silent = False
         self._answer = answer
         self._clients: set[bytes] = set()
         self._seq = 0
@@ -394,7 +401,9 @@ class ScriptedEngine:
         if snapshot is not None:
             self._snapshot = snapshot
         for client in self._clients:
-            frame = EngineFrame(self.member.description.incarnation, list(events), snapshot)
+            frame = EngineFrame(
+                self.member.description.incarnation, list(events), snapshot, self.stalled_s
+            )
             await self._output.send_multipart((client, encode(frame)))
 
     def _bind(self, incarnation: str) -> zmq.asyncio.Socket:
@@ -419,4 +428,5 @@ class ScriptedEngine:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(0.25)
-            await self.send()
+            if not self.is_silent:
+                await self.send()

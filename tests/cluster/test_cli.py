@@ -1,7 +1,9 @@
 """The command line without a cluster behind it."""
 
 import http.server
+import shlex
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
+from cluster.lifecycle import haproxy
 
 GOOD = """\
 http_options: {{host: 127.0.0.1}}
@@ -28,8 +31,23 @@ def run():
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    names = ("serve", "validate", "generate", "simulate", "kv", "doctor", "chaos")
+    names = ("serve", "environment", "validate", "generate", "simulate", "kv", "doctor", "chaos")
     assert all(name in result.output for name in names)
+
+
+def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    monkeypatch.setattr(haproxy, "find_script", lambda: "/a folder/ttserve-haproxy")
+    outputs = [run("environment").output for _ in range(2)]
+    folders = []
+    for output in outputs:
+        lines = [shlex.split(line) for line in output.splitlines()]
+        variables = dict(word.split("=", 1) for export, word in lines if export == "export")
+        assert variables["RAY_SERVE_HAPROXY_BINARY_PATH"] == "/a folder/ttserve-haproxy"
+        folders.append(Path(variables["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent)
+        assert folders[-1].stat().st_mode & 0o777 == 0o700
+        folders[-1].rmdir()
+    assert folders[0] != folders[1]
 
 
 def test_validate_names_every_bad_file_and_its_key(run, tmp_path):

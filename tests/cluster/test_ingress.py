@@ -186,7 +186,9 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
             ScriptedEngine("both", "e", finishes) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            client = Client(create_app(service, version="0", max_body_bytes=2**20))
+            client = Client(
+                create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+            )
             for seed in (None, None, 0):
                 body = {"prompt": "x", "max_tokens": 1, "seed": seed}
                 assert (await client.request("POST", "/v1/completions", body)).status == 200
@@ -219,7 +221,7 @@ def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
             ScriptedEngine("decode", "d", finishes) as decode,
             serving(prefill.member, decode.member) as service,
         ):
-            app = create_app(service, version="0", max_body_bytes=2**20)
+            app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
             client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
             return client.status, [*prefill.messages, *decode.messages]
 
@@ -332,6 +334,15 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             assert service.is_ready() == (False, "no replica yet in pool prefill")
             service.fleet.add([decode.member, prefill.member])
             await connected(service, [decode.member, prefill.member])
+            assert service.is_ready() == (True, "")
+            service.fleet._set_moves(prefill.incarnation, moves=False)
+            assert service.is_ready() == (True, "replicas that do not get on: 1")
+            metrics = (await service.metrics_text()).decode()
+            assert 'ttserve_router_stalled_replicas{model_name="tiny"} 1.0' in metrics
+            service.fleet._set_moves(decode.incarnation, moves=False)
+            assert service.is_ready() == (False, "no replica can decode")
+            for engine in (prefill, decode):
+                service.fleet._set_moves(engine.incarnation, moves=True)
             assert service.is_ready() == (True, "")
             service.fleet._lose(prefill.incarnation, "test")
             assert service.is_ready() == (True, ""), "the decode pool can do without"
@@ -450,6 +461,35 @@ def test_metrics_leave_out_an_engine_that_does_not_answer():
 
     families = {family.name for family in text_string_to_metric_families(asyncio.run(run()))}
     assert "vllm:time_to_first_token_seconds" in families
+
+
+def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeypatch):
+    monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ingress_module, "_SCRAPE_TIMEOUT_S", 0.1)
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", lambda _: []) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            app = create_app(service, version="1", max_body_bytes=1000)
+            paths = ["/metrics", "/kv"] * 50
+            looks = [asyncio.create_task(Client(app).request("GET", path)) for path in paths]
+            await asyncio.sleep(0)
+            for look in looks[:40]:  # who leaves takes no answer from the others
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+            first = len(engine.received(Utility))
+            for _ in range(3):
+                await asyncio.gather(*(Client(app).request("GET", path) for path in paths))
+            return first, len(engine.received(Utility)), looks
+
+    started_s = time.monotonic()
+    first, num_asked, looks = asyncio.run(run())
+    assert first == 2
+    assert num_asked == 2 * (1 + 3)
+    assert time.monotonic() - started_s >= 3 * ingress_module.MIN_ASK_INTERVAL_S
+    assert {look.result().status for look in looks if not look.cancelled()} == {200}
 
 
 def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):

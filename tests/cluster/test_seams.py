@@ -20,6 +20,7 @@ from cluster.ingress import Ingress
 from cluster.routing import router as router_module
 from cluster.routing.demand import Demand
 from cluster.routing.placement import GroupView, Policies
+from kv_transfer.block_hash import PREFIX_CACHE
 from replicas.messages import (
     Accepted,
     Activate,
@@ -59,7 +60,7 @@ async def serving(*engines, args=None, **fields):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: ingress.is_ready()[0], "ready")
-        app = create_app(ingress, version="0", max_body_bytes=2**20)
+        app = create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60)
         yield ingress, lambda *request: Client(app).request(*request)
     finally:
         await ingress.close()
@@ -88,7 +89,7 @@ class Reader:
         fields |= {
             "num_prompt_tokens": demand.num_prompt_tokens,
             "num_blocks": demand.num_blocks(view.block_size),
-            "block_hashes": demand.block_hashes(view.block_size),
+            "block_hashes": demand.block_hashes(view.block_size, KEYS.derive(PREFIX_CACHE)[0]),
         }
         self.seen.append((fields, {f: getattr(view, f) for f in view.__struct_fields__}))
         return (view.index,)

@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -257,8 +258,8 @@ class RayCluster:
         self.environment = {
             **os.environ,
             **supervisor.environment(self.folder, str(BINARIES / "ttserve-haproxy")),
+            **self._documented(),
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
-            "RAY_AUTH_MODE": "token",
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
         }
         subprocess.run(
@@ -281,6 +282,16 @@ class RayCluster:
         wait_for(
             lambda: "Ray runtime started" in self._log.read_text(errors="replace"), 60, "ray start"
         )
+
+    def _documented(self) -> dict[str, str]:
+        """The variables that the README's `eval` sets."""
+        done = subprocess.run(
+            [str(BINARIES / "ttserve"), "environment"], check=True, capture_output=True, text=True,
+            env={**os.environ, "TMPDIR": str(self.folder)},
+        )  # fmt: skip
+        words = [shlex.split(line) for line in done.stdout.splitlines()]
+        assert all(export == "export" for export, _ in words)
+        return dict(assignment.split("=", 1) for _, assignment in words)
 
     def run(self, *command: str) -> str:
         """Run a `ray` or `serve` command against this cluster; returns what it printed."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import os
+import socket
 from pathlib import Path
 
 import harness
@@ -9,6 +11,7 @@ import pytest
 import yaml
 
 from cluster.lifecycle import supervisor
+from tests.cluster.lifecycle.haproxy_world import as_nobody
 
 pytestmark = pytest.mark.ray
 
@@ -39,6 +42,7 @@ def test_deployed_config_serves_on_its_port_and_is_gone_after_shutdown(cluster, 
     harness.wait_for(lambda: is_healthy(url), 30, "healthy endpoint")
     body = {"model": "demo", "prompt": "Return the", "max_tokens": 8, "stream": True}
     assert [*harness.stream_events(url, "/v1/completions", body)][-1] == "[DONE]"
+    check_private(cluster)
     shut_down(cluster, words)
     harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
 
@@ -69,6 +73,21 @@ def test_wrong_args_fail_the_deployment_with_the_reason(cluster, tmp_path):
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
     cluster.stop()
+
+
+def check_private(cluster: harness.RayCluster) -> None:
+    """Another user of this host cannot reach HAProxy's admin socket."""
+    folder = Path(cluster.environment["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+    [path] = folder.rglob("admin.sock")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    def attack() -> None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+    attack()
+    if os.geteuid() == 0:
+        assert as_nobody(attack) == "PermissionError"
 
 
 def demo_on_free_port():

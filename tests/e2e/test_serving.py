@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app as cli
 from cluster.lifecycle import supervisor
+from cluster.lifecycle.listeners import read_listeners
 from examples import server_client
 from kv_transfer.layout import ROW_TOKENS
 from replicas import LLM
@@ -161,6 +162,18 @@ def added(before, after, name, **labels):
 
 
 # --- answers -----------------------------------------------------------------------------------
+
+
+def test_every_listener_is_on_loopback(server):
+    family = server.footprint.look()
+    listeners = [listener for listener in read_listeners() if listener.pid in family]
+    kinds = {listener.socket for listener in listeners}
+    assert {"engine", "engine-kv", "http", "http-admin", "ray", "ray-local"} <= kinds
+    assert [x for x in listeners if (x.level, x.verdict) != ("ok", "this host only")] == []
+    tcp = [x for x in listeners if x.socket in {"engine", "http", "ray"}]
+    ports = {int(x.address.rpartition(":")[2]) for x in tcp}
+    # None of ours is without a name.
+    assert {port for _, port in harness.listening_ports(family)} == ports
 
 
 def test_the_example_client_is_served(server, capsys):

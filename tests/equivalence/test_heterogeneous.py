@@ -11,7 +11,7 @@ import pytest
 import replicas.engine.worker
 from kv_transfer.layout import KVLayout
 from replicas.sampling_params import SamplingParams
-from tests.engines import engine_core, generate, make_config
+from tests.engines import engine_core, generate, make_config, num_prefix_hits
 from tests.models import model_folder
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
@@ -138,6 +138,32 @@ def test_a_dtype_that_is_accepted_is_converted(make_pair, source, target, num_sh
         a == b for x, y in zip(outputs, wanted, strict=True) for a, b in zip(x, y, strict=True)
     )
     assert num_equal > 0.5 * sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("num_shards", [None, SHARDED2])
+@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_nobody_else_is_answered_from_converted_kv(make_pair, source, target, num_shards):
+    pair = make_pair(
+        config(num_shards=num_shards, dtype=source, block_size=64),
+        config(num_shards=num_shards, dtype=target, kv_accept_dtypes=(source,)),
+    )
+    pair.generate(PROMPTS, SAMPLING)
+    assert_all_moved(pair)
+    core = pair.decode.core
+    assert num_prefix_hits(core) == 0
+    # Computed here, as if nothing had ever been converted.
+    assert generate(core, PROMPTS, SAMPLING) == aggregated(dtype=target)
+    assert num_prefix_hits(core) == 0
+    # What is computed here may be found.
+    generate(core, PROMPTS, SAMPLING)
+    assert num_prefix_hits(core) > 0
+
+
+def test_kv_of_the_same_dtype_is_found_by_others(make_pair):
+    pair = make_pair(config(block_size=64), config(kv_accept_dtypes=("bfloat16",)))
+    pair.generate(PROMPTS, SAMPLING)
+    assert generate(pair.decode.core, PROMPTS, SAMPLING) == aggregated()
+    assert num_prefix_hits(pair.decode.core) > 0
 
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -16,9 +16,18 @@ import configs
 from replicas import async_client, client, launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
-from replicas.config import MeshConfig
+from replicas.config import MeshConfig, SimulatedMeshConfig
 from replicas.errors import EngineDeadError, EngineStartError
-from replicas.launch import LOOK_S, EngineHandle, HangWatch, child_environment, start_engine
+from replicas.launch import (
+    KNOWN_STEP_S,
+    LOOK_S,
+    UNKNOWN_STEP_S,
+    EngineHandle,
+    HangWatch,
+    child_environment,
+    start_engine,
+    step_timeout_s,
+)
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from tests.engines import make_config
@@ -81,6 +90,23 @@ def test_no_beat_at_all_is_a_process_that_does_not_move():
 def test_a_time_between_two_looks_is_rounded_up():
     assert looks(HangWatch(1.2 * LOOK_S), [], []) == [None, "frozen"]
     assert looks(HangWatch(LOOK_S / 100), []) == ["frozen"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "warm_up_s", "expected_s"),
+    [
+        ({"step_timeout_s": 7.0}, 1000.0, 7.0),
+        ({}, 0.0, UNKNOWN_STEP_S),
+        ({"mesh": MeshConfig(name="T3K")}, 20.0, KNOWN_STEP_S),
+        ({"mesh": MeshConfig(name="T3K")}, 500.0, 500.0),
+        ({"mesh": MeshConfig(name="T3K"), "generator": "Slow"}, 20.0, UNKNOWN_STEP_S),
+        ({"simulated_mesh": SimulatedMeshConfig(model="m", board="n150")}, 1.0, KNOWN_STEP_S),
+    ],
+)
+def test_a_step_may_take_as_long_as_the_warm_up_and_longer_where_that_has_not_run_it(
+    changes, warm_up_s, expected_s
+):
+    assert step_timeout_s(config(**{"step_timeout_s": None, **changes}), warm_up_s) == expected_s
 
 
 # --- what an engine is started with ------------------------------------------------------------

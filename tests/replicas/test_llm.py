@@ -97,7 +97,7 @@ def test_engine_stops_at_a_stop_string(llm, greedy):
 
 def test_stop_token_ends_the_text_before_it(llm, greedy):
     token_id = greedy.token_ids[4]
-    params = msgspec.structs.replace(GREEDY, stop_token_ids=(token_id,))
+    params = msgspec.structs.replace(GREEDY, stop_token_ids=frozenset({token_id}))
     output = generate(llm, PROMPTS[0], params)[0].outputs[0]
     cut = greedy.token_ids.index(token_id)
     assert output.token_ids == greedy.token_ids[: cut + 1]

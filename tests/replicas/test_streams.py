@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from replicas.errors import EngineDeadError
+from replicas.errors import EngineDeadError, EngineStalledError
 from replicas.messages import (
     Abort,
     Accepted,
@@ -36,14 +36,20 @@ class Client:
     def __init__(self):
         self.sent = []
         self.seen = []
-        self.table = StreamTable(DESCRIPTION, self.sent.append, lambda *a: self.seen.append(a))
+        self.moves = []
+        self.table = StreamTable(
+            DESCRIPTION,
+            self.sent.append,
+            lambda *a: self.seen.append(a),
+            lambda *a: self.moves.append(a),
+        )
 
     def open(self, request_id, inbox=None):
         message = AddRequest(EngineRequest(request_id, [1], SamplingParams()))
         return self.table.open(request_id, message, inbox)
 
-    def take(self, *events, snapshot=None):
-        self.table.take(EngineFrame("e.1", list(events), snapshot))
+    def take(self, *events, snapshot=None, stalled_s=0.0):
+        self.table.take(EngineFrame("e.1", list(events), snapshot, stalled_s))
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_nothing_is_kept_of_a_message_that_could_not_be_sent():
     def refuse(_message):
         raise EngineDeadError("gone")
 
-    table = StreamTable(DESCRIPTION, refuse, lambda *_: None)
+    table = StreamTable(DESCRIPTION, refuse, lambda *_: None, lambda *_: None)
     with pytest.raises(EngineDeadError):
         table.open("r", Abort([]), None)
     assert len(table) == 0
@@ -183,3 +189,35 @@ def test_waiting_for_an_event_waits(client):
         return await waiting
 
     assert asyncio.run(read()).index == 5
+
+
+def test_an_engine_that_stalls_tells_every_stream_and_once_that_it_does_not_move(client):
+    inbox = asyncio.Queue()
+    early = client.open("a", inbox)
+    client.take(stalled_s=5.5)
+    late = client.open("b", inbox)
+    client.take(stalled_s=5.75)
+    client.take()
+    client.open("c", inbox)
+    told = [inbox.get_nowait() for _ in range(inbox.qsize())]
+    assert [stream for stream, _ in told] == [early, late, early, late]
+    assert {type(event) for _, event in told} == {EngineStalledError}
+    assert client.moves == [("e.1", False), ("e.1", True)]
+
+
+def test_an_engine_that_is_quiet_does_not_move_and_its_streams_wait(client):
+    inbox = asyncio.Queue()
+    client.open("a", inbox)
+    client.table.hush()
+    client.table.hush()
+    client.take()
+    client.take()
+    assert inbox.empty()
+    assert client.moves == [("e.1", False), ("e.1", True)]
+
+
+def test_whoever_has_one_engine_only_waits_for_it(client):
+    stream = client.open("r")
+    client.take(stalled_s=5.5)
+    client.take(token("r"))
+    assert get_now(stream) == token("r")

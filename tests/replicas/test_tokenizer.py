@@ -107,7 +107,7 @@ def test_rendered_conversations_equal_transformers(tmp_path, place, kwargs, add_
     folder = make_folder(tmp_path, {"chat_template": stored})
     if place == "file":
         (folder / "chat_template.jinja").write_text(TEMPLATE)
-    ours = Tokenizer.from_folder(folder).apply_chat_template(TURNS, add_generation_prompt, **kwargs)
+    ours = Tokenizer.from_folder(folder).apply_chat_template(TURNS, add_generation_prompt, kwargs)
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         TURNS, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
     )
@@ -127,7 +127,7 @@ def test_rendered_conversations_equal_transformers(tmp_path, place, kwargs, add_
 def test_a_conversation_that_the_template_refuses_is_a_typed_error(tmp_path, turns, kwargs, reason):
     tokenizer = Tokenizer.from_folder(make_folder(tmp_path, {"chat_template": TEMPLATE}))
     with pytest.raises(ChatTemplateError, match=reason):
-        tokenizer.apply_chat_template(turns, **kwargs)
+        tokenizer.apply_chat_template(turns, variables=kwargs)
 
 
 @pytest.mark.parametrize(

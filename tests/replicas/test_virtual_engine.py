@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer.ticket import Ticket
+from replicas.engine.pulse import STALL_S
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (
@@ -114,3 +115,16 @@ def test_a_turn_of_transfers_alone_takes_their_time_and_no_more():
         loaded += frames
     loaded += decode.end(turn, 1, turn.end_times_s[0])
     assert [e for _, f in loaded for e in f.events] == [KVLoaded("r", 0, None)]
+
+
+def test_a_turn_that_does_not_end_is_a_stall_in_the_engines_heartbeats():
+    engine, _ = make_engine(Net(), "engine")
+    assert engine.stalls_at_s() is None
+    engine.take(CLIENT, AddRequest(EngineRequest("r", PROMPT, SAMPLING)), 10.0)
+    turn = engine.begin(10.0)
+    at_s = engine.stalls_at_s()
+    assert at_s >= 10.0 + STALL_S
+    assert engine.heartbeat(at_s).stalled_s == 0
+    assert engine.heartbeat(at_s + 1).stalled_s == at_s + 1 - 10.0
+    engine.end(turn, 1, at_s + 2)
+    assert engine.heartbeat(at_s + 3).stalled_s == 0

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SILENCE_S = 5.0
 """An engine that sends nothing for so long is given up; `replicas.dealer.SILENCE_S`."""
+QUIET_S = 2.0
+"""And gets nothing new after so long; `replicas.dealer.QUIET_S`."""
 NOTICE_S = 0.25
 """An engine finds within a heartbeat that a client is gone."""
 
@@ -55,7 +57,9 @@ class VirtualLink:
         self.is_open = True
         self.is_heard_of = asyncio.Event()
         self.newest: EngineSnapshot | None = None
-        self.table = StreamTable(host.engine.description, self.send, client.take_snapshot)
+        self.table = StreamTable(
+            host.engine.description, self.send, client.take_snapshot, client.take_moves
+        )
         self._client = client
         self._client_id = client_id
         self._loop = network.loop
@@ -113,23 +117,27 @@ class VirtualClient:
         observer: Who is told what passes between the ingress and the engines.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost.
+        on_moves: Called with (incarnation, whether it gets on) when that changes.
 
     Attributes:
         token_times_s: For requests whose last output has several tokens: when the steps ended
             that gave them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only: what it is told of is one thing for each
         self,
         name: str,
         network: Network,
         hosts: Mapping[str, VirtualHost],
         observer: Recorder | ProtocolMonitor,
+        *,
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
+        on_moves: Callable[[str, bool], None],
     ) -> None:
         self.observer = observer
         self.take_snapshot = on_snapshot
+        self.take_moves = on_moves
         self.token_times_s: dict[str, list[float]] = {}
         self._name = name
         self._network = network
@@ -183,6 +191,12 @@ class VirtualClient:
             link.close()
             link.table.fail(reason)
             self._on_dead(incarnation, reason)
+
+    def hush(self, incarnation: str) -> None:
+        """An engine has sent nothing for `QUIET_S`."""
+        link = self._links.get(incarnation)
+        if link is not None:
+            link.table.hush()
 
     def _link(self, incarnation: str) -> VirtualLink:
         link = self._links.get(incarnation)

@@ -171,6 +171,15 @@ class VirtualHost:
         self._inbox.append((client, message))
         self._wake()
 
+    def beat(self) -> None:
+        """Send every client a heartbeat, as threads of its own do in a process: the core may hang.
+
+        In virtual time only those that say something new are sent.
+        """
+        frame = self.engine.heartbeat(self._loop.time())
+        for send_frame in self.links.values():
+            send_frame(frame, [])
+
     # --- turns of the core ----------------------------------------------------------------------
 
     def _wake(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.lab.simulation.client import SILENCE_S
+from cluster.lab.simulation.client import QUIET_S, SILENCE_S
 from cluster.lab.simulation.host import VirtualHost
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
@@ -50,6 +50,7 @@ class Lives:
 
     Args:
         lose: Called with (incarnation, reason) when every connection to an engine is over.
+        hush: Called with the incarnation of an engine of which nothing has been heard for a while.
 
     Attributes:
         hosts: Every start of a replica, in order.
@@ -63,12 +64,14 @@ class Lives:
         network: Network,
         recorder: Recorder,
         lose: Callable[[str, str], None],
+        hush: Callable[[str], None],
     ) -> None:
         self._options = options
         self._network = network
         self._loop = network.loop
         self._recorder = recorder
         self._lose = lose
+        self._hush = hush
         self._incarnations = itertools.count(1)
         self._places = [
             _Place(f"{spec.role}/{rank}", spec) for spec in pools for rank in range(spec.replicas)
@@ -209,11 +212,17 @@ class Lives:
         host = place.host
         if host is not None and place.silent_since_s is None:
             place.silent_since_s = self._loop.time()
+            self._loop.call_later(QUIET_S, self._grow_quiet, place, host, place.silent_since_s)
             self._loop.call_later(SILENCE_S, self._give_up, place, host, place.silent_since_s)
 
     def _speak_again(self, place: _Place) -> None:
         if place.host is not None and place.host.is_answering:
             place.silent_since_s = None
+            place.host.beat()
+
+    def _grow_quiet(self, place: _Place, host: VirtualHost, since_s: float) -> None:
+        if place.host is host and place.silent_since_s == since_s:
+            self._hush(host.incarnation)
 
     def _give_up(self, place: _Place, host: VirtualHost, since_s: float) -> None:
         if place.host is not host or place.silent_since_s != since_s:

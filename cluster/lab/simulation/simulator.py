@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     OnSnapshot = Callable[[str, EngineSnapshot], None]
     OnDead = Callable[[str, str], None]
+    OnMoves = Callable[[str, bool], None]
 
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
@@ -73,7 +74,9 @@ class Simulation:
         self._rng = np.random.Generator(np.random.Philox(options.seed))
         self.network = Network(self.loop, options.network, self._rng)
         self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
-        self.lives = Lives(self._pools, options, self.network, self.recorder, self._lose)
+        self.lives = Lives(
+            self._pools, options, self.network, self.recorder, self._lose, self._hush
+        )
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
@@ -101,13 +104,23 @@ class Simulation:
     def _make_ingress(self, name: str, tickets: TicketOffice) -> VirtualIngress:
         observer = self._invariants.monitor(name) if self._invariants else self.recorder
 
-        def make_client(on_snapshot: OnSnapshot, on_dead: OnDead) -> VirtualClient:
+        def make_client(
+            on_snapshot: OnSnapshot, on_dead: OnDead, on_moves: OnMoves
+        ) -> VirtualClient:
             def on_dead_or_lost(incarnation: str, reason: str) -> None:
                 on_dead(incarnation, reason)
                 self._on_lost(name, incarnation)
 
             hosts = self.lives.living
-            return VirtualClient(name, self.network, hosts, observer, on_snapshot, on_dead_or_lost)
+            return VirtualClient(
+                name,
+                self.network,
+                hosts,
+                observer,
+                on_snapshot=on_snapshot,
+                on_dead=on_dead_or_lost,
+                on_moves=on_moves,
+            )
 
         fleet = Fleet(make_client)
         metrics = RouterMetrics("simulated")
@@ -289,6 +302,11 @@ class Simulation:
         """Every connection to an engine is over."""
         for ingress in self.ingresses:
             ingress.fleet.client.lose(incarnation, reason)
+
+    def _hush(self, incarnation: str) -> None:
+        """Nobody has heard of an engine for a while."""
+        for ingress in self.ingresses:
+            ingress.fleet.client.hush(incarnation)
 
     def _on_lost(self, ingress: str, incarnation: str) -> None:
         self.recorder.event("lost", ingress, incarnation)

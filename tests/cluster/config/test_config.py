@@ -172,6 +172,8 @@ FILE_MISTAKES = [
     ("applications[0].args.pools.decode.replicas", 0, "args.pools.decode.replicas must be at le"),
     ("applications[0].args.ingress.replicas", 0, "args.ingress.replicas must be at least 1"),
     ("applications[0].args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
+    ("applications[0].args.ingress.max_body_bytes", 2**26 + 1, "max_body_bytes must be at most 67"),
+    ("applications[0].args.ingress.request_timeout_s", 0, "args.ingress.request_timeout_s must be"),
     ("applications[0].args.router.max_attempts", 0, "args.router.max_attempts must be at least 1"),
     ("applications[0].args.router.max_queued_requests", -1, "args.router.max_queued_requests must"),
     ("applications[0].args.router.queue_timeout_s", 0, "args.router.queue_timeout_s must be pos"),
@@ -401,6 +403,13 @@ def test_shipped_configs_are_the_four_shapes():
     assert shapes["single"] == {"both": (1, 1)}
     assert shapes["pooled"] == {"both": (2, 1)}
     assert {role: n for role, (n, _) in shapes["2p2d"].items()} == {"prefill": 2, "decode": 2}
+
+
+def test_configs_for_several_hosts_survive_the_death_of_an_ingress():
+    several = [path for path in CONFIGS if read_serve_file(path).args.get("data_host") == "node"]
+    assert several
+    for path in several:
+        assert resolve(read_serve_file(path).args).ingress.replicas >= 2, path
 
 
 def test_demo_model_is_found_wherever_the_process_runs(monkeypatch, tmp_path):

@@ -31,7 +31,7 @@ def service():
 def port(service):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        app = create_app(service, version="0", max_body_bytes=2**20)
+        app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.edge.openai import ModelCard
+from cluster.edge.openai_limits import Limits
 from cluster.edge.openai_requests import (
     ChatPrompt,
     TextPrompt,
@@ -29,6 +30,7 @@ from tests.cluster.edge.test_openai_fields import turn_on
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+LIMITS = Limits(max_model_len=2**20, vocab_size=2**20, max_token_chars=8)
 SEED = 2**62
 """What the ingress mints in these tests."""
 
@@ -68,19 +70,19 @@ def refusal(body, **options):
 )  # fmt: skip
 def test_a_body_that_is_not_standard_json_is_refused(raw):
     with pytest.raises(BadRequestError, match="not valid JSON"):
-        parse_body(raw)
+        parse_body(raw, LIMITS)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b'"x"', b"1", b"null", b"true"])
 def test_a_body_that_is_not_an_object_is_refused(raw):
     with pytest.raises(BadRequestError, match="must be a JSON object"):
-        parse_body(raw)
+        parse_body(raw, LIMITS)
 
 
 @given(st.binary())
 def test_any_bytes_are_an_object_or_a_typed_refusal(raw):
     with contextlib.suppress(BadRequestError):
-        assert isinstance(parse_body(raw), dict)
+        assert isinstance(parse_body(raw, LIMITS), dict)
 
 
 JSON = st.recursive(
@@ -118,7 +120,7 @@ def test_every_supported_field_reaches_the_request():
     }  # fmt: skip
     assert build(body).sampling == SamplingParams(
         max_tokens=5, temperature=0, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
-        stop_token_ids=(3,), ignore_eos=True, skip_special_tokens=False,
+        stop_token_ids=frozenset({3}), ignore_eos=True, skip_special_tokens=False,
         include_stop_str_in_output=True,
     )  # fmt: skip
     spec = response_spec(parse_completion(body), "demo", request_id="r1", created=17)
@@ -331,7 +333,7 @@ def test_detokenize_needs_tokens():
 
 
 def test_a_large_list_of_token_ids_is_parsed_and_checked_as_it_is():
-    body = parse_body(json.dumps({"prompt": [5] * 200_000}).encode())
+    body = parse_body(json.dumps({"prompt": [5] * 200_000}).encode(), LIMITS)
     prompt = parse_completion(body).prompt
     assert encode_prompt(prompt, _Vocabulary) is body["prompt"]
 

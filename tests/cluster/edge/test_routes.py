@@ -79,7 +79,7 @@ class Client:
 
 
 def make_app(service, max_body_bytes=MAX_BODY_BYTES):
-    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes)
+    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes, request_timeout_s=60)
 
 
 def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
@@ -195,7 +195,7 @@ def test_a_large_body_is_refused(headers):
 
 def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
     inline = [generate(FakeBackend(), path).body["choices"] for path in GENERATE]
-    monkeypatch.setattr(routes, "INLINE_ENCODE_CHARS", 1)
+    monkeypatch.setattr(routes, "INLINE_COST", 1)
     assert [generate(FakeBackend(), path).body["choices"] for path in GENERATE] == inline
 
 
@@ -430,6 +430,14 @@ def test_health_says_why_it_is_not_ready_while_live_stays_well():
     response = call(service, "GET", "/health")
     assert (response.status, response.body["reason"]) == (503, "draining")
     assert call(service, "GET", "/live").status == 200
+
+
+def test_health_is_degraded_while_a_part_is_ill_and_the_rest_serves():
+    service = FakeBackend()
+    service.ready = (True, "replicas that do not get on: 1")
+    response = call(service, "GET", "/health")
+    assert (response.status, response.body["status"]) == (200, "degraded")
+    assert response.body["reason"] == "replicas that do not get on: 1"
 
 
 def test_metrics_and_version():

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.config.resolve import resolve
 from cluster.lifecycle import doctor, haproxy
-from cluster.lifecycle.doctor import can_run_mesh, check_pools, findings
+from cluster.lifecycle.doctor import check_pools
+from cluster.lifecycle.findings import can_run_mesh, findings
 from replicas.meshes import mesh_spec
 from tests.hosts import FakeHost
 
@@ -252,6 +253,7 @@ def test_pools_without_a_mesh_run_anywhere(host):
 def run(host, monkeypatch):
     """The command, on a host of ours."""
     monkeypatch.setattr(doctor, "read_host", lambda _environment: host.report())
+    monkeypatch.setattr(doctor, "read_listeners", tuple)
     runner = CliRunner()
     return lambda *arguments: runner.invoke(cli.app, ["doctor", *map(str, arguments)])
 

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.demand import Demand
-from replicas.block_hash import chain_start, extend_block_hashes
+from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
+
+KEY = b"of the deployment's prefix caches"
 
 
 @given(
@@ -17,10 +19,11 @@ from replicas.sampling_params import SamplingParams
 )
 def test_hashes_are_those_of_the_engines_for_each_block_size(prompt, block_size, salt):
     hashes = []
-    extend_block_hashes(hashes, prompt, block_size, chain_start(salt))
+    extend_block_hashes(hashes, prompt, block_size, prefix_root(KEY, salt))
     demand = Demand("r", prompt, cache_salt=salt)
-    assert demand.block_hashes(block_size) == hashes
-    assert demand.block_hashes(block_size) is demand.block_hashes(block_size), "computed once"
+    assert demand.block_hashes(block_size, KEY) == hashes
+    first = demand.block_hashes(block_size, KEY)
+    assert first is demand.block_hashes(block_size, KEY), "computed once"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Who an ingress knows: found, connected, lost, and looked for again."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -14,8 +15,8 @@ from tests.cluster.engines import make_member, until
 class Connections:
     """Connects to whoever is not in `dead`, and says one snapshot of each."""
 
-    def __init__(self, on_snapshot, on_dead):
-        self.on_snapshot, self.on_dead = on_snapshot, on_dead
+    def __init__(self, on_snapshot, on_dead, on_moves):
+        self.on_snapshot, self.on_dead, self.on_moves = on_snapshot, on_dead, on_moves
         self.incarnations = frozenset()
         self.dead = {}
 
@@ -164,5 +165,68 @@ def test_cancelling_in_the_moment_of_a_loss_ends_it():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         fleet.client.lose("a")
+
+    following(scenario, "a")
+
+
+# --- discovery that fails ------------------------------------------------------------------------
+
+
+class Failing(Discovery):
+    """Fails in its own way as long as it is told to."""
+
+    error = None
+
+    async def find(self):
+        members = await super().find()
+        if self.error is not None:
+            raise self.error
+        return members
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setattr(fleet_module, "DISCOVERY_FAILED_S", 0.02)
+    monkeypatch.setattr(sys.modules[__name__], "Discovery", Failing)
+
+
+@pytest.mark.parametrize("error", [AttributeError("?"), asyncio.InvalidStateError(), OSError()])
+def test_whoever_is_known_stays_and_whoever_comes_is_found_after_any_failure(
+    failing, error, caplog
+):
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        discovery.error = error
+        fleet.client.lose("b")
+        looks = discovery.num_looks
+        await until(lambda: discovery.num_looks > looks + 20, "it asks on")
+        assert known(fleet) == ["a"]
+        lines = [r for r in caplog.records if "nobody says" in r.getMessage()]
+        assert 1 <= len(lines) <= 6, "not one for each"
+        discovery.error = None
+        await until_complete(fleet)
+        assert known(fleet) == ["a", "b"]
+
+    following(scenario, "a", "b")
+
+
+def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing, monkeypatch):
+    monkeypatch.setattr(fleet_module, "LOST_S", 0.2)
+
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        discovery.error = AttributeError("?")
+        fleet._look.set()
+        await asyncio.sleep(0.5)
+        assert not fleet.is_lost, "it knows somebody"
+        fleet.client.lose("a")
+        await until(lambda: fleet.is_lost, "lost")
+        discovery.error = None
+        await until_complete(fleet)
+        assert not fleet.is_lost
+        discovery.members = []
+        fleet.client.lose("a")
+        await asyncio.sleep(0.5)
+        assert not fleet.is_lost, "replicas that start slowly will be found"
 
     following(scenario, "a")

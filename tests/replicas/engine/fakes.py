@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EOS = 0
 KEYS = KeyRing((b"a secret of this cluster's router",))
+PREFIX_CACHE_KEY = b"of the tests' prefix caches"
 FOREVER_MS = 1 << 52
 """An expiry that no clock of a test reaches."""
 

@@ -17,7 +17,7 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
-from tests.replicas.engine.fakes import EOS, FakeConnector
+from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,7 @@ class World:
         self.scheduler = Scheduler(
             config,
             num_blocks=num_blocks,
+            prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,
@@ -60,6 +61,10 @@ class World:
     def write(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix, start: int) -> None:
         """Write the KV of tokens `start` and later of a sequence."""
         size = self.config.block_size
+        pool = self.scheduler._groups._pools[lane]
+        for block in block_ids[start // size : -(-len(tokens) // size)]:
+            holders, is_indexed = pool._ref_counts[block], pool._hashes[block] is not None
+            assert (holders, is_indexed) == (1, False), f"a write to block {block} of others"
         for position in range(start, len(tokens)):
             place = (lane, block_ids[position // size], position % size)
             self.kv[place] = tokens[: position + 1]

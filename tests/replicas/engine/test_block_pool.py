@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replicas.engine.block_pool import NULL_BLOCK, BlockPool
+from replicas.engine.block_pool import NULL_BLOCK, BlockPool, PrefixWalk
 
 
 def test_null_block_is_never_handed_out():
@@ -186,6 +186,7 @@ class Pool(RuleBasedStateMachine):
         self.num_blocks = num_blocks - 1
         self.tables = []
         self.contents: dict[int, bytes] = {}
+        self.walks: list[tuple[list[bytes], PrefixWalk]] = []
 
     @rule(data=st.data())
     def allocate(self, data):
@@ -213,6 +214,19 @@ class Pool(RuleBasedStateMachine):
         if found:
             self.pool.share(found)
             self.tables.append(found)
+
+    @rule(hashes=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
+    def walk(self, hashes):
+        self.walks.append((hashes, PrefixWalk()))
+
+    @precondition(lambda self: self.walks)
+    @rule(data=st.data())
+    def walk_on(self, data):
+        hashes, walk = data.draw(st.sampled_from(self.walks))
+        self.pool.bring_up_to_date(walk, hashes, len(hashes))
+        assert walk.block_ids == self.pool.find_prefix(hashes)
+        held = {b for table in self.tables for b in table}
+        assert walk.num_evictable == len(set(walk.block_ids) - held)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

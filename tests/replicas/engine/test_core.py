@@ -222,7 +222,7 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
 def test_stop_token_ends_generation_and_is_named(folder):
     with engine_core(make_config(folder)) as core:
         [tokens] = generate(core, [[5, 9, 3]])
-        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=(tokens[3],)))
+        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=frozenset({tokens[3]})))
         last = run(core)[-1]
         assert (last.finish_reason, last.stop_reason) == ("stop", tokens[3])
 

@@ -29,6 +29,7 @@ from replicas.engine.fault_injection import (
 )
 from replicas.engine.inbox import Inbox
 from replicas.engine.process import Receiver, Sender
+from replicas.engine.pulse import Pulse
 from replicas.errors import EngineDeadError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -205,7 +206,7 @@ def test_frames_of_a_partition_never_arrive():
     outbox = queue.SimpleQueue()
     context = zmq.Context()
     links = ScriptedLinks(True, False, True)
-    sender = Sender(plain_router(context), "first", (outbox, Inbox()), links)
+    sender = Sender(plain_router(context), "first", (outbox, Inbox()), links, Pulse())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with plain_dealer(context, sender.endpoint) as dealer:
         assert monitor.poll(20_000), "the client is connected"

@@ -9,6 +9,7 @@ import zmq
 
 from replicas.engine.inbox import GONE, WAKE, Inbox
 from replicas.engine.process import _FORGET, Sender
+from replicas.engine.pulse import Pulse
 from replicas.messages import Abort, EngineFrame, NotGreeted
 from replicas.quiet_log import QuietLog
 
@@ -85,7 +86,7 @@ class Links:
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
     monkeypatch.setattr("replicas.engine.process.HEARTBEAT_S", 0.0)
-    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links())
+    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links(), Pulse())
 
 
 def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):

@@ -23,7 +23,15 @@ from replicas.messages import (
     Utility,
 )
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine.fakes import EOS, FakeConnector, make_config, make_sequence, make_ticket
+from tests.replicas.engine.fakes import (
+    EOS,
+    KEYS,
+    PREFIX_CACHE_KEY,
+    FakeConnector,
+    make_config,
+    make_sequence,
+    make_ticket,
+)
 from tests.replicas.engine.pictures import picture
 
 if TYPE_CHECKING:
@@ -111,6 +119,7 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             num_blocks=num_blocks,
+            prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,
@@ -333,7 +342,8 @@ class Core:
     """An engine core that is driven step by step, or many steps at a time."""
 
     def __init__(self, config, num_blocks, max_model_len):
-        config = msgspec.structs.replace(config, max_model_len=max_model_len)
+        # With keys: two engines without would name their blocks differently.
+        config = msgspec.structs.replace(config, max_model_len=max_model_len, keys=KEYS)
         self.executor = FakeExecutor(num_blocks)
         self.core = EngineCore(config, self.executor)
         self.max_model_len = max_model_len

@@ -11,6 +11,7 @@ from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
 from tests.replicas.engine.fakes import (
     EOS,
+    PREFIX_CACHE_KEY,
     FakeConnector,
     make_config,
     make_sequence,
@@ -22,6 +23,7 @@ def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
     return Scheduler(
         make_config(**changes),
         num_blocks=num_blocks,
+        prefix_cache_key=PREFIX_CACHE_KEY,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         connector=connector,
@@ -234,6 +236,63 @@ def test_a_ticket_for_more_than_the_prompt_loads_nothing():
     assert connector.transfers["r"].block_ids == ()
 
 
+@pytest.mark.parametrize("is_delivered", [True, False])
+def test_a_block_that_may_be_computed_again_is_nobody_elses(is_delivered):
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(num_blocks=16, connector=connector)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    del connector.transfers["r"]
+    if is_delivered:
+        scheduler.kv_received("r")
+    else:
+        # Given up after the last row was verified.
+        scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD, 8), 0.0)
+    scheduler.add(make_sequence("early", [*prompt, 9]), 0.0)
+    assert step(scheduler) == {"early": 5}, "the last block of r is not to be found yet"
+    # Its first token was lost with the engine that drew it: the logits are computed again here.
+    scheduler.activate("r", [], 0.0)
+    scheduler.check_invariants()
+    assert step(scheduler) == {"early": 1, "r": 1}
+    scheduler.add(make_sequence("late", [*prompt, 9]), 0.0)
+    assert step(scheduler)["late"] == 1
+
+
+def test_converted_kv_is_found_by_nobody_until_it_is_computed_here():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(num_blocks=16, connector=connector)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    del connector.transfers["r"]
+    scheduler.kv_received("r", is_converted=True)
+    scheduler.activate("r", [9], 0.0)
+    for _ in range(8):
+        assert step(scheduler) == {"r": 1}
+    # Nor what was computed from it.
+    scheduler.add(make_sequence("other", [*prompt, 9, 1, 1, 1, 1, 1]), 0.0)
+    assert step(scheduler) == {"r": 1, "other": 14}
+    scheduler.add(make_sequence("third", [*prompt, 9, 1, 1, 1, 1, 1]), 0.0)
+    assert step(scheduler)["third"] == 2
+
+
+@pytest.mark.parametrize("num_verified", [0, 4])
+def test_of_a_failed_load_what_counts_decides_whether_blocks_are_found(num_verified):
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(num_blocks=16, connector=connector)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    del connector.transfers["r"]
+    failure = Failure(FailureReason.PEER_DEAD, num_verified)
+    scheduler.kv_failed("r", failure, 0.0, is_converted=True)
+    scheduler.activate("r", [], 0.0)
+    assert step(scheduler) == {"r": 8 - num_verified}
+    scheduler.add(make_sequence("other", [*prompt, 9]), 0.0)
+    assert step(scheduler) == {"r": 1, "other": 9 if num_verified else 1}
+
+
 def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
@@ -404,8 +463,8 @@ def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     connector = FakeConnector(4)
     connector.pool["a"] = 8
     scheduler = Scheduler(
-        make_config(), num_blocks=9, max_model_len=32, eos_token_ids=frozenset({EOS}),
-        connector=connector, resumes_prefill=False,
+        make_config(), num_blocks=9, prefix_cache_key=PREFIX_CACHE_KEY, max_model_len=32,
+        eos_token_ids=frozenset({EOS}), connector=connector, resumes_prefill=False,
     )  # fmt: skip
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {"a": 10}

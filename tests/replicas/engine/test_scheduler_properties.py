@@ -60,9 +60,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         world = self.world
         longest = world.scheduler._max_model_len - 1
+        prompt = data.draw(prompts(longest), label="prompt")
+        if data.draw(st.booleans(), label="whole blocks"):
+            prompt = prompt[: -(len(prompt) % world.config.block_size) or None] or prompt
         return make_sequence(
             f"{mode}-{self.count}",
-            data.draw(prompts(longest), label="prompt"),
+            prompt,
             mode=mode,
             dp_group=data.draw(st.integers(-1, world.config.tt_data_parallel - 1), label="group"),
             client=data.draw(CLIENTS, label="client"),
@@ -87,7 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self._new(data, "prefill" if remote else "local")
         pool = self.world.connector.pool
         if not remote:
-            known = st.none() | st.integers(0, seq.num_prompt_tokens)
+            whole = seq.num_prompt_tokens
+            known = st.none() | st.just(whole) | st.integers(0, whole)
             pool[seq.request_id] = data.draw(known, label="tokens in the store")
         refusal = self.scheduler.add(seq, self.world.now_s)
         if refusal is None:

@@ -56,6 +56,7 @@ class Bench:
         self.heard = []
         self.snapshots = []
         self.dead = []
+        self.moves = []
         self.client = self.new_client("ingress")
 
     def new_client(self, name):
@@ -64,8 +65,11 @@ class Bench:
             self.network,
             {self.host.incarnation: self.host},
             self,
-            lambda _, snapshot: self.snapshots.append((self.loop.time(), name, snapshot)),
-            lambda incarnation, reason: self.dead.append((self.loop.time(), incarnation, reason)),
+            on_snapshot=lambda _, snapshot: self.snapshots.append(
+                (self.loop.time(), name, snapshot)
+            ),
+            on_dead=lambda *told: self.dead.append((self.loop.time(), *told)),
+            on_moves=lambda *told: self.moves.append((self.loop.time(), *told)),
         )
         self.connect(client)
         return client
@@ -349,3 +353,11 @@ def test_invariants_of_engine_and_transport_are_checked():
     scheduler._num_waiting_tokens += 1
     with pytest.raises(AssertionError):
         bench.host.check_invariants()
+
+
+def test_an_engine_of_which_nothing_is_heard_does_not_move_until_its_next_heartbeat():
+    bench = Bench()
+    bench.at(1.0, bench.client.hush, "both-0.1")
+    bench.at(2.0, bench.host.beat)
+    bench.run(3.0)
+    assert bench.moves == [(1.0, "both-0.1", False), (2.0 + LATENCY_S, "both-0.1", True)]

@@ -1,0 +1,239 @@
+"""The door of a server: what every request passes before Serve counts it, and each answer after.
+
+Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`. It lets a request in when its body
+is there, so that a slow body takes no place from anybody; it takes off the headers that are
+Serve's own; and a client that does not read what it is sent is gone. Behind it no task waits for a
+client's bytes.
+
+Owner: a `Door` owns what its process holds of request bodies, an `_Exchange` one request's own.
+What a body may say, and its size in one application, is `cluster.edge.routes`' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from cluster.config.schema import LARGEST_BODY_BYTES
+from cluster.edge.headers import INTERNAL_HEADERS
+from cluster.edge.openai_responses import error_body
+from cluster.edge.sse import ClientGoneError
+from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_RETRY_AFTER_S = 1
+_IS_INTERNAL = re.compile(INTERNAL_HEADERS.encode())
+_REQUEST_ID = b"x-request-id"
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """What clients may cost a process before and after their requests run.
+
+    At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB.
+
+    Attributes:
+        body_timeout_s: For a whole body, from its headers on; then 408.
+        write_timeout_s: How long a client may leave unread what it is sent; then it is gone.
+        max_body_bytes: Larger bodies get 413.
+        max_bodies: Bodies under way at a time; more get 429.
+        free_bytes: Each body may have so many, so that large bodies never keep small ones out.
+        shared_bytes: What is larger shares these; 429 when they are taken.
+    """
+
+    body_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
+    max_body_bytes: int = LARGEST_BODY_BYTES
+    max_bodies: int = 4096
+    free_bytes: int = 64 * 2**10
+    shared_bytes: int = 256 * 2**20
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve puts around each of its HTTP servers."""
+    return [Middleware(Door)]
+
+
+class Door:
+    """ASGI middleware, the outermost one.
+
+    Attributes:
+        num_bodies: Bodies under way.
+        num_shared_bytes: What they, and those whose requests have no answer yet, have taken of
+            `DoorLimits.shared_bytes`.
+    """
+
+    def __init__(self, app: ASGIApp, limits: DoorLimits | None = None) -> None:
+        self._app = app
+        self._limits = limits or DoorLimits()
+        self.num_bodies = 0
+        self.num_shared_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in once its body is there, and see its answer out."""
+        if scope["type"] not in {"http", "websocket"}:
+            await self._app(scope, receive, send)
+            return
+        scope = {**scope, "headers": [h for h in scope["headers"] if _is_clients(*h)]}
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(self, self._limits, receive, send)
+        try:
+            await exchange.read_body(dict(scope["headers"]))
+            await self._app(scope, exchange.receive, exchange.send)
+        except _RefusedError as refused:
+            await _refusal(refused.error)(scope, receive, send)
+        except ClientGoneError:
+            return
+        finally:
+            exchange.close()
+
+
+class _RefusedError(Exception):
+    """The door does not open; an error of the application itself is never one of these."""
+
+    def __init__(self, error: ServingError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Exchange:
+    """One request's body and answer."""
+
+    def __init__(self, door: Door, limits: DoorLimits, receive: Receive, send: Send) -> None:
+        self._door = door
+        self._limits = limits
+        self._receive = receive
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._body: bytes | None = None
+        self._num_shared_bytes = 0
+        self._gone = asyncio.Event()
+        self._sending_since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read_body(self, headers: dict[bytes, bytes]) -> None:
+        """Read the whole body, if there is one.
+
+        Raises:
+            _RefusedError: It is too large, too slow, or one too many.
+            ClientGoneError: The client left before its end.
+        """
+        declared = headers.get(b"content-length", b"")
+        if b"transfer-encoding" not in headers and declared in {b"", b"0"}:
+            return
+        if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
+            raise _RefusedError(self._too_large())
+        if self._door.num_bodies >= self._limits.max_bodies:
+            raise _RefusedError(_saturated(f"{self._limits.max_bodies} requests are being read"))
+        self._door.num_bodies += 1
+        reading = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait({reading}, timeout=self._limits.body_timeout_s)
+            if not reading.done():
+                raise _RefusedError(
+                    BodyTimeoutError(
+                        f"the body was not complete within {self._limits.body_timeout_s:g} s; "
+                        "send it without pauses, or a smaller one"
+                    )
+                )
+            self._body = reading.result()
+        finally:
+            self._door.num_bodies -= 1
+            reading.cancel()
+
+    async def receive(self) -> Message:
+        """ASGI's channel to the application: the body at once, then the client's end."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        asking = asyncio.ensure_future(self._receive())
+        giving_up = asyncio.create_task(self._gone.wait())
+        try:
+            await asyncio.wait({asking, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else {"type": "http.disconnect"}
+        finally:
+            asking.cancel()
+            giving_up.cancel()
+
+    async def send(self, message: Message) -> None:
+        """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
+        if self._timer is None:
+            self._give_back()  # whoever answers has read
+            self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+        self._sending_since_s = self._loop.time()
+        try:
+            await self._send(message)
+        finally:
+            self._sending_since_s = None
+
+    def close(self) -> None:
+        """Nothing is held for this request any more."""
+        self._give_back()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        since_s, now_s = self._sending_since_s, self._loop.time()
+        if since_s is not None and now_s - since_s > self._limits.write_timeout_s:
+            self._gone.set()
+        self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+
+    async def _read(self) -> bytes:
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk = message.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes > self._limits.max_body_bytes:
+                raise _RefusedError(self._too_large())
+            self._take_share(num_bytes - self._limits.free_bytes)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    def _take_share(self, num_bytes: int) -> None:
+        more = max(0, num_bytes) - self._num_shared_bytes
+        if more > 0 and self._door.num_shared_bytes + more > self._limits.shared_bytes:
+            raise _RefusedError(_saturated("too many large bodies are being read"))
+        self._num_shared_bytes += more
+        self._door.num_shared_bytes += more
+
+    def _give_back(self) -> None:
+        self._door.num_shared_bytes -= self._num_shared_bytes
+        self._num_shared_bytes = 0
+
+    def _too_large(self) -> PayloadTooLargeError:
+        limit = self._limits.max_body_bytes
+        return PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
+
+
+def _is_clients(name: bytes, value: bytes) -> bool:
+    """Whether a header is the client's to send; Serve reads a request's id as UTF-8."""
+    return not _IS_INTERNAL.match(name) and (name != _REQUEST_ID or value.isascii())
+
+
+def _saturated(what: str) -> SaturatedError:
+    return SaturatedError(f"{what}; try again later", retry_after_s=_RETRY_AFTER_S)
+
+
+def _refusal(error: ServingError) -> Response:
+    # The rest of the body would be read as the connection's next request.
+    headers = {"connection": "close"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    body = orjson.dumps(error_body(error))
+    return Response(body, error.status, headers, media_type="application/json")

@@ -1,0 +1,107 @@
+"""Where an engine's log lines go: to standard error, a bounded number of them, at nobody's cost.
+
+Ray keeps standard error in a file that nobody rotates, or in a pipe; the disk may be full, and the
+pipe's reader may be stopped. An engine serves on all the same: what cannot be written at once is
+lost and counted, and a line that anybody can provoke is written a few times, then once a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+BURST = 5
+"""Lines of one kind that may come at once."""
+INTERVAL_S = 60.0
+"""How long until another of that kind may come."""
+MAX_LINE_BYTES = select.PIPE_BUF
+"""Longer ones lose their middle; as much as a pipe that has room takes without blocking."""
+_ELLIPSIS = b" [...] "
+
+
+class LineLimit:
+    """Decides which lines are written. Pure; owner: the `EngineLog` that asks.
+
+    As large as there are kinds: places in the code that log.
+    """
+
+    def __init__(self) -> None:
+        # Per kind: lines that may come now, when that was so, and how many were held back.
+        self._kinds: dict[Hashable, tuple[float, float, int]] = {}
+
+    def admit(self, kind: Hashable, now_s: float) -> int | None:
+        """Ask for one line.
+
+        Args:
+            kind: Lines of one kind share a limit.
+            now_s: Monotonic clock.
+
+        Returns:
+            How many of its kind were held back since the last one; None if this one is, too.
+        """
+        left, then_s, num_held = self._kinds.get(kind, (float(BURST), now_s, 0))
+        left = min(left + (now_s - then_s) / INTERVAL_S, float(BURST))
+        is_admitted = left >= 1.0
+        self._kinds[kind] = (left - 1.0, now_s, 0) if is_admitted else (left, now_s, num_held + 1)
+        return num_held if is_admitted else None
+
+
+class EngineLog(logging.Handler):
+    """Writes records to a file descriptor without ever waiting for it or failing.
+
+    Args:
+        fd: Where to.
+
+    Attributes:
+        num_lost: Lines that could not be written since the last one that could.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._limit = LineLimit()
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self.num_lost = 0
+        self.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless there are too many of its kind, or no room."""
+        num_held = self._limit.admit((record.pathname, record.lineno), time.monotonic())
+        if num_held is None:
+            return
+        line = self.format(record)
+        if num_held:
+            line += f" (and {num_held} more like this)"
+        if self.num_lost:
+            line += f" ({self.num_lost} lines before it could not be written)"
+        try:
+            if not self._poll.poll(0):
+                raise BlockingIOError
+            os.write(self._fd, _cut(line.encode(errors="replace")) + b"\n")
+        except OSError:
+            self.num_lost += 1
+        else:
+            self.num_lost = 0
+
+
+def log_to_standard_error() -> None:
+    """Send what this process logs to standard error; see the module docstring."""
+    logging.basicConfig(level=logging.INFO, handlers=[EngineLog(2)])
+
+
+def _cut(raw: bytes) -> bytes:
+    """Take out the middle of a line that is too long: a traceback's reason is its end."""
+    room = MAX_LINE_BYTES - 1
+    if len(raw) <= room:
+        return raw
+    head = room // 4
+    return raw[:head] + _ELLIPSIS + raw[len(raw) - room + head + len(_ELLIPSIS) :]

@@ -1,0 +1,88 @@
+"""Whether the core thread gets on, and whether its present turn takes longer than it should. Pure.
+
+A device call that never comes back leaves the threads that send alive: only the core thread's own
+progress says that an engine has stopped serving. What a turn should take is learned from turns of
+about as many tokens: the same engine needs milliseconds for a decode step and maybe a minute for a
+long prompt that it cannot cut in chunks, and must not be given up for being busy.
+"""
+
+from __future__ import annotations
+
+STALL_S = 5.0
+"""No shorter turn counts as stalled; so long an engine may also be silent before it is dead."""
+FACTOR = 4.0
+"""How many times as long as usual a turn may take."""
+FIRST_S = 2.0
+"""What a turn of `FIRST_TOKENS` tokens, or fewer, is taken to need before the first of its size: it
+may compile, or load a library. More tokens, in proportion."""
+FIRST_TOKENS = 2048
+_KEPT = 0.99
+"""What is left of the longest turn of a size with each that is shorter."""
+
+
+class Pulse:
+    """The progress of one core thread, and the one judge of whether it stalls.
+
+    Written by the core thread alone; read by the threads that send and beat. All times are readings
+    of one monotonic clock in seconds.
+
+    Attributes:
+        count: Grows with every turn of the core thread's loop; odd while it works, even while it
+            waits for messages.
+    """
+
+    __slots__ = ("_num_tokens", "_turn", "_usual_s", "count")
+
+    def __init__(self) -> None:
+        self.count = 1
+        # When the present turn began and how long it may take, replaced as a whole: others read it.
+        self._turn: tuple[float, float] | None = None
+        self._num_tokens = 0
+        # By the binary logarithm of the tokens of a turn.
+        self._usual_s: dict[int, float] = {}
+
+    def work(self, now_s: float) -> None:
+        """Another turn begins."""
+        self._learn(now_s)
+        self.count = (self.count + 2) | 1
+        self._num_tokens = 0
+        self._turn = now_s, self._allowed_s(0)
+
+    def compute(self, num_tokens: int) -> None:
+        """The present turn goes to the device with so many tokens."""
+        if self._turn is not None:
+            self._num_tokens = num_tokens
+            self._turn = self._turn[0], self._allowed_s(num_tokens)
+
+    def rest(self, now_s: float) -> None:
+        """Nothing is to be done until a message comes."""
+        self._learn(now_s)
+        self.count = (self.count | 1) + 1
+        self._turn = None
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the present turn has taken, if that is longer than it should; otherwise 0."""
+        turn = self._turn
+        if turn is None:
+            return 0.0
+        began_s, allowed_s = turn
+        return now_s - began_s if now_s - began_s > allowed_s else 0.0
+
+    def stalls_at_s(self) -> float | None:
+        """After which moment the present turn counts as stalled; None at rest."""
+        return None if self._turn is None else sum(self._turn)
+
+    def _allowed_s(self, num_tokens: int) -> float:
+        usual_s = self._usual_s.get(num_tokens.bit_length())
+        if usual_s is None:
+            usual_s = FIRST_S * max(1.0, num_tokens / FIRST_TOKENS)
+        return max(STALL_S, FACTOR * usual_s)
+
+    def _learn(self, now_s: float) -> None:
+        """Take over what the turn took; one that stalled at most doubles what the next one may."""
+        if self._turn is None:
+            return
+        began_s, allowed_s = self._turn
+        took_s = min(now_s - began_s, 2 * allowed_s / FACTOR)
+        size = self._num_tokens.bit_length()
+        self._usual_s[size] = max(took_s, _KEPT * self._usual_s.get(size, 0.0))

@@ -1,0 +1,75 @@
+"""An ASGI app on a real socket in a thread, and raw clients that behave as they like."""
+
+import contextlib
+import json
+import resource
+import socket
+import threading
+import time
+
+import uvicorn
+
+
+def poll(predicate, what="", deadline_s=20):
+    """Wait until a predicate is true; returns its value."""
+    end_s = time.monotonic() + deadline_s
+    while not (value := predicate()):
+        assert time.monotonic() < end_s, f"never: {what}"
+        time.sleep(0.005)
+    return value
+
+
+@contextlib.contextmanager
+def serving(app):
+    """Serve an app; yields its port. Raises the limit of open files, for hundreds of clients."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            poll(lambda: server.started, "the server starts")
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+def connect(port, *, source="127.0.0.1", receive_bytes=None):
+    """A connection, from an address of the loopback network."""
+    client = socket.socket()
+    client.settimeout(30)
+    if receive_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.bind((source, 0))
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
+    """A POST; `length` is what it says of its body."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: test", "Connection: close", *headers]
+    head = [*lines, f"Content-Length: {len(raw) if length is None else length}", "", ""]
+    return "\r\n".join(head).encode("latin-1") + raw
+
+
+def answer(client):
+    """Status and body of what comes until the server closes; status 0 where it is no answer."""
+    raw = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := client.recv(65536):
+            raw += chunk
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head.startswith(b"HTTP/") else 0), body
+
+
+def ask(port, body, **options):
+    """Send a whole request and read its answer."""
+    with contextlib.closing(connect(port)) as client:
+        client.sendall(request_bytes(body, **options))
+        return answer(client)

@@ -1,0 +1,194 @@
+"""Clients that hold what they do not use, against the edge on a real socket."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from cluster.edge.door import Door, DoorLimits
+from cluster.edge.openai import Usage
+from cluster.edge.routes import create_app
+from replicas.output_processor import OutputDelta
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.http_server import answer, ask, connect, poll, request_bytes, serving
+
+HI = {"prompt": "hi"}
+QUICK = DoorLimits(body_timeout_s=1.0, write_timeout_s=0.5)
+
+
+def make_app(service, *, max_body_bytes=2**20, request_timeout_s=60):
+    return create_app(
+        service, version="0", max_body_bytes=max_body_bytes, request_timeout_s=request_timeout_s
+    )
+
+
+@contextlib.contextmanager
+def door(limits=QUICK, app=None):
+    door = Door(app or make_app(FakeBackend()), limits)
+    with serving(door) as port:
+        yield door, port
+
+
+def test_hundreds_of_slow_bodies_get_408_and_leave_others_served():
+    with door() as (guard, port), contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(400)]
+        for client in slow:
+            client.sendall(request_bytes(b"{", length=500))
+        poll(lambda: guard.num_bodies > 0, "bodies are read")
+        assert ask(port, HI)[0] == 200
+        answers = [answer(client) for client in slow]
+        assert {status for status, _ in answers} == {408}
+        error = json.loads(answers[0][1])["error"]
+        assert (error["type"], error["code"]) == ("TimeoutError", "body_timeout")
+        poll(lambda: guard.num_bodies == 0, "no body is left")
+
+
+def test_a_body_reaches_the_application_only_when_it_is_whole():
+    reached = []
+    app = make_app(FakeBackend())
+
+    async def watched(scope, receive, send):
+        reached.append(scope["type"])
+        await app(scope, receive, send)
+
+    with door(DoorLimits(), watched) as (guard, port), contextlib.closing(connect(port)) as client:
+        whole = request_bytes(HI)
+        client.sendall(whole[:-3])
+        poll(lambda: guard.num_bodies == 1, "the body is awaited")
+        assert "http" not in reached
+        client.sendall(whole[-3:])
+        assert answer(client)[0] == 200
+
+
+def test_a_client_that_leaves_within_its_body_leaves_nothing_behind():
+    with door(DoorLimits()) as (guard, port):
+        with contextlib.closing(connect(port)) as client:
+            client.sendall(request_bytes(b"x" * 200_000, length=300_000))
+            poll(lambda: guard.num_shared_bytes > 0, "its bytes are counted")
+        poll(lambda: (guard.num_bodies, guard.num_shared_bytes) == (0, 0), "all is given back")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_refused_however_it_is_sent(chunked):
+    limits = DoorLimits(max_body_bytes=1000)
+    body = b"x" * 1001
+    with door(limits) as (_, port), contextlib.closing(connect(port)) as client:
+        if chunked:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+            client.sendall(head.encode() + b"3e9\r\n" + body + b"\r\n0\r\n\r\n")
+        else:
+            client.sendall(request_bytes(b"", length=1001))
+        status, text = answer(client)
+        assert status == 413
+        assert json.loads(text)["error"]["code"] == "payload_too_large"
+
+
+def test_large_bodies_share_what_small_ones_never_need():
+    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000)
+    with door(limits) as (guard, port), contextlib.ExitStack() as stack:
+        large = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
+        large[0].sendall(request_bytes(b" " * 90_000, length=95_000))
+        poll(lambda: guard.num_shared_bytes == 89_000, "the first is being read")
+        large[1].sendall(request_bytes(b" " * 90_000))
+        status, text = answer(large[1])
+        assert status == 429
+        assert json.loads(text)["error"]["code"] == "saturated"
+        assert ask(port, HI)[0] == 200
+        assert guard.num_shared_bytes == 89_000
+
+
+def test_more_bodies_than_there_may_be_get_429():
+    with (
+        door(DoorLimits(max_bodies=1)) as (guard, port),
+        contextlib.closing(connect(port)) as first,
+    ):
+        first.sendall(request_bytes(b"{", length=10))
+        poll(lambda: guard.num_bodies == 1, "the first is awaited")
+        assert ask(port, HI)[0] == 429
+
+
+def test_a_large_body_comes_through_as_it_was_sent():
+    text = "x" * 500_000
+    with door() as (guard, port):
+        status, body = ask(port, {"prompt": text}, path="/tokenize")
+        assert (status, json.loads(body)["count"]) == (200, len(text))
+        poll(lambda: guard.num_shared_bytes == 0, "all is given back")
+
+
+def test_a_stream_that_nobody_reads_is_aborted():
+    async def flood(request, emit):
+        del request
+        for i in range(10**9):
+            await emit(OutputDelta(0, "x" * 1000, [i % 256]))
+
+    service = FakeBackend(flood)
+    with (
+        door(app=make_app(service)) as (_, port),
+        contextlib.closing(connect(port, receive_bytes=4096)) as client,
+    ):
+        client.sendall(request_bytes({**HI, "stream": True}))
+        poll(lambda: service.num_open == 1, "it streams")
+        poll(lambda: service.num_open == 0, "its slot is free")
+
+
+def test_a_quiet_stream_outlives_the_time_for_writes():
+    async def pauses(request, emit):
+        del request
+        await emit(OutputDelta(0, "a", [1]))
+        await asyncio.sleep(4 * QUICK.write_timeout_s)
+        await emit(OutputDelta(0, "b", [2], "length"))
+        return Usage(1, 2)
+
+    with door(app=make_app(FakeBackend(pauses))) as (_, port):
+        status, body = ask(port, {**HI, "stream": True})
+        assert status == 200
+        assert b"data: [DONE]" in body
+
+
+def test_headers_of_serve_do_not_pass():
+    passed = []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            passed.extend(name for name, _ in scope["headers"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    headers = [
+        "X-Request-Timeout-Seconds: 0",
+        "x-request-disconnect-disabled: ?1",
+        "serve_multiplexed_model_id: a",
+        "Serve-Multiplexed-Model_Id: \xff",
+        "x-session-id: \xff",
+        "X_Session_Id: b",
+        "x-serve-router-target: c",
+        "x-request-id: \xff",
+        "x-mine: d",
+    ]
+    with door(app=app) as (_, port):
+        assert ask(port, HI, headers=headers)[0] == 200
+    assert sorted(passed) == [b"connection", b"content-length", b"host", b"x-mine"]
+
+
+@pytest.mark.parametrize("num_events", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(stream, num_events):
+    async def endless(request, emit):
+        assert request.timeout_s == 0.5
+        for _ in range(num_events):
+            await emit(OutputDelta(0, "x", [1]))
+        await asyncio.Event().wait()
+
+    service = FakeBackend(endless)
+    with door(app=make_app(service, request_timeout_s=0.5)) as (_, port):
+        status, body = ask(port, {**HI, "stream": stream})
+        if stream and num_events:
+            assert status == 200
+            assert b"data: [DONE]" not in body
+            error = json.loads(body.split(b"data: ")[-1].partition(b"\n")[0])["error"]
+        else:
+            assert status == 408
+            error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("TimeoutError", "request_timeout")
+        assert service.num_open == 0

@@ -1,0 +1,272 @@
+"""Small bodies that ask for much work: what they cost a loop that has streams to send."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.config.resolve import demo_model_folder
+from cluster.edge.openai import Usage
+from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from cluster.edge.routes import create_app
+from replicas.output_processor import OutputDelta
+from replicas.tokenizer import Tokenizer
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_routes import PROMPTS, Client, call, poll
+
+MAX_BODY_BYTES = 8 * 2**20
+LONGEST_STALL_S = 0.5
+"""A twentieth of what Serve's health check waits for; what is under test stays far below it."""
+HI = {"role": "user", "content": "hi"}
+
+
+class DemoBackend(FakeBackend):
+    """The demo model's tokenizer; an endless stream of tokens for every request."""
+
+    def __init__(self, max_model_len=1024):
+        super().__init__(self.stream)
+        self.tokenizer = Tokenizer.from_folder(demo_model_folder())
+        self.max_model_len = max_model_len
+        self.num_sent = 0
+
+    async def stream(self, request, emit):
+        if request.request_id.startswith("hostile"):
+            await emit(OutputDelta(0, "x", [1], "length"))
+            return Usage(1, 1)
+        while True:
+            await emit(OutputDelta(0, "x", [1]))
+            self.num_sent += 1
+            await asyncio.sleep(0.001)
+
+
+async def longest_stall_s(stop):
+    """The longest time between two turns of the loop."""
+    longest_s, last_s = 0.0, time.perf_counter()
+    while not stop.is_set():
+        await asyncio.sleep(0.001)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s
+
+
+async def attack(service, path, body):
+    """Sends a body while 32 clients stream; the answer, and the loop's longest stall."""
+    app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES)
+    streams = [Client(app) for _ in range(32)]
+    ask = {"prompt": "hi", "stream": True}
+    tasks = [asyncio.create_task(c.request("POST", "/v1/completions", ask)) for c in streams]
+    await poll(lambda: service.num_open == len(streams))
+    raw, stop = json.dumps(body, separators=(",", ":")).encode(), asyncio.Event()
+    measuring = asyncio.create_task(longest_stall_s(stop))
+    await asyncio.sleep(0.01)
+    hostile = await Client(app).request("POST", path, raw, [("x-request-id", "hostile")])
+    stop.set()
+    stall_s = await measuring
+    for client in streams:
+        client.gone.set()
+    await asyncio.gather(*tasks)
+    assert all(client.status == 200 for client in streams)
+    return hostile, stall_s
+
+
+BODIES = {
+    "stop-token-ids": ("/v1/completions", {"prompt": "hi", "stop_token_ids": [7] * 1_000_000}),
+    "stop-strings": ("/v1/completions", {"prompt": "hi", "stop": ["a"] * 1_000_000}),
+    "empty-messages": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+    ),
+    "parts": (
+        "/v1/chat/completions",
+        {"messages": [{**HI, "content": [{"type": "text", "text": ""}] * 60_000}]},
+    ),
+    "template-variables": (
+        "/v1/chat/completions",
+        {"messages": [HI], "chat_template_kwargs": {f"a{i}": i for i in range(400_000)}},
+    ),
+    "token-ids": ("/v1/completions", {"prompt": [7] * 4_000_000}),
+    "long-text": ("/v1/completions", {"prompt": "return the " * 180_000}),
+    "long-message": (
+        "/v1/chat/completions",
+        {"messages": [{**HI, "content": "return the " * 180_000}]},
+    ),
+    "empty-lists": (
+        "/v1/chat/completions",
+        {"messages": [HI], "metadata": {"a": [[]] * 2_700_000}},
+    ),
+    "detokenize": ("/detokenize", {"tokens": [7] * 3_000_000}),
+    "token-strings": ("/tokenize", {"prompt": "return " * 300_000, "return_token_strs": True}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_asks_for_much_is_refused_and_holds_up_no_stream(name):
+    path, body = BODIES[name]
+    answer, stall_s = asyncio.run(attack(DemoBackend(), path, body))
+    assert answer.status == 400, answer.body
+    assert answer.body["error"]["type"] == "BadRequestError"
+    assert stall_s < LONGEST_STALL_S
+
+
+LONG_BODIES = {
+    "text": ("/v1/completions", {"prompt": "return the " * 90_000}, 200),
+    "message": (
+        "/v1/chat/completions",
+        {"messages": [{**HI, "content": "return the " * 90_000}]},
+        200,
+    ),
+    "too-many-tokens": ("/v1/completions", {"prompt": "ab " * 400_000}, 400),
+    "tokenize": ("/tokenize", {"prompt": "return the " * 90_000, "return_token_strs": True}, 200),
+    "detokenize": ("/detokenize", {"tokens": [7] * 250_000}, 200),
+}
+
+
+@pytest.mark.parametrize("name", LONG_BODIES)
+def test_long_texts_of_a_long_model_hold_up_no_stream(name):
+    path, body, status = LONG_BODIES[name]
+    answer, stall_s = asyncio.run(attack(DemoBackend(max_model_len=2**18), path, body))
+    assert answer.status == status, answer.body
+    assert stall_s < LONGEST_STALL_S
+
+
+def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
+    service = DemoBackend()
+    monkeypatch.setattr(service.tokenizer, "encode", None)
+    most = service.max_model_len * service.tokenizer.max_token_chars
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "x" * (most + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": ["x" * (most + 1)]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{**HI, "content": "x" * (most + 1)}]}, "messages"),
+        ("/tokenize", {"prompt": "x" * (most + 1)}, "prompt"),
+    ):
+        error = call(service, "POST", path, body, max_body_bytes=MAX_BODY_BYTES).body["error"]
+        assert (error["code"], error["param"]) == ("bad_request", param)
+        assert f"{most + 1} characters" in error["message"]
+        assert str(most) in error["message"]
+
+
+def test_too_many_tokens_are_refused_with_both_numbers():
+    body = {"prompt": "a b " * 600}
+    error = call(DemoBackend(), "POST", "/v1/completions", body).body["error"]
+    assert "max_model_len is 1024: no room is left for output" in error["message"]
+
+
+def test_stop_token_ids_are_a_set_of_no_more_than_the_model_has_tokens_or_length():
+    service = DemoBackend(max_model_len=2**18)
+    vocab_size = service.tokenizer.vocab_size
+    body = {"prompt": "hi", "stop_token_ids": [*range(vocab_size)]}
+    headers = [("x-request-id", "hostile")]
+    assert call(service, "POST", "/v1/completions", body, headers=headers).status == 200
+    assert service.requests[-1].sampling.stop_token_ids == frozenset(range(vocab_size))
+    body["stop_token_ids"] += [7]
+    assert call(service, "POST", "/v1/completions", body).body["error"]["param"] == "stop_token_ids"
+    service.max_model_len = 64
+    body["stop_token_ids"] = [7] * 65
+    error = call(service, "POST", "/v1/completions", body).body["error"]
+    assert error["message"] == "stop_token_ids has 65 entries, and may have 64"
+
+
+def test_when_as_many_texts_are_encoded_as_may_be_the_next_one_is_told_to_wait(monkeypatch):
+    go_on = threading.Event()
+
+    async def scenario():
+        service = DemoBackend(max_model_len=2**18)
+        decode = service.tokenizer.decode
+
+        def slow(*args, **kwargs):
+            assert go_on.wait(30)
+            return decode(*args, **kwargs)
+
+        monkeypatch.setattr(service.tokenizer, "decode", slow)
+        app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES)
+        body = {"tokens": [7] * 5000}
+
+        def ask():
+            return asyncio.create_task(Client(app).request("POST", "/detokenize", body))
+
+        asked = [ask() for _ in range(200)]
+        await poll(lambda: sum(task.done() for task in asked) == 136)
+        refused = [task for task in asked if task.done()]
+        # One that waits and whose client has gone makes room; those that run do not.
+        waiting = [task for task in asked if not task.done()]
+        assert (len(waiting), len(refused)) == (64, 136)
+        assert {task.result().status for task in refused} == {429}
+        assert refused[0].result().headers["retry-after"] == "1"
+        waiting[-1].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting.pop()
+        go_on.set()
+        answers = await asyncio.gather(*waiting, ask())
+        assert {answer.status for answer in answers} == {200}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "self", "add_generation_prompt", "tools", "documents", "raise_exception", "range"],
+)
+def test_variables_of_a_template_that_are_its_own_are_refused(name):
+    body = {"messages": [HI], "chat_template_kwargs": {name: 1}}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = call(FakeBackend(), "POST", path, body)
+        assert answer.status == 400
+        assert answer.body["error"]["param"] == "chat_template_kwargs"
+        assert name in answer.body["error"]["message"]
+
+
+KEYS = ["role", "content", "type", "text", "self"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+VARIABLES = ["messages", "self", "add_generation_prompt", "variables", "template", "m", "loop"]
+PLAUSIBLE = {
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "assistant", "system", "tool"])},
+            optional={
+                "content": st.text() | st.lists(st.fixed_dictionaries({"type": st.just("text")},
+                                                                      optional={"text": JSON})),
+                "name": JSON,
+                "reasoning": st.text(),
+            },
+        ),
+        max_size=4,
+    ),
+    "prompt": st.text() | st.lists(st.integers(-2, 300)) | st.lists(st.lists(st.integers(0, 300))),
+    "tokens": st.lists(st.integers(-2, 300)),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(VARIABLES) | st.text(), JSON),
+    "stop": st.lists(st.text(max_size=3)),
+    "stop_token_ids": st.lists(st.integers(-2, 300)),
+    "stream_options": st.dictionaries(st.sampled_from(["include_usage", "x"]), JSON),
+}  # fmt: skip
+FIELDS = sorted({*COMPLETION_FIELDS, *CHAT_FIELDS, "tokens", "return_token_strs", "nonsense"})
+BODY = st.fixed_dictionaries(
+    {},
+    optional={name: PLAUSIBLE[name] | JSON if name in PLAUSIBLE else JSON for name in FIELDS},
+)
+
+
+@pytest.mark.parametrize("path", [*PROMPTS, "/tokenize", "/detokenize"])
+def test_no_body_is_an_internal_error(path):
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data):
+        few = data.draw(st.lists(st.sampled_from(FIELDS), max_size=5))
+        body = {name: data.draw(PLAUSIBLE.get(name, JSON) | JSON, name) for name in few}
+        body |= data.draw(st.sampled_from([{}, PROMPTS.get(path, {})]))
+        answer = call(FakeBackend(), "POST", path, body)
+        assert answer.status in {200, 400, 404}, (body, answer.chunks)
+        if answer.status == 200 and body.get("stream") is True:
+            assert "error" not in answer.chunks[-1].decode()
+
+    check()

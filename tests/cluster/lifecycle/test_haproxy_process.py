@@ -1,0 +1,299 @@
+"""HAProxy itself as `ttserve-haproxy` starts it: other users of the host, and hostile clients."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.edge.openai import Usage
+from cluster.edge.routes import create_app
+from replicas.output_processor import OutputDelta
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.http_server import answer, ask, connect, poll, request_bytes, serving
+from tests.cluster.lifecycle import haproxy_world
+from tests.cluster.lifecycle.haproxy_world import NOBODY, World, as_nobody
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not haproxy_world.is_available, reason="no HAProxy here"),
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+HI = {"prompt": "hi"}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return haproxy_world.serve_config()
+
+
+@pytest.fixture
+def shared():
+    """A folder as /tmp is: everybody's, and sticky."""
+    folder = Path(tempfile.mkdtemp(prefix="hp-", dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def world(config, shared, app, **options):
+    """HAProxy in front of an app, its files where everybody may look."""
+    folder = shared / "serve"
+    folder.mkdir(mode=0o755)
+    with serving(replica(app)) as backend_port:
+        world = World(folder, config, backend_port, **options)
+        try:
+            world.run()
+            yield world
+        finally:
+            world.close()
+
+
+def replica(app):
+    """An app as Serve runs it: with an answer to HAProxy's health checks."""
+
+    async def answering(scope, receive, send):
+        if scope.get("path") == "/-/healthz":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"success"})
+        else:
+            await app(scope, receive, send)
+
+    return answering
+
+
+def make_app(script=None, service=None):
+    service = service or FakeBackend(script)
+    return create_app(service, version="0", max_body_bytes=2**23, request_timeout_s=60)
+
+
+# --- other users of the host -------------------------------------------------------------------
+
+
+@needs_root
+def test_another_user_cannot_reach_the_admin_socket(config, shared):
+    with world(config, shared, make_app()) as front:
+
+        def attack():
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(front.socket)
+                client.sendall(b"disable server http-app/one\n")
+
+        assert as_nobody(attack) == "PermissionError"
+        assert stat.S_IMODE(os.stat(front.socket).st_mode) == 0o600
+        assert ask(front.port, HI)[0] == 200
+
+
+@needs_root
+def test_a_folder_that_another_user_made_first_is_refused(config, shared):
+    folder = shared / "serve"
+    as_nobody(lambda: (os.umask(0), folder.mkdir(mode=0o777)))
+    (folder / "node").mkdir()
+    check_refused(World(folder / "node", config, 1), f"{folder} belongs to user {NOBODY}")
+
+
+def test_a_folder_that_others_can_write_is_refused(config, shared):
+    folder = shared / "serve"
+    folder.mkdir()
+    folder.chmod(0o777)
+    check_refused(World(folder, config, 1), f"{folder} can be written by other users")
+
+
+def test_a_folder_that_others_can_write_within_one_that_they_cannot_enter_will_do(config, shared):
+    (shared / "mine").mkdir(mode=0o700)
+    folder = shared / "mine" / "serve"
+    folder.mkdir()
+    folder.chmod(0o777)
+    front = World(folder, config, 1)
+    try:
+        front.write()
+        process = front.start()
+        assert poll(lambda: front.pid() or process.poll(), "HAProxy answers") == process.pid
+    finally:
+        front.close()
+
+
+@pytest.mark.parametrize("name", ["haproxy.cfg", "500.http", "admin.sock", "unavailable.http"])
+def test_a_planted_link_is_refused(config, shared, name):
+    folder = shared / "serve"
+    folder.mkdir()
+    front = World(folder, config, 1)
+    front.write()
+    victim = shared / "victim"
+    victim.write_text((folder / "haproxy.cfg").read_text())
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(victim)
+    before = victim.read_text()
+    check_refused(front, f"{folder / name} is a symbolic link", is_written=True)
+    assert victim.read_text() == before
+
+
+@needs_root
+def test_a_planted_configuration_is_refused(config, shared):
+    folder = shared / "serve"
+    folder.mkdir()
+    front = World(folder, config, 1)
+    front.write()
+    os.chown(folder / "haproxy.cfg", NOBODY, NOBODY)
+    check_refused(front, f"belongs to user {NOBODY}", is_written=True)
+
+
+def check_refused(front, reason, *, is_written=False):
+    try:
+        if not is_written:
+            front.write()
+        process = front.start()
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert reason in errors
+        assert "ttserve environment" in errors
+    finally:
+        front.close()
+
+
+def test_a_reload_as_serve_does_it_takes_the_listeners_over_and_cuts_no_stream(config, shared):
+    reloaded = threading.Event()
+
+    async def waits(request, emit):
+        del request
+        await emit(OutputDelta(0, "a", [1]))
+        await asyncio.to_thread(reloaded.wait, 20)
+        await emit(OutputDelta(0, "b", [2], "length"))
+        return Usage(1, 2)
+
+    with (
+        world(config, shared, make_app(waits)) as front,
+        contextlib.closing(connect(front.port)) as client,
+    ):
+        client.sendall(request_bytes({**HI, "stream": True}))
+        assert client.recv(1, socket.MSG_PEEK)
+        front.write()
+        old = front.processes[-1]
+        new = front.start("-sf", str(old.pid), "-x", front.socket)
+        poll(lambda: front.pid() == new.pid or new.poll() is not None, "the new one answers")
+        reloaded.set()
+        assert b"[DONE]" in answer(client)[1]
+        old.wait(20)
+        assert ask(front.port, HI)[0] == 200
+
+
+# --- clients -----------------------------------------------------------------------------------
+
+
+def test_slow_requests_get_408_and_never_reach_an_ingress(config, shared):
+    service = FakeBackend()
+    with (
+        world(config, shared, make_app(service=service), request_timeout_s=2) as front,
+        contextlib.ExitStack() as stack,
+    ):
+        slow = [stack.enter_context(contextlib.closing(connect(front.port))) for _ in range(1280)]
+        for client in slow:
+            client.sendall(request_bytes(b"{", length=500))
+        assert ask(front.port, HI)[0] == 200
+        statuses = [answer(client)[0] for client in slow[::20]]
+        assert set(statuses) == {408}
+        status, body = answer(slow[1])
+        assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
+        assert len(service.requests) == 1
+
+
+def test_a_large_body_is_not_held_back(config, shared):
+    body = json.dumps(HI).encode().ljust(2**23)
+    with world(config, shared, make_app()) as front:
+        assert ask(front.port, body)[0] == 200
+
+
+def test_one_address_has_half_of_all_connections_at_most(config, shared):
+    with (
+        world(config.replace("maxconn 4096", "maxconn 40"), shared, make_app()) as front,
+        contextlib.ExitStack() as stack,
+    ):
+
+        def hold():
+            greedy = connect(front.port, source="127.0.0.2")
+            return stack.enter_context(contextlib.closing(greedy))
+
+        held = [hold() for _ in range(25)]
+        poll(lambda: num_closed(held) == 5, "five too many are closed")
+        assert ask(front.port, HI)[0] == 200
+
+
+def num_closed(clients):
+    """How many of them the other side has closed."""
+    count = 0
+    for client in clients:
+        client.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            try:
+                count += client.recv(1, socket.MSG_PEEK) == b""
+            except ConnectionResetError:
+                count += 1
+    return count
+
+
+def test_a_stream_that_nobody_reads_frees_its_slot(config, shared):
+    async def flood(request, emit):
+        del request
+        for i in range(10**9):
+            await emit(OutputDelta(0, "x" * 1000, [i % 256]))
+            await asyncio.sleep(0)
+
+    service = FakeBackend(flood)
+    with (
+        world(config, shared, make_app(service=service), client_timeout_s=1) as front,
+        contextlib.closing(connect(front.port, receive_bytes=4096)) as client,
+    ):
+        client.sendall(request_bytes({**HI, "stream": True}))
+        poll(lambda: service.num_open == 1, "it streams")
+        poll(lambda: service.num_open == 0, "its slot is free")
+
+
+def test_a_quiet_stream_outlives_the_timeout_for_clients(config, shared):
+    async def pauses(request, emit):
+        del request
+        await asyncio.sleep(2.5)
+        await emit(OutputDelta(0, "a", [1]))
+        await asyncio.sleep(2.5)
+        await emit(OutputDelta(0, "b", [2], "length"))
+        return Usage(1, 2)
+
+    app = make_app(pauses)
+    with world(config, shared, app, request_timeout_s=1, client_timeout_s=1) as front:
+        status, body = ask(front.port, {**HI, "stream": True})
+        assert status == 200
+        assert b"[DONE]" in body
+
+
+def test_headers_of_serve_do_not_pass(config, shared):
+    passed = []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            passed.extend(name for name, _ in scope["headers"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    headers = [
+        "X-Request-Timeout-Seconds: 0",
+        "x-request-disconnect-disabled: ?1",
+        "serve_multiplexed_model_id: a",
+        "Serve-Multiplexed-Model_Id: \xff",
+        "x-session-id: \xff",
+        "X_Session_Id: b",
+        "x-serve-router-target: c",
+        "x-request-id: \xff",
+        "x-mine: d",
+    ]
+    with world(config, shared, app) as front:
+        assert ask(front.port, HI, headers=headers)[0] == 200
+        assert ask(front.port, HI, headers=["x-request-id: job 7"])[0] == 200
+    names = [name for name in passed if name.startswith((b"x", b"serve"))]
+    assert sorted(set(names)) == [b"x-mine", b"x-request-id"]

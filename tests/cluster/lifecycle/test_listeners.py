@@ -1,0 +1,148 @@
+"""What `ttserve doctor` says of sockets, and that SECURITY.md says the same."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.config.serve_file import is_loopback
+from cluster.lifecycle import doctor, listeners
+from cluster.lifecycle.listeners import KNOWN_SOCKETS, Socket, judge, judge_ray, read_listeners
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GCS = "/x/site-packages/ray/core/src/ray/gcs/gcs_server --gcs_server_port=6379"
+
+
+def test_the_security_policy_lists_the_sockets_that_are_known():
+    text = (REPOSITORY / "SECURITY.md").read_text()
+    table = text[text.index("| socket |") :].split("\n\n")[0].splitlines()[2:]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table]
+    assert rows == [(f"`{known.name}`", known.where, known.who) for known in KNOWN_SOCKETS]
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "command", "has_token", "name", "level"),
+    [
+        ("tcp", "127.0.0.1:5", "python -m replicas.engine.process", False, "engine", "ok"),
+        ("tcp", "10.0.0.1:5", "python -m replicas.engine.process", False, "engine", "note"),
+        ("abstract", "@kv", "python -m replicas.engine.process", False, "engine-kv", "ok"),
+        ("abstract", "@s", "python -m kv_transfer.stores.shm_server", False, "pool", "ok"),
+        ("tcp", "[::1]:8000", "/b/haproxy -db -f x", False, "http", "ok"),
+        ("tcp", "0.0.0.0:8000", "/b/haproxy -db -f x", True, "http", "note"),
+        ("unix", "/tmp/h/admin.sock", "/b/haproxy -db -f x", False, "http-admin", "ok"),
+        ("tcp", "[::]:6379", GCS, True, "ray", "ok"),
+        ("tcp", "[::]:6379", GCS, False, "ray", "missing"),
+        ("tcp", "10.0.0.1:6379", GCS, False, "ray", "missing"),
+        ("tcp", "127.0.0.1:6379", GCS, False, "ray", "ok"),
+        ("tcp", "[::]:1", "ray::ServeReplica:ttserve:decode", False, "ray", "missing"),
+        ("unix", "/tmp/ray/s/sockets/raylet", "/x/ray/core/src/ray/raylet/raylet", False,
+         "ray-local", "ok"),
+    ],
+)  # fmt: skip
+def test_each_socket_is_named_and_judged(family, address, command, has_token, name, level):
+    listener = judge(Socket(family, address, 7, command, has_token))
+    assert (listener.socket, listener.level) == (name, level)
+    assert bool(judge_ray((listener,))) == (level == "missing")
+
+
+def test_the_sockets_of_others_are_none_of_ours():
+    assert judge(Socket("tcp", "0.0.0.0:22", 7, "sshd", False)) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("localhost", True),
+     ("[::ffff:127.0.0.1]", True), ("0.0.0.0", False), ("::", False), ("example.org", False)],
+)  # fmt: skip
+def test_which_addresses_only_this_host_reaches(host, expected):
+    assert is_loopback(host) is expected
+
+
+LISTEN = """
+import socket, sys
+sockets = [socket.create_server(("127.0.0.1", 0)),
+           socket.create_server(("::1", 0), family=socket.AF_INET6) if socket.has_ipv6 else None]
+name = socket.socket(socket.AF_UNIX)
+name.bind(sys.argv[1]); name.listen()
+print(*(s.getsockname()[1] for s in sockets if s), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+def test_a_process_is_found_by_its_sockets_as_the_kernel_lists_them(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, str(tmp_path / "s"),
+         "replicas.engine.process"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        ports = process.stdout.readline().split()
+        found = {x.address for x in read_listeners() if x.pid == process.pid}
+        assert found == {f"127.0.0.1:{ports[0]}", *(f"[::1]:{port}" for port in ports[1:])}
+    finally:
+        process.communicate()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mode", [None, "token", "disabled"])
+def test_the_doctor_fails_a_ray_that_anybody_may_reach(monkeypatch, mode):
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"}
+    if mode is not None:
+        environment["RAY_AUTH_MODE"] = mode
+    code = LISTEN.replace('("127.0.0.1", 0)', '("0.0.0.0", 0)')
+    name = f"\0{os.urandom(8).hex()}"
+    code = code.replace("sys.argv[1]", repr(name))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "/ray/core/src/ray/gcs/gcs_server"],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    read = listeners.read_listeners
+
+    def only_this():
+        return tuple(x for x in read() if x.pid == process.pid)
+
+    try:
+        process.stdout.readline()
+        monkeypatch.setattr(doctor, "read_listeners", only_this)
+        result = CliRunner().invoke(cli.app, ["doctor"])
+        assert ("export RAY_AUTH_MODE=token" in result.output) == (mode != "token")
+        assert result.exit_code == (0 if mode == "token" else 1), result.output
+    finally:
+        process.communicate()
+
+
+CONFIG = {
+    "http_options": {"host": "0.0.0.0"},
+    "applications": [
+        {"name": "t", "import_path": "cluster.app:build", "args": {"pools": {"both": {}}}}
+    ],
+}
+
+
+@pytest.mark.parametrize("command", [["validate"], ["doctor", "--config"]])
+@pytest.mark.parametrize(("host", "num_warnings"), [("0.0.0.0", 1), ("127.0.0.1", 0)])
+def test_an_address_that_everybody_reaches_is_warned_of_once(
+    tmp_path, monkeypatch, command, host, num_warnings
+):
+    monkeypatch.setattr(doctor, "read_listeners", tuple)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "http_options": {"host": host}}))
+    result = CliRunner().invoke(cli.app, [*command, str(path)])
+    assert len(re.findall("there are no API keys", result.output)) == num_warnings
+    assert result.exit_code == 0
+
+
+def test_serving_on_such_an_address_warns_once_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.lifecycle.supervisor.serve", lambda *_: 0)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "http_options": {"host": "127.0.0.1"}}))
+    for more, num_warnings in (([], 0), (["--host", "0.0.0.0"], 1)):
+        result = CliRunner().invoke(cli.app, ["serve", "--config", str(path), *more])
+        assert result.output.count("there are no API keys") == num_warnings

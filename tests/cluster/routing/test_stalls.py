@@ -1,0 +1,371 @@
+"""Engines that live and do not get on: what waits for them goes elsewhere, nothing new comes."""
+
+import asyncio
+import time
+
+import pytest
+
+from cluster.errors import QueueTimeoutError
+from cluster.routing import leg
+from replicas import async_client
+from replicas.config import SimulatedMeshConfig
+from replicas.faults import Fault
+from replicas.generators.simulated.tokens import expected_tokens
+from replicas.messages import Abort, Accepted, Activate, AddRequest, TokenOutput
+from tests.cluster.engines import (
+    ScriptedEngine,
+    engine_config,
+    rig,
+    running,
+    sampling,
+    until,
+    until_idle,
+)
+
+pytestmark = pytest.mark.process
+
+
+def accepts(message):
+    if isinstance(message, AddRequest):
+        return [Accepted(message.request.request_id, 0, 0, 0)]
+    return []
+
+
+def prefills(message):
+    """Accepts, and gives a first token at once."""
+    if isinstance(message, AddRequest):
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, -1, 0), TokenOutput(request_id, 0, [5])]
+    return []
+
+
+def decodes(message):
+    """Accepts, and once activated gives the second and last token."""
+    if isinstance(message, Activate):
+        num_had = len(message.token_ids[0]) if message.token_ids else 0
+        return [TokenOutput(message.request_id, num_had, [6], "length")]
+    return accepts(message)
+
+
+def silent(_message):
+    return []
+
+
+def asked(engine):
+    return len(engine.received(AddRequest))
+
+
+def ask(made):
+    return asyncio.ensure_future(made.tokens([1, 2, 3]))
+
+
+async def stall(made, engine, stalled_s=5.5):
+    """Let an engine stall, or move again, and wait until the router knows."""
+    engine.stalled_s = stalled_s
+    await until(lambda: made.pools.num_stalled == (stalled_s > 0), "known")
+
+
+def answer_of(task):
+    return asyncio.wait_for(task, 10)
+
+
+# --- scripted engines ------------------------------------------------------------------------
+
+
+def test_a_prefill_engine_that_stalls_costs_another_prefill_engine():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p1", accepts) as hung,
+            ScriptedEngine("prefill", "p2", prefills) as other,
+            ScriptedEngine("decode", "d", decodes) as decode,
+            rig() as made,
+        ):
+            await made.connect(hung.member, other.member, decode.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await stall(made, hung)
+            assert await answer_of(task) == [5, 6]
+            assert asked(other) == asked(decode) == 1
+            await until(lambda: hung.received(Abort), "the hung one is told")
+            assert made.count("ttserve_router_stalled_legs_total", leg="prefill") == 1
+            assert await answer_of(ask(made)) == [5, 6]
+            assert asked(hung) == 1, "it gets nothing new"
+            await stall(made, hung, 0.0)
+            task = ask(made)
+            await until(lambda: asked(hung) == 2, "it is asked again")
+            task.cancel()
+            await asyncio.wait({task})
+
+    asyncio.run(run())
+
+
+def test_the_last_prefill_engine_that_stalls_costs_the_decode_engine_the_prompt():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", accepts) as hung,
+            ScriptedEngine("decode", "d", decodes) as decode,
+            rig() as made,
+        ):
+            await made.connect(hung.member, decode.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await stall(made, hung)
+            assert await answer_of(task) == [6]
+            [activated] = decode.received(Activate)
+            assert activated.token_ids == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [silent, accepts])
+def test_a_decode_engine_that_stalls_before_its_first_token_costs_another_one(answer):
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", answer) as hung,
+            ScriptedEngine("both", "d2", silent) as other,
+            rig() as made,
+        ):
+            await made.connect(hung.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await made.connect(other.member)
+            await stall(made, hung)
+            await until(lambda: asked(other), "the other is asked")
+            request_id = other.received(AddRequest)[0].request.request_id
+            await hung.send(TokenOutput(request_id, 0, [9], "length"))
+            await other.send(Accepted(request_id, 0, 0, 0))
+            await other.send(TokenOutput(request_id, 0, [5], "length"))
+            assert await answer_of(task) == [5], "what comes late from the hung one is not heard"
+            assert hung.received(Abort) == [Abort([request_id])]
+            assert made.count("ttserve_router_stalled_legs_total", leg="decode") == 1
+
+    asyncio.run(run())
+
+
+def test_a_reservation_on_an_engine_that_stalls_is_made_anew_elsewhere():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", accepts) as prefill,
+            ScriptedEngine("decode", "d1", accepts) as hung,
+            ScriptedEngine("decode", "d2", decodes) as other,
+            rig() as made,
+        ):
+            await made.connect(prefill.member, hung.member)
+            task = ask(made)
+            await until(lambda: asked(prefill), "prefill is asked")
+            await made.connect(other.member)
+            await stall(made, hung)
+            await until(lambda: asked(prefill) == 2, "prefill is asked anew")
+            request_id = prefill.received(AddRequest)[0].request.request_id
+            await prefill.send(TokenOutput(request_id, 0, [5]))
+            assert await answer_of(task) == [5, 6]
+            assert asked(other) == 1
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_tokens_waits_until_its_engine_moves_again():
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as hung,
+            ScriptedEngine("both", "d2", decodes) as other,
+            rig() as made,
+        ):
+            await made.connect(hung.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            request_id = hung.received(AddRequest)[0].request.request_id
+            await hung.send(TokenOutput(request_id, 0, [5]))
+            await made.connect(other.member)
+            await stall(made, hung)
+            await asyncio.sleep(1.0)
+            hung.stalled_s = 0.0
+            await hung.send(TokenOutput(request_id, 1, [6], "length"))
+            assert await answer_of(task) == [5, 6]
+            assert asked(other) == 0
+            assert hung.received(Abort) == []
+
+    asyncio.run(run())
+
+
+def test_with_nowhere_else_to_go_requests_wait_until_it_moves_again_or_another_comes():
+    async def run():
+        async with ScriptedEngine("both", "d1", accepts) as hung, rig() as made:
+            await made.connect(hung.member)
+            early = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await stall(made, hung)
+            late = ask(made)
+            await until(lambda: made.num_queued == 1, "queued")
+            await asyncio.sleep(1.0)
+            assert (asked(hung), made.num_queued, early.done()) == (1, 1, False)
+
+            def finishes(message):
+                accepted = accepts(message)
+                tokens = [TokenOutput(e.request_id, 0, [5], "length") for e in accepted]
+                return accepted + tokens
+
+            async with ScriptedEngine("both", "d2", finishes) as other:
+                await made.connect(other.member)
+                assert await answer_of(asyncio.gather(early, late)) == [[5], [5]]
+                await stall(made, hung, 0.0)
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_an_engine_that_stalls_for_longer_than_the_queue_allows():
+    async def run():
+        async with ScriptedEngine("both", "d", accepts) as hung, rig(queue_timeout_s=0.5) as made:
+            await made.connect(hung.member)
+            await stall(made, hung)
+            with pytest.raises(QueueTimeoutError):
+                await answer_of(ask(made))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_busy_is_not_given_up():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p1", accepts) as busy,
+            ScriptedEngine("prefill", "p2", prefills) as other,
+            ScriptedEngine("decode", "d", decodes) as decode,
+            rig() as made,
+        ):
+            await made.connect(busy.member, decode.member)
+            task = ask(made)
+            await until(lambda: asked(busy), "asked")
+            await made.connect(other.member)
+            await asyncio.sleep(2.0)
+            request_id = busy.received(AddRequest)[0].request.request_id
+            await busy.send(TokenOutput(request_id, 0, [5]))
+            assert await answer_of(task) == [5, 6]
+            assert asked(other) == 0
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_never_answers_is_given_up_after_a_time(monkeypatch):
+    monkeypatch.setattr(leg, "ANSWER_S", 0.3)
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p1", silent) as mute,
+            ScriptedEngine("prefill", "p2", prefills) as other,
+            ScriptedEngine("decode", "d1", silent) as deaf,
+            ScriptedEngine("decode", "d2", decodes) as decode,
+            rig() as made,
+        ):
+            await made.connect(mute.member, other.member, deaf.member, decode.member)
+            assert await answer_of(ask(made)) == [5, 6]
+            assert [asked(engine) for engine in (mute, other, deaf, decode)] == [1, 1, 1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_prefill_engine_that_accepts_and_gives_no_token_is_given_up_after_a_long_time(
+    monkeypatch,
+):
+    monkeypatch.setattr(leg, "FIRST_TOKEN_S", 0.3)
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p1", accepts) as first,
+            ScriptedEngine("prefill", "p2", prefills) as other,
+            ScriptedEngine("decode", "d", decodes) as decode,
+            rig() as made,
+        ):
+            await made.connect(first.member, other.member, decode.member)
+            assert await answer_of(ask(made)) == [5, 6]
+            assert asked(first) == asked(other) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("role", ["both", "decode"])
+def test_an_engine_that_takes_a_request_and_never_decodes_is_given_up_after_a_long_time(
+    role, monkeypatch
+):
+    monkeypatch.setattr(leg, "FIRST_TOKEN_S", 0.3)
+
+    def finishes(message):
+        accepted = accepts(message) if role == "both" else []
+        return decodes(message) + [TokenOutput(e.request_id, 0, [6], "length") for e in accepted]
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as prefill,
+            ScriptedEngine(role, "d1", accepts) as first,
+            ScriptedEngine(role, "d2", finishes) as other,
+            rig() as made,
+        ):
+            await made.connect(first.member, other.member)
+            if role == "decode":
+                await made.connect(prefill.member)
+            tokens = await answer_of(ask(made))
+            assert tokens == ([6] if role == "both" else [5, 6])
+            assert asked(first) == asked(other) == 1
+
+    asyncio.run(run())
+
+
+def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_counts_as_dead(
+    monkeypatch,
+):
+    monkeypatch.setattr(async_client, "QUIET_S", 0.5)
+    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as quiet,
+            ScriptedEngine("both", "d2", accepts) as other,
+            rig() as made,
+        ):
+            await made.connect(quiet.member, other.member)
+            quiet.is_silent = True
+            await until(lambda: made.pools.num_stalled == 1, "nothing is heard of it")
+            tasks = [ask(made) for _ in range(3)]
+            await until(lambda: asked(other) == 3, "the other is asked")
+            assert asked(quiet) == 0
+            assert made.lost == []
+            quiet.is_silent = False
+            await until(lambda: made.pools.num_stalled == 0, "it speaks again")
+            tasks.append(ask(made))
+            await until(lambda: asked(quiet), "asked")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+# --- a real engine whose device hangs ----------------------------------------------------------
+
+
+def test_a_prefill_engine_whose_device_hangs_costs_another_one_and_its_reservation_waits():
+    """Heartbeats go on all the while; a reservation lapses only after two minutes."""
+    hang = Fault(at_s=0.0, target="prefill/0", kind="slow", factor=1e7)
+
+    def simulated(role, *faults):
+        mesh = SimulatedMeshConfig(
+            model="Llama-3.2-1B", board="n150", faults=faults, fault_epoch_unix_s=time.time()
+        )
+        return role, engine_config(
+            role, simulated_mesh=mesh, dtype="auto", max_model_len=1024, tt_data_parallel=1
+        )
+
+    async def run(engines):
+        hung, prefill, decode = engines
+        async with rig(hung, decode) as made:
+            task = asyncio.ensure_future(made.tokens([7] * 70, sampling(6)))
+            await until(lambda: not made.pools.holds(), "both have answered")
+            await made.connect(prefill.member)
+            tokens = await asyncio.wait_for(task, 40)
+            facts = decode.description
+            right = expected_tokens([7] * 70, 6, facts.vocab_size, facts.eos_token_ids)
+            assert tokens == right
+            await until_idle(made, prefill, decode)
+            assert hung.handle.is_alive
+
+    with running(simulated("prefill", hang), simulated("prefill"), simulated("decode")) as engines:
+        asyncio.run(run(engines))

@@ -1,0 +1,71 @@
+"""Equal hashes mean equal prefixes, and nobody knows a hash who does not know its key."""
+
+import hashlib
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.block_hash import HASH_BYTES, extend_block_hashes, prefix_root
+from kv_transfer.pooled import unit_keys
+
+KEY, OTHER = b"one deployment's key", b"another deployment's"
+PROMPTS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+SALTS = st.sampled_from(["", "pepper", "pepperoni"])
+
+
+def hashes_of(prompt, key=KEY, salt="", block_size=4):
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, prompt, block_size, prefix_root(key, salt))
+    return hashes
+
+
+@given(PROMPTS, PROMPTS, SALTS, SALTS)
+def test_two_hashes_are_equal_where_everything_up_to_their_end_is(one, other, salt, other_salt):
+    pairs = zip(hashes_of(one, salt=salt), hashes_of(other, salt=other_salt), strict=False)
+    for i, (a, b) in enumerate(pairs):
+        end = 4 * (i + 1)
+        assert (a == b) == ((one[:end], salt) == (other[:end], other_salt))
+
+
+@given(PROMPTS, st.integers(0, 40))
+def test_a_chain_may_be_grown_in_parts(prompt, num_first):
+    hashes = hashes_of(prompt[:num_first])
+    extend_block_hashes(hashes, prompt, 4, prefix_root(KEY, ""))
+    assert hashes == hashes_of(prompt)
+
+
+@given(PROMPTS, SALTS)
+def test_two_deployments_have_no_hash_in_common(prompt, salt):
+    ours, theirs = hashes_of(prompt, KEY, salt), hashes_of(prompt, OTHER, salt)
+    assert not set(ours) & set(theirs)
+    assert len({*ours, *theirs}) == 2 * len(ours)
+    assert all(len(block_hash) == HASH_BYTES == 32 for block_hash in ours)
+
+
+def test_a_hash_is_keyed_in_each_of_its_blocks():
+    # Whoever learns the hash of a block cannot go on from there without the key.
+    prompt = list(range(8))
+    parent, wanted = hashes_of(prompt)
+    chained = parent + struct.pack("<4i", *prompt[4:])
+    person = b"ttserve block"
+    for key in (b"", KEY, OTHER):
+        assert hashlib.blake2b(chained, digest_size=32, key=key, person=person).digest() != wanted
+    root = prefix_root(KEY, "")
+    assert hashlib.blake2b(chained, digest_size=32, key=root, person=person).digest() == wanted
+
+
+@pytest.mark.parametrize("bit", range(0, 128, 17))
+def test_one_bit_of_the_key_changes_half_of_every_hash(bit):
+    flipped = bytearray(KEY)
+    flipped[bit // 8] ^= 1 << bit % 8
+    for a, b in zip(hashes_of(range(64)), hashes_of(range(64), bytes(flipped)), strict=True):
+        num_changed = (int.from_bytes(a, "big") ^ int.from_bytes(b, "big")).bit_count()
+        assert 80 < num_changed < 176
+
+
+def test_a_pools_names_are_no_hashes_of_a_prefix_cache():
+    prompt = list(range(64))
+    names = unit_keys("layout", "", prompt, 32)
+    assert not set(names) & set(hashes_of(prompt, block_size=32))
