@@ -94,6 +94,7 @@ def contestants(
         found.append(ConnectorPair("shm", blocks, schemes=NEAR, config=unverified))
         found.append(ConnectorPair("shm verified", blocks, schemes=NEAR))
         found.append(ConnectorPair("tcp", blocks, schemes=FAR))
+        found.append(ConnectorPair("tcp encrypted", blocks, schemes=FAR, network="encrypted"))
         if python is not None:
             found += peers(blocks, python, libs)
         found.append(ConnectorPair("tcp again", blocks, schemes=FAR))
@@ -133,6 +134,8 @@ def ratios(rates: dict[str, Rates]) -> dict[str, float | None]:
         "shm_vs_memcpy": over(rates["shm"].median, copy),
         "shm_verified_vs_memcpy": over(rates["shm verified"].median, copy),
     }
+    if "tcp encrypted" in rates:
+        found["encrypted_vs_plain"] = over(rates["tcp encrypted"].median, rates["tcp"].median)
     for peer in PEERS:
         other = best_of(rates, (f"{peer} {operation}" for operation in OPERATIONS))
         found[f"tcp_vs_{peer}"] = over(rates["tcp"].median, other)

@@ -41,7 +41,7 @@ WARM_UP_S = 600.0
 SAMPLE_S = 5.0
 SETTLE_S = 60.0
 """How long leases and the like may take to lapse once the load is over."""
-MAX_CHANGED_SHARE = 0.1
+MAX_CHANGED_SHARE = 0.05
 """Of whole answers, those that may differ from the first to the same request."""
 QUICK_S = 45.0
 _STOP_S = 30.0

@@ -4,7 +4,12 @@ Times are seconds on the monotonic clock of the process that waits; no clock is 
 hosts.
 """
 
+from typing import Literal
+
 import msgspec
+
+KVNetwork = Literal["encrypted", "plain"]
+"""How KV travels between hosts."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,12 +29,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             reading, sending, receiving and writing have one each.
         mapped_chunk_bytes: Aim for what one message tells of where the consumer reads the
             producer's memory, and its window: nothing is in flight there, so that both are larger.
-        use_nixl: Whether payload between hosts goes over NIXL; None: where NIXL is installed and
-            this host has an RDMA device.
+        use_nixl: Whether payload between hosts goes over NIXL where it need not be encrypted; None:
+            where NIXL is installed and this host has an RDMA device.
         verify: Whether what is read in another process's memory is compared with digests that the
             owner computed. Payload that travels is always checked.
         max_inflight_bytes: Above this sum over all loads a load's window shrinks to one chunk.
-        max_bytes_per_call: Most bytes copied out of or into KV memory in one connector call.
+        copy_s: How long one engine step may copy KV at least, over all transfers and both ways.
+        copy_share: A step that computes for long may copy for this share of that time.
         heartbeat_s: Interval of the transport's own heartbeats.
         heartbeat_timeout_s: Silence after which the transport drops a connection.
     """
@@ -46,7 +52,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     verify: bool = True
     use_nixl: bool | None = None
     max_inflight_bytes: int = 128 << 20
-    max_bytes_per_call: int = 64 << 20
+    copy_s: float = 0.01
+    copy_share: float = 0.5
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
 
@@ -58,6 +65,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 f"renew_s ({self.renew_s}) must be shorter than lease_s ({self.lease_s})"
             )
+
+    def with_half_of_a_step(self) -> "TransferConfig":
+        """Return this for one of two that share the time in which a step may copy."""
+        return msgspec.structs.replace(self, copy_s=self.copy_s / 2, copy_share=self.copy_share / 2)
 
     @property
     def probe_s(self) -> float:

@@ -45,7 +45,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.keys import KeyRing
@@ -153,11 +153,15 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         incarnation: Unique name of this engine process, the one that tickets name.
         bind: Where to listen: ``tcp://<address>:*`` for a free port, ``tcp://<address>:<port>``
-            or ``ipc://<path>``. The address is one of this host, never a wildcard.
+            or ``ipc://<path>``. The address is one of this host, never a wildcard; and loopback
+            where there are no keys.
         config: Deadlines and sizes.
-        keys: What tickets are sealed with.
-        unix_epoch_s: Unix time at which this engine's monotonic clock was zero: tickets expire by
-            the wall clock, everything else by the monotonic one.
+        keys: What tickets are sealed with, and connections over the network are secured with.
+        network: Whether KV that leaves the host is encrypted, and its connections prove that they
+            hold a secret; or "plain": whoever has a ticket is served, and can be listened to.
+        unix_now_s: Wall clock of this host, in Unix seconds: tickets expire by it. Read whenever
+            one is checked and never kept, as it may be set at any time.
+        step_now_s: Monotonic clock of this engine's steps: what copying costs is measured by it.
         accept_dtypes: KV dtypes of producers that this engine takes although they are not its own;
             converting them may lose precision.
         store: The pool of the connectors that have one.
@@ -165,11 +169,13 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     """
 
     incarnation: str
+    unix_now_s: Callable[[], float]
+    step_now_s: Callable[[], float]
     bind: str = "tcp://127.0.0.1:*"
     config: TransferConfig = field(default_factory=TransferConfig)
     keys: KeyRing = field(default_factory=KeyRing)
-    unix_epoch_s: float = 0.0
     accept_dtypes: tuple[str, ...] = ()
+    network: KVNetwork = "encrypted"
     store: StoreConfig | None = None
     link_faults: LinkFaults = field(default_factory=NoLinkFaults)
 
@@ -364,6 +370,7 @@ class TransferStats(Struct, frozen=True, kw_only=True):
         num_unknown_ids: Messages about transfers that this engine does not know.
         num_malformed: Frames that are no message of the protocol.
         num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
+        num_denied: Connections over the network that held no secret of the deployment.
         store: Totals of the pool.
     """
 
@@ -385,6 +392,7 @@ class TransferStats(Struct, frozen=True, kw_only=True):
     num_unknown_ids: int = 0
     num_malformed: int = 0
     num_bad_tickets: int = 0
+    num_denied: int = 0
     store: StoreStats = field(default_factory=StoreStats)
 
 
@@ -513,7 +521,8 @@ class KVConnectorWorker(Protocol):
     """Worker side: moves bytes between KV memory and other engines.
 
     Every method is called on the engine's core thread, and only ``start_load_kv``, the two layer
-    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer.
+    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer, and
+    what all of them copy in one step is bounded (``step_budget``).
     """
 
     @property
@@ -528,7 +537,7 @@ class KVConnectorWorker(Protocol):
         """
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop transfers, then inject what arrived."""
+        """Before the forward: begin a step, start and stop transfers, inject what arrived."""
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Before a layer's attention: return once its loaded KV is in place."""

@@ -69,6 +69,10 @@ class TransferError(KVTransferError):
         self.reason = reason
 
 
+class SharedMemoryError(TransferError):
+    """Memory for processes to share is short: says how much was asked for, how much there is."""
+
+
 class TicketError(TransferError):
     """A ticket is not usable by this engine; ``reason`` says which check failed."""
 

@@ -443,6 +443,9 @@ class MultiConnector:
             TransferError: When the engine converts KV, or no store is set.
         """
         _refuse_conversion(settings)
+        # Half of a step's budget each, so that neither part waits for the other.
+        config = settings.config.with_half_of_a_step()
+        settings = msgspec.structs.replace(settings, config=config)
         p2p = P2PConnector().create_worker(settings, notify)
         pooled = PooledConnector().create_worker(settings, notify)
         return MultiConnectorWorker(p2p, pooled, notify)

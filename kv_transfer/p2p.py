@@ -42,7 +42,7 @@ class P2PConnectorScheduler:
     def __init__(self, settings: ConnectorSettings, layout: KVLayout) -> None:
         self._incarnation = settings.incarnation
         self._keys = settings.keys
-        self._unix_epoch_s = settings.unix_epoch_s
+        self._unix_now_s = settings.unix_now_s
         self._layout = layout
         self._layout_hashes = frozenset(acceptable_layouts(layout, settings.accept_dtypes))
         self._transfers: dict[str, _Transfer] = {}
@@ -66,7 +66,7 @@ class P2PConnectorScheduler:
         if not request.ticket:
             return
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
-        ticket = self._keys.unseal(request.ticket, now_s + self._unix_epoch_s)
+        ticket = self._keys.unseal(request.ticket, self._unix_now_s())
         role = check_ticket(ticket, self._incarnation, self._layout_hashes)
         if role == "producer" and ticket.layout_hash != self._layout.content_hash():
             raise LayoutMismatchError(

@@ -35,6 +35,7 @@ from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import ROW_TOKENS, KVLayout
 from kv_transfer.messages import PayloadPath, encode_mapped
+from kv_transfer.step_budget import StepBudget
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import (
     Arrived,
@@ -149,6 +150,8 @@ class _Loading:
     is_verified: bool = True
     written: bytearray = field(default_factory=bytearray)
     num_missing: int = 0
+    arrived: deque[Event] = field(default_factory=deque)
+    """Data that waits to be written, and what was said after it."""
     first_s: float | None = None
     last_s: float = 0.0
 
@@ -204,7 +207,8 @@ class P2PConnectorWorker:
     """Worker side of the point-to-point connector (see ``KVConnectorWorker``).
 
     Owner: the engine's core thread. ``now_s`` is any monotonic clock; it only feeds statistics,
-    because every deadline is kept by the transport.
+    because every deadline is kept by the transport. Every transfer, in either direction, moves one
+    chunk in its turn until the step's budget is spent; the next step goes on with whose turn it is.
     """
 
     def __init__(
@@ -222,7 +226,10 @@ class P2PConnectorWorker:
         self._sending: dict[bytes, _Sending] = {}
         self._loading: dict[bytes, _Loading] = {}
         self._transfer_ids: dict[str, bytes] = {}
-        self._events: deque[Event] = deque()
+        self._turns: dict[bytes, None] = {}
+        """Every transfer in flight, in the order in which they move."""
+        config = settings.config
+        self._budget = StepBudget(config.copy_s, config.copy_share, settings.step_now_s)
         self._commands: list[Command] = []
         self._sent: set[str] = set()
         self._received: set[str] = set()
@@ -254,9 +261,10 @@ class P2PConnectorWorker:
     # ---- one step
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop transfers, then inject what arrived."""
+        """Before the forward: start and stop transfers, then move what is due."""
         assert isinstance(meta, P2PMeta)
         self._now_s = now_s
+        self._budget.begin()
         for request_id in meta.preempted:
             self._pause(request_id)
         for offer in meta.offers:
@@ -267,6 +275,7 @@ class P2PConnectorWorker:
             self._cancel(request_id)
         self._flush()
         self._take_events()
+        self._move()
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Return at once: a load becomes visible only when it is whole."""
@@ -278,17 +287,17 @@ class P2PConnectorWorker:
         """
         if self._sending or self._loading:
             self._take_events()
-            self._extract()
+            self._move()
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """After the forward: what ``meta.saves`` announced is in the cache; extract and send."""
+        """After the forward: what ``meta.saves`` announced is in the cache; move what is due."""
         assert isinstance(meta, P2PMeta)
         self._now_s = now_s
         for save in meta.saves:
             sending = self._sending.get(self._transfer_ids.get(save.request_id, b""))
             if sending is not None:
                 self._mark(sending, save)
-        self._extract()
+        self._move()
 
     def wait_for_save(self) -> None:
         """Return at once: extraction copies on this thread."""
@@ -297,7 +306,7 @@ class P2PConnectorWorker:
         """At the end of the step: move what is due and report what ended."""
         self._now_s = now_s
         self._take_events()
-        self._extract()
+        self._move()
         if not (self._sent or self._received or self._failed):
             return TransferResults()
         results = TransferResults(
@@ -332,6 +341,7 @@ class P2PConnectorWorker:
             num_unknown_ids=counters.num_unknown_ids,
             num_malformed=counters.num_malformed,
             num_bad_tickets=counters.num_bad_tickets,
+            num_denied=counters.num_denied,
         )
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
@@ -377,6 +387,7 @@ class P2PConnectorWorker:
         transfer_id = spec.ticket.transfer_id
         self._sending[transfer_id] = _Sending(spec.request_id, spec.ticket, num_rows, now_s)
         self._transfer_ids[spec.request_id] = transfer_id
+        self._turns[transfer_id] = None
         self._commands.append(Offer(spec.ticket))
 
     def _load(self, spec: LoadSpec, now_s: float) -> None:
@@ -388,6 +399,7 @@ class P2PConnectorWorker:
             return
         transfer_id = spec.ticket.transfer_id
         self._transfer_ids[spec.request_id] = transfer_id
+        self._turns[transfer_id] = None
         self._loading[transfer_id] = _Loading(
             spec.request_id,
             spec.ticket,
@@ -443,38 +455,47 @@ class P2PConnectorWorker:
         sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
         self._commands.append(Ready(sending.ticket.transfer_id, sending.ready))
 
-    def _extract(self) -> None:
-        """Hand out ready rows under their credits, one chunk per transfer in turn."""
-        io, config = self._require_io(), self._config
-        row_bytes, rows_per_block = io.layout.row_bytes, io.layout.rows_per_block
-        budget = self._budget_rows
-        busy = list(self._sending.values())
-        while busy and budget > 0:
-            still_busy = []
-            for sending in busy:
-                chunk_rows = (
-                    config.mapped_chunk_rows(row_bytes)
-                    if sending.path == "shared"
-                    else config.chunk_rows(row_bytes)
-                )
-                taken = sending.next_range(chunk_rows, rows_per_block)
-                if taken and budget > 0:
-                    self._commands.append(
-                        self._mapped_chunk(sending, taken)
-                        if sending.path == "shared"
-                        else self._chunk(sending, taken)
-                    )
-                    sending.advance(taken)
-                    budget -= len(taken)
-                    # Behind the others, so that all have their turn over several calls.
-                    transfer_id = sending.ticket.transfer_id
-                    self._sending[transfer_id] = self._sending.pop(transfer_id)
-                    still_busy.append(sending)
-                    self._flush()
-            busy = still_busy
-        self._flush()
-        if busy and budget <= 0:
+    def _move(self) -> None:
+        """Copy chunks, of each transfer in its turn, as far as the step's budget goes."""
+        self._budget.resume()
+        waiting = deque(self._turns)
+        while waiting and self._budget.has_room:
+            transfer_id = waiting.popleft()
+            if self._move_chunk(transfer_id):
+                self._flush()
+                self._budget.charge()
+                waiting.append(transfer_id)
+                if transfer_id in self._turns:
+                    self._turns[transfer_id] = self._turns.pop(transfer_id)
+        if waiting:
             self._notify()
+
+    def _move_chunk(self, transfer_id: bytes) -> bool:
+        """Copy one chunk of a transfer; returns whether there was one."""
+        sending = self._sending.get(transfer_id)
+        if sending is not None:
+            return self._extract(sending)
+        loading = self._loading.get(transfer_id)
+        if loading is None or not loading.arrived:
+            return False
+        event = loading.arrived.popleft()
+        assert isinstance(event, Arrived | ArrivedMapped)
+        self._inject(loading, event)
+        while loading.arrived and not isinstance(loading.arrived[0], Arrived | ArrivedMapped):
+            self._apply(loading.arrived.popleft())
+        return True
+
+    def _extract(self, sending: _Sending) -> bool:
+        """Hand out the next ready rows, if credits allow any; returns whether there were some."""
+        layout, is_shared = self._require_io().layout, sending.path == "shared"
+        largest = self._config.mapped_chunk_rows if is_shared else self._config.chunk_rows
+        taken = sending.next_range(largest(layout.row_bytes), layout.rows_per_block)
+        if not taken:
+            return False
+        chunk = self._mapped_chunk if is_shared else self._chunk
+        self._commands.append(chunk(sending, taken))
+        sending.advance(taken)
+        return True
 
     def _chunk(self, sending: _Sending, taken: range) -> Chunk:
         """Copy rows out, without what the last block holds behind the last token."""
@@ -502,25 +523,18 @@ class P2PConnectorWorker:
         )
 
     def _take_events(self) -> None:
-        """Apply what the transport reported, injecting rows up to the budget of one call."""
-        self._events.extend(self._require_transport().poll())
-        budget = self._budget_rows
-        while self._events and budget > 0:
-            event = self._events.popleft()
-            if isinstance(event, Arrived | ArrivedMapped):
-                budget -= self._inject(event)
-                self._flush()
-            else:
+        """Apply what the transport reported; data, and what follows on it, waits for its turn."""
+        for event in self._require_transport().poll():
+            loading = self._loading.get(event.transfer_id)
+            is_data = isinstance(event, Arrived | ArrivedMapped)
+            if loading is not None and (is_data or loading.arrived):
+                loading.arrived.append(event)
+            elif not is_data:
                 self._apply(event)
         self._flush()
-        if self._events:
-            self._notify()
 
-    def _inject(self, event: Arrived | ArrivedMapped) -> int:
-        """Write rows into their blocks; returns how many were handled."""
-        loading = self._loading.get(event.transfer_id)
-        if loading is None:
-            return 0
+    def _inject(self, loading: _Loading, event: Arrived | ArrivedMapped) -> None:
+        """Write rows into their blocks."""
         if loading.first_s is None:
             loading.first_s = self._now_s
         num_lost = 0
@@ -538,7 +552,6 @@ class P2PConnectorWorker:
         self._commands.append(Consumed(event.transfer_id, num_new - num_lost))
         if loading.num_missing == 0 and loading.path != "shared":
             self._end_load(event.transfer_id, None)
-        return sum(map(len, good)) or 1
 
     def _write(self, loading: _Loading, first_row: int, rows: NDArray[np.uint8]) -> None:
         io = self._require_io()
@@ -638,7 +651,7 @@ class P2PConnectorWorker:
         sending = self._sending.pop(transfer_id, None)
         if sending is None:
             return
-        del self._transfer_ids[sending.request_id]
+        del self._transfer_ids[sending.request_id], self._turns[transfer_id]
         if reason is None:
             self._sent.add(sending.request_id)
             counters = self._totals.path(sending.path)
@@ -654,7 +667,7 @@ class P2PConnectorWorker:
         loading = self._loading.pop(transfer_id, None)
         if loading is None:
             return
-        del self._transfer_ids[loading.request_id]
+        del self._transfer_ids[loading.request_id], self._turns[transfer_id]
         if loading.layout.dtype != self._require_io().layout.dtype:
             self._converted.add(loading.request_id)
         if reason is not None:
@@ -679,10 +692,6 @@ class P2PConnectorWorker:
     @property
     def _config(self) -> TransferConfig:
         return self._settings.config
-
-    @property
-    def _budget_rows(self) -> int:
-        return max(1, self._config.max_bytes_per_call // self._require_io().layout.row_bytes)
 
     def _flush(self) -> None:
         if self._commands:

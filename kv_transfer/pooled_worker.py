@@ -31,6 +31,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.step_budget import StepBudget
 from kv_transfer.store import Lease, StoreConfig
 from kv_transfer.store_thread import (
     CHECKSUM_BYTES,
@@ -215,7 +216,8 @@ class PooledConnectorWorker:
     """Worker side of the pooled connector (see ``KVConnectorWorker``).
 
     Owner: the engine's core thread. ``now_s`` is any monotonic clock; deadlines are kept on it, and
-    the executor ends the wait for them.
+    the executor ends the wait for them. Loads in turn, and one of the saves after each, copy a
+    chunk until the step's budget is spent.
 
     Args:
         settings: The engine's settings.
@@ -240,6 +242,11 @@ class PooledConnectorWorker:
         self._io: KVDeviceIO | None = None
         self._lookups: dict[str, _Lookup] = {}
         self._loads: dict[str, _Load] = {}
+        self._budget = StepBudget(
+            settings.config.copy_s, settings.config.copy_share, settings.step_now_s
+        )
+        self._is_saves_turn = False
+        """A save is next to copy a chunk, not a load."""
         self._saves: deque[_Save] = deque()
         self._num_unread: Counter[str] = Counter()
         """Entries of ``_saves`` by request."""
@@ -288,6 +295,7 @@ class PooledConnectorWorker:
         """Before the forward: start and stop lookups and loads, then write what arrived."""
         if not isinstance(meta, PooledMeta):
             raise TransferError(f"{type(meta).__name__} is of another connector")
+        self._budget.begin()
         for request_id in meta.drops:
             self._drop(request_id)
         for lookup in meta.lookups:
@@ -315,7 +323,7 @@ class PooledConnectorWorker:
         for request_id in meta.finished:
             self._finished.add(request_id)
             self._report_if_read(request_id)
-        self._read_saves()
+        self._move(now_s)
 
     def wait_for_save(self) -> None:
         """Return at once: units are read on this thread."""
@@ -323,7 +331,6 @@ class PooledConnectorWorker:
     def get_transfer_results(self, now_s: float) -> TransferResults:
         """At the end of the step: move what is due and report what ended."""
         self._advance(now_s)
-        self._read_saves()
         self._set_alarm(now_s)
         results = PooledResults(
             sent=frozenset(self._sent),
@@ -440,9 +447,9 @@ class PooledConnectorWorker:
     # ---- lookups and loads
 
     def _advance(self, now_s: float) -> None:
-        """Take what the store answered, write it, ask for more, and let deadlines pass."""
+        """Take what the store answered, copy, ask for more, and let deadlines pass."""
         self._poll(now_s)
-        self._write_units(now_s)
+        self._move(now_s)
         self._fetch()
         self._expire(now_s)
 
@@ -505,24 +512,38 @@ class PooledConnectorWorker:
     def _release(self, owner: _Load | None, lease: Lease) -> None:
         self._require_executor().submit(Release(owner, lease))
 
-    def _write_units(self, now_s: float) -> None:
-        """Write what has arrived, the oldest load first, up to the budget of one call."""
-        budget = self._budget_rows
-        for load in self._loads.values():
-            while load.units and budget > 0:
-                budget -= self._write(load, budget, now_s)
-            if load.units:
-                self._notify()
+    def _move(self, now_s: float) -> None:
+        """Copy chunks, to a load and of a save by turns, as far as the step's budget goes."""
+        self._budget.resume()
+        while self._budget.has_room:
+            # Both are tried: the turn of one that has nothing to copy is the other's.
+            for _ in range(2):
+                self._is_saves_turn = not self._is_saves_turn
+                if self._write_next(now_s) if self._is_saves_turn else self._read_next():
+                    break
+            else:
                 return
+            self._budget.charge()
+        if self._saves or any(load.units for load in self._loads.values()):
+            self._notify()
 
-    def _write(self, load: _Load, max_rows: int, now_s: float) -> int:
-        """Write some of a load's next unit and return how many rows that were."""
+    def _write_next(self, now_s: float) -> bool:
+        """Write a chunk of the load whose turn it is; returns whether there was one."""
+        load = next((load for load in self._loads.values() if load.units), None)
+        if load is None:
+            return False
+        self._write(load, now_s)
+        request_id = load.spec.request_id
+        self._loads[request_id] = self._loads.pop(request_id)  # Behind the others.
+        return True
+
+    def _write(self, load: _Load, now_s: float) -> None:
+        """Write a chunk of a load's next unit."""
         number, lease = load.units[0]
         spec, layout = load.spec, self._require_io().layout
         first = (spec.first_unit + number) * self._unit_rows
-        end = min(load.next_row + max_rows, first + self._unit_rows, spec.end_row)
+        end = min(load.next_row + self._chunk_rows, first + self._unit_rows, spec.end_row)
         rows = lease.value[CHECKSUM_BYTES:].reshape(self._unit_rows, layout.row_bytes)
-        num_rows = end - load.next_row
         wanted = rows[load.next_row - first : end - first]
         self._require_io().write_rows(spec.lane, spec.block_ids, load.next_row, wanted)
         load.next_row = end
@@ -533,11 +554,10 @@ class PooledConnectorWorker:
             load.units.popleft()
             load.num_written += 1
             self._release(load, lease)
-        return num_rows
 
     def _fetch(self) -> None:
-        """Ask for the next units, the oldest load first."""
-        room = max(_UNITS_AHEAD, self._config.max_bytes_per_call // self._unit_bytes)
+        """Ask for the next units, of the load whose turn to be written comes first."""
+        room = max(_UNITS_AHEAD, self._config.window_bytes // self._unit_bytes)
         room -= sum(load.num_ahead for load in self._loads.values())
         for load in self._loads.values():
             keys = load.spec.keys[load.num_asked : load.num_units][: max(0, room)]
@@ -579,25 +599,28 @@ class PooledConnectorWorker:
             start, end = number * unit_rows, (number + 1) * unit_rows
             self._saves.append(_Save(spec.request_id, spec.lane, spec.block_ids, key, start, end))
         self._num_unread[spec.request_id] += len(spec.keys)
+        self._saved.discard(spec.request_id)
 
-    def _read_saves(self) -> None:
-        """Read queued units up to the budget of one call, and pass those that are whole on."""
-        budget = self._budget_rows
-        while self._saves and budget > 0:
+    def _read_next(self) -> bool:
+        """Read a chunk of the first save, and pass it on once it is whole; False without saves."""
+        while self._saves:
             save = self._saves[0]
-            if not save.pieces and not self._has_room:
-                self._totals.num_dropped_saves += 1
-            else:
-                budget -= self._read(save, budget)
-                if save.next_row < save.end_row:
-                    continue
-                self._waiting_bytes += self._unit_bytes
-                self._require_executor().submit(Put(save.key, save.pieces))
-            self._saves.popleft()
-            self._num_unread[save.request_id] -= 1
-            self._report_if_read(save.request_id)
-        if self._saves:
-            self._notify()
+            if save.pieces or self._has_room:
+                self._read(save)
+                if save.next_row == save.end_row:
+                    self._waiting_bytes += self._unit_bytes
+                    self._require_executor().submit(Put(save.key, save.pieces))
+                    self._end_save(save)
+                return True
+            self._totals.num_dropped_saves += 1
+            self._end_save(save)
+        return False
+
+    def _end_save(self, save: _Save) -> None:
+        """Forget the first save."""
+        self._saves.popleft()
+        self._num_unread[save.request_id] -= 1
+        self._report_if_read(save.request_id)
 
     @property
     def _has_room(self) -> bool:
@@ -607,12 +630,11 @@ class PooledConnectorWorker:
             self._waiting_bytes + self._unit_bytes <= self._config.max_inflight_bytes
         )
 
-    def _read(self, save: _Save, max_rows: int) -> int:
-        num_rows = min(max_rows, save.end_row - save.next_row)
+    def _read(self, save: _Save) -> None:
+        num_rows = min(self._chunk_rows, save.end_row - save.next_row)
         io = self._require_io()
         save.pieces.append(io.read_rows(save.lane, save.block_ids, save.next_row, num_rows))
         save.next_row += num_rows
-        return num_rows
 
     def _report_if_read(self, request_id: str) -> None:
         if self._num_unread[request_id]:
@@ -639,10 +661,10 @@ class PooledConnectorWorker:
         return self._unit_rows * self._require_io().layout.row_bytes
 
     @property
-    def _budget_rows(self) -> int:
-        """Rows that one call may copy: whole blocks, because a device moves nothing smaller."""
+    def _chunk_rows(self) -> int:
+        """Rows to copy at once: whole blocks, because a device moves nothing smaller."""
         layout = self._require_io().layout
-        num_blocks = self._config.max_bytes_per_call // layout.bytes_per_block
+        num_blocks = self._config.chunk_bytes // layout.bytes_per_block
         return max(1, num_blocks) * layout.rows_per_block
 
     def _require_io(self) -> KVDeviceIO:

@@ -112,7 +112,7 @@ class ProducerSessions:
         self._paths = paths
         self._incarnation = settings.incarnation
         self._keys = settings.keys
-        self._unix_epoch_s = settings.unix_epoch_s
+        self._unix_now_s = settings.unix_now_s
         self._layout = layout
         self._window = config.window_rows(layout.row_bytes)
         self._rendezvous_s = config.rendezvous_s
@@ -274,7 +274,7 @@ class ProducerSessions:
             self._on_valid_fetch(peer, fetch, sending.ticket, now_s)
             return
         try:
-            ticket = self._keys.unseal(fetch.ticket, now_s + self._unix_epoch_s)
+            ticket = self._keys.unseal(fetch.ticket, self._unix_now_s())
         except TicketError as error:
             self._counters.num_bad_tickets += 1
             if error.reason is not FailureReason.AUTH:
@@ -400,7 +400,7 @@ class ProducerSessions:
         if not isinstance(message, Done | Cancel) or not message.ticket:
             return None
         try:
-            ticket = self._keys.unseal(message.ticket, now_s + self._unix_epoch_s)
+            ticket = self._keys.unseal(message.ticket, self._unix_now_s())
         except TicketError:
             self._counters.num_bad_tickets += 1
             return None

@@ -18,11 +18,9 @@ import secrets
 import selectors
 import socket
 import struct
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -30,8 +28,9 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from kv_transfer.errors import InvalidLayoutError, TransferError, WireError
+from kv_transfer.errors import InvalidLayoutError, SharedMemoryError, TransferError, WireError
 from kv_transfer.host_blocks import HostBlocks
+from kv_transfer.host_memory import reserve
 from kv_transfer.layout import KVLayout
 from kv_transfer.peer_user import peer_user_id
 
@@ -61,9 +60,9 @@ _MAX_SHOWN_BYTES = 4096
 _MAX_POPULATE_BYTES = 1 << 30
 """Larger regions are paged in as they are read: the caller would wait too long for all of it."""
 
-"""``struct ucred``: process, user and group."""
-
 _FD = struct.Struct("i")
+
+_ADVICE = "make the KV cache smaller (kv_cache_memory_bytes), or serve without sharing it"
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 56)]
 _Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
@@ -108,24 +107,21 @@ class SharedRegion:
         Why: memory that is short must show now, not as a dead process in the middle of a request.
 
         Raises:
-            TransferError: The host cannot give that much, or lacks sealed anonymous files.
+            SharedMemoryError: There is not that much; says both numbers.
+            TransferError: The host lacks sealed anonymous files.
         """
         fd = -1
         try:
-            # Asking for more than there is would not fail: the kernel would kill some process.
-            if num_bytes > (available := _available_bytes()):
-                raise OSError(errno.ENOMEM, f"only {available} bytes are available")
             fd = os.memfd_create("ttserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, num_bytes)
+            reserve(fd, num_bytes, purpose="KV blocks", advice=_ADVICE)
             memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SharedMemoryError) as error:
             if fd >= 0:
                 os.close(fd)
-            raise TransferError(
-                f"this host gives no {num_bytes} bytes of shared memory for KV blocks: {error}; "
-                "make the KV cache smaller, or serve without sharing it"
-            ) from error
+            if isinstance(error, SharedMemoryError):
+                raise
+            raise TransferError(f"no shared memory for KV blocks: {error}; {_ADVICE}") from error
         return cls(fd, np.frombuffer(memory, np.uint8))
 
     @property
@@ -407,25 +403,6 @@ class RegionFetch:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _available_bytes() -> int:
-    """Return how much memory can be had without it being taken from a process."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return min(int(value.removesuffix("kB")) << 10, _allowed_bytes())
-    raise OSError(errno.ENODATA, "the host does not say how much memory is available")
-
-
-def _allowed_bytes() -> int:
-    """Return what a container's limit leaves, where there is one."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        return max(0, int(limit) - int(used))
-    except (OSError, ValueError):  # No such file, or "max".
-        return sys.maxsize
 
 
 def _make_socket() -> socket.socket:

@@ -213,8 +213,13 @@ class WireCounters:
     num_unknown_ids: int = 0
     num_malformed: int = 0
     num_bad_tickets: int = 0
+    num_denied: int = 0
     credit_stalled_s: float = 0.0
     leases: dict[str, int] = field(default_factory=dict)
+
+    def count_denied(self) -> None:
+        """Count a connection that was turned away; on the thread that does so, and no other."""
+        self.num_denied += 1
 
     def count_lease(self, event: str) -> None:
         """Count something that happened to a lease."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -19,18 +19,29 @@ from replicas.errors import FaultPlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-FaultKind = Literal["kill", "freeze", "slow", "drop_link", "corrupt", "partition"]
+FaultKind = Literal[
+    "kill", "freeze", "slow", "drop_link", "corrupt", "partition",
+    "hang", "deaf", "mute", "clog", "clock", "cling", "replace",
+]  # fmt: skip
 """What happens, and to what.
 
-kill: the engine process ends at once. freeze: all of it stops, for `duration_s`. slow: its device
-takes `factor` times as long. drop_link: its KV connections break at that instant. corrupt: KV
-payloads that leave it have flipped bytes. partition: nothing gets from or to it.
+kill: the process ends at once. freeze: all of it stops, for `duration_s`. slow: its device takes
+`factor` times as long. drop_link: its KV connections break at that instant. corrupt: KV payloads
+that leave it have flipped bytes. partition: nothing gets from or to it. hang: a device call does
+not come back before the window's end; the rest of the process works on. deaf: nothing that clients
+send reaches it. mute: nothing that it sends reaches clients. clog: its inbox is full, and takes
+nothing. clock: its wall clock is off by `shift_s`. cling: told to end, it does not. replace: it is
+drained, ended and started again, as in a rolling update.
 """
 
-KINDS: tuple[str, ...] = ("kill", "freeze", "slow", "drop_link", "corrupt", "partition")
-_INSTANTS = frozenset({"kill", "drop_link"})
-_FIELDS = ("at_s", "target", "kind", "duration_s", "factor")
-_TARGET = re.compile(r"(prefill|decode|both)/(0|[1-9][0-9]*)")
+KINDS: tuple[str, ...] = get_args(FaultKind)
+INGRESS = "ingress"
+"""What fails beside engines, as targets name it."""
+_INSTANTS = frozenset({"kill", "drop_link", "replace"})
+_INGRESS_KINDS = ("kill", "clock")
+"""What can happen to what is no engine."""
+_FIELDS = ("at_s", "target", "kind", "duration_s", "factor", "shift_s")
+_TARGET = re.compile(r"(prefill|decode|both|ingress)/(0|[1-9][0-9]*)")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,10 +49,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         at_s: When, in seconds after the plan's epoch.
-        target: Which replica: "pool/rank", for one "decode/1".
+        target: Which replica: "pool/rank", for one "decode/1"; or "ingress/0".
         kind: What goes wrong.
-        duration_s: How long; None is for ever. Nothing for kill and drop_link, which are instants.
+        duration_s: How long; None is for ever. Nothing for kill, drop_link and replace, which are
+            instants.
         factor: slow only: how many times as long a device step takes.
+        shift_s: clock only: seconds that the wall clock is ahead; less than 0 is behind.
     """
 
     at_s: float
@@ -49,6 +62,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: FaultKind
     duration_s: float | None = None
     factor: float = 1.0
+    shift_s: float = 0.0
 
     @property
     def window(self) -> Window:
@@ -80,22 +94,15 @@ class ReplicaFaults:
         faults: The entries of this replica; their targets are not looked at.
     """
 
-    __slots__ = (
-        "_changes_s", "_corruptions", "_freezes", "_kills", "_link_drops", "_partitions", "_slow",
-    )  # fmt: skip
+    __slots__ = ("_changes_s", "_clocks", "_slow", "_windows")
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         ordered = sorted(faults, key=lambda fault: fault.at_s)
-
-        def windows(kind: FaultKind) -> tuple[Window, ...]:
-            return tuple(fault.window for fault in ordered if fault.kind == kind)
-
-        self._kills = tuple(window.start_s for window in windows("kill"))
-        self._link_drops = tuple(window.start_s for window in windows("drop_link"))
-        self._freezes = windows("freeze")
-        self._corruptions = windows("corrupt")
-        self._partitions = windows("partition")
+        self._windows: dict[str, tuple[Window, ...]] = {
+            kind: tuple(fault.window for fault in ordered if fault.kind == kind) for kind in KINDS
+        }
         self._slow = tuple((f.window, f.factor) for f in ordered if f.kind == "slow")
+        self._clocks = tuple((f.window, f.shift_s) for f in ordered if f.kind == "clock")
         moments_s = {moment_s for fault in ordered for moment_s in fault.window}
         self._changes_s = tuple(sorted(moments_s - {math.inf}))
 
@@ -103,12 +110,18 @@ class ReplicaFaults:
         """Whether anything ever goes wrong."""
         return bool(self._changes_s)
 
+    # --- the device ----------------------------------------------------------------------------
+
     def slow_factor(self, now_s: float) -> float:
         """How many times as long a device step that starts now takes; 1 where nothing is wrong."""
-        for window, factor in self._slow:
-            if window.holds(now_s):
-                return factor
-        return 1.0
+        return next((factor for window, factor in self._slow if window.holds(now_s)), 1.0)
+
+    def hang_left_s(self, now_s: float) -> float:
+        """How long a device call that starts now takes at least; 0 where nothing is wrong."""
+        ends_s = [window.end_s for window in self._windows["hang"] if window.holds(now_s)]
+        return max(ends_s, default=now_s) - now_s
+
+    # --- the ways to and from it ---------------------------------------------------------------
 
     def corrupts(self, now_s: float) -> bool:
         """Whether KV payloads that leave the replica now have flipped bytes.
@@ -116,31 +129,71 @@ class ReplicaFaults:
         On the wire: the transport asks, after the checksum was taken, so that the other end can
         tell. Not the business of whoever reads the device's memory.
         """
-        return any(window.holds(now_s) for window in self._corruptions)
+        return self._holds("corrupt", now_s)
 
     def is_partitioned(self, now_s: float) -> bool:
         """Whether nothing gets from or to the replica now."""
-        return any(window.holds(now_s) for window in self._partitions)
+        return self._holds("partition", now_s)
+
+    def is_deaf(self, now_s: float) -> bool:
+        """Whether nothing that clients send reaches it now."""
+        return self._holds("deaf", now_s) or self.is_partitioned(now_s)
+
+    def is_mute(self, now_s: float) -> bool:
+        """Whether nothing that it sends reaches clients now."""
+        return self._holds("mute", now_s) or self.is_partitioned(now_s)
+
+    def is_clogged(self, now_s: float) -> bool:
+        """Whether its inbox takes nothing now: what clients send waits for its end, in order."""
+        return self._holds("clog", now_s)
+
+    # --- the process ---------------------------------------------------------------------------
 
     def is_frozen(self, now_s: float) -> bool:
         """Whether the engine process stands still now."""
-        return any(window.holds(now_s) for window in self._freezes)
+        return self._holds("freeze", now_s)
+
+    def clings(self, now_s: float) -> bool:
+        """Whether it would not end now if it were told to."""
+        return self._holds("cling", now_s)
+
+    def clock_shift_s(self, now_s: float) -> float:
+        """How many seconds its wall clock is ahead of the others' now."""
+        return sum(shift_s for window, shift_s in self._clocks if window.holds(now_s))
+
+    # --- when ----------------------------------------------------------------------------------
 
     def kills(self) -> tuple[float, ...]:
-        """When the engine ends, in order."""
-        return self._kills
+        """When the process ends, in order."""
+        return self._starts_s("kill")
 
-    def freezes(self) -> tuple[Window, ...]:
-        """When the engine stands still, in order."""
-        return self._freezes
-
-    def partitions(self) -> tuple[Window, ...]:
-        """When nothing gets from or to it, in order."""
-        return self._partitions
+    def replacements(self) -> tuple[float, ...]:
+        """When it is drained, ended and started again, in order."""
+        return self._starts_s("replace")
 
     def link_drops(self) -> tuple[float, ...]:
         """When its KV connections break, in order."""
-        return self._link_drops
+        return self._starts_s("drop_link")
+
+    def freezes(self) -> tuple[Window, ...]:
+        """When the engine stands still, in order."""
+        return self._windows["freeze"]
+
+    def hangs(self) -> tuple[Window, ...]:
+        """When its device does not answer, in order."""
+        return self._windows["hang"]
+
+    def clogs(self) -> tuple[Window, ...]:
+        """When its inbox takes nothing, in order."""
+        return self._windows["clog"]
+
+    def silences(self) -> tuple[Window, ...]:
+        """When clients hear nothing of it, in order of their kinds."""
+        return self._windows["partition"] + self._windows["mute"]
+
+    def gaps(self) -> tuple[Window, ...]:
+        """When messages between it and clients are lost: connections break when that is over."""
+        return self.silences() + self._windows["deaf"]
 
     def next_change_s(self, now_s: float) -> float | None:
         """The first moment after now at which an answer changes or an instant lies, or None."""
@@ -148,6 +201,12 @@ class ReplicaFaults:
             if change_s > now_s:
                 return change_s
         return None
+
+    def _holds(self, kind: FaultKind, now_s: float) -> bool:
+        return any(window.holds(now_s) for window in self._windows[kind])
+
+    def _starts_s(self, kind: FaultKind) -> tuple[float, ...]:
+        return tuple(window.start_s for window in self._windows[kind])
 
 
 NO_FAULTS = ReplicaFaults()
@@ -212,6 +271,19 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"replica(s); use {pool}/0 to {pool}/{num_replicas[pool] - 1}"
                 )
 
+    def check_real(self) -> None:
+        """Check that replicas outside the simulator can act on it.
+
+        Raises:
+            FaultPlanError: They cannot on an entry; names it.
+        """
+        for i, fault in enumerate(self.faults):
+            if fault.kind == "replace" or fault.target.startswith(INGRESS):
+                raise FaultPlanError(
+                    f"[{i}]: {fault.kind} of {fault.target} happens in the simulator alone; kill "
+                    "the ingress's process, or deploy a changed configuration, and remove it here"
+                )
+
 
 class PlanClock(msgspec.Struct, frozen=True):
     """Turns readings of a process's own clock into seconds of a plan, and back.
@@ -264,7 +336,8 @@ def _parse_entry(entry: object, where: str) -> Fault:
         message, _, path = str(error).partition(" - at `$")
         raise FaultPlanError(f"{where}{path.rstrip('`')}: {message}") from error
     _check_times(fault, where)
-    _check_factor(fault, where)
+    _check_kind(fault, where)
+    _check_amounts(fault, where)
     return fault
 
 
@@ -276,7 +349,7 @@ def _check_times(fault: Fault, where: str) -> None:
     if _TARGET.fullmatch(fault.target) is None:
         raise FaultPlanError(
             f"{where}.target: {fault.target!r} is no replica; give pool/rank with a pool of "
-            "prefill, decode, both, for one decode/1"
+            "prefill, decode, both, for one decode/1, or ingress/rank"
         )
     if fault.duration_s is None:
         return
@@ -291,7 +364,16 @@ def _check_times(fault: Fault, where: str) -> None:
         )
 
 
-def _check_factor(fault: Fault, where: str) -> None:
+def _check_kind(fault: Fault, where: str) -> None:
+    """Refuse what cannot happen to its target."""
+    if fault.target.startswith(INGRESS) and fault.kind not in _INGRESS_KINDS:
+        raise FaultPlanError(
+            f"{where}.target: {fault.kind} does not happen to {fault.target}, only "
+            f"{' and '.join(_INGRESS_KINDS)}; give a replica of a pool of prefill, decode, both"
+        )
+
+
+def _check_amounts(fault: Fault, where: str) -> None:
     if fault.kind != "slow":
         if fault.factor != 1.0:
             raise FaultPlanError(f"{where}.factor: {fault.kind} takes no factor; remove it")
@@ -299,6 +381,14 @@ def _check_factor(fault: Fault, where: str) -> None:
         raise FaultPlanError(
             f"{where}.factor: slow needs a factor above 1, the times as long that a device step "
             f"takes; got {fault.factor}"
+        )
+    if fault.kind != "clock":
+        if fault.shift_s:
+            raise FaultPlanError(f"{where}.shift_s: {fault.kind} takes no shift_s; remove it")
+    elif not (math.isfinite(fault.shift_s) and fault.shift_s):
+        raise FaultPlanError(
+            f"{where}.shift_s: clock needs seconds that the wall clock is ahead, less than 0 for "
+            f"behind; got {fault.shift_s}"
         )
 
 

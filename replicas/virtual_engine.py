@@ -92,11 +92,12 @@ class VirtualEngine:
     """See the module docstring.
 
     Args:
-        config: The engine's configuration. Its tickets expire by the virtual clock.
+        config: The engine's configuration.
         device: What it runs on.
         incarnation: Id of this start.
         make_transport: Makes its KV transport.
         notify: Called when a turn is due although no message came.
+        unix_now_s: The wall clock that tickets expire by.
 
     Raises:
         ConfigError: The configuration and the device do not fit.
@@ -109,10 +110,11 @@ class VirtualEngine:
         incarnation: str,
         make_transport: TransportFactory,
         notify: Callable[[], None],
+        unix_now_s: Callable[[], float],
     ) -> None:
         clock = self._clock = StepClock()
         settings = msgspec.structs.replace(
-            connector_settings(config, incarnation, 0.0), config=device.transfer
+            connector_settings(config, incarnation, unix_now_s, clock.now_s), config=device.transfer
         )
         self._timing = device.timing
         mesh = config.simulated_mesh
@@ -131,7 +133,7 @@ class VirtualEngine:
             make_transport=make_transport,
             notify=notify,
         )
-        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_epoch_s=0.0)
+        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_now_s)
         self._incarnation = incarnation
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
@@ -148,6 +150,16 @@ class VirtualEngine:
         """Drop a client and all that it asked for."""
         self._has_changed = True
         self._server.client_gone(client, now_s)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._has_changed = True
+        self._server.drain()
+
+    @property
+    def is_drained(self) -> bool:
+        """See `EngineServer.is_drained`."""
+        return self._server.is_drained
 
     def begin(self, now_s: float) -> Turn:
         """Begin a turn; no other call but views until its `end`."""
@@ -217,6 +229,11 @@ class VirtualEngine:
     def metrics(self, now_s: float) -> EngineMetrics:
         """Every counter."""
         return self._core.metrics(now_s)
+
+    @property
+    def clients(self) -> list[bytes]:
+        """Whoever it serves, and whoever it still has a request of."""
+        return self._server.clients
 
     @property
     def num_live(self) -> int:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.connector import (
     ConnectorSettings,
     SaveProgress,
@@ -51,6 +51,7 @@ class EndArguments(msgspec.Struct, frozen=True):
         num_blocks: Blocks of the one request, which fill its cache.
         seed: Of the shuffled order, and of the source's bytes.
         config: The connector's.
+        network: Whether what goes over TCP is encrypted.
     """
 
     name: str
@@ -59,6 +60,7 @@ class EndArguments(msgspec.Struct, frozen=True):
     num_blocks: int
     seed: int
     config: TransferConfig
+    network: KVNetwork
 
 
 class HostIO:
@@ -106,7 +108,9 @@ class ConnectorEnd:
             incarnation=arguments.name,
             config=arguments.config,
             keys=KEYS,
-            unix_epoch_s=time.time() - time.monotonic(),
+            network=arguments.network,
+            unix_now_s=time.time,
+            step_now_s=time.monotonic,
         )
         self._notified = threading.Event()
         self._commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

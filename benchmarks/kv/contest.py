@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.kv.connector_process import KEYS, EndArguments
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -200,7 +200,13 @@ class ConnectorPair:
     _numbers = itertools.count()
 
     def __init__(
-        self, name: str, blocks: Blocks, *, schemes: str, config: TransferConfig | None = None
+        self,
+        name: str,
+        blocks: Blocks,
+        *,
+        schemes: str,
+        config: TransferConfig | None = None,
+        network: KVNetwork = "plain",
     ) -> None:
         """Start both ends.
 
@@ -209,6 +215,7 @@ class ConnectorPair:
             blocks: What is moved.
             schemes: Of the endpoints that tickets name, as "tcp" or "tcp ipc shm".
             config: Sizes, and whether shared memory is verified.
+            network: Whether what goes over TCP is encrypted.
         """
         self.name = name
         self._blocks = blocks
@@ -216,7 +223,7 @@ class ConnectorPair:
         number = next(self._numbers)
         self._names = {role: f"{role}-{number}" for role in ("source", "target")}
         self.source, self.target = (
-            start_end(self._names[role], role, blocks, config or TransferConfig())
+            start_end(self._names[role], role, blocks, config or TransferConfig(), network)
             for role in ("source", "target")
         )
         endpoints: list[str] = self.source.read()["endpoints"]
@@ -271,9 +278,11 @@ class ConnectorPair:
         self.target.kill()
 
 
-def start_end(name: str, role: str, blocks: Blocks, config: TransferConfig) -> End:
+def start_end(
+    name: str, role: str, blocks: Blocks, config: TransferConfig, network: KVNetwork
+) -> End:
     """Start one end of this project's connector; its first answer is its hello."""
-    arguments = EndArguments(name, role, blocks.layout, blocks.num_blocks, SEED, config)
+    arguments = EndArguments(name, role, blocks.layout, blocks.num_blocks, SEED, config, network)
     encoded = msgspec.json.encode(arguments).decode()
     return End([sys.executable, "-m", "benchmarks.kv.connector_process", encoded])
 

@@ -24,7 +24,8 @@ from replicas.generators.model_config import ModelConfig
 from replicas.kv_sizing import kv_rope, resolve_dtype
 
 _CONNECTORS = ("p2p", *STORE_CONNECTORS)
-_OWN_ENGINE_KEYS = ("model", "role", "kv_connector", "kv_endpoint", "kv_store", "keys")
+_OWN_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
+_OWN_ENGINE_KEYS = ("model", "role", *_OWN_KV_KEYS, "keys")
 _OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
 
 

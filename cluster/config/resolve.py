@@ -26,7 +26,7 @@ from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.keys import KeyRing
 from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
-from replicas.faults import FaultPlan
+from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model
 from replicas.kv_sizing import longest_sequence
 
@@ -155,7 +155,12 @@ def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
     # Between pools any; within one pool nothing goes from one engine to another.
     is_useless = args.kv_connector == "p2p" and not args.is_disaggregated
     connector = None if is_useless else args.kv_connector
-    own = {"model": str(folder), "kv_connector": connector, "kv_store": args.kv_store}
+    own = {
+        "model": str(folder),
+        "kv_connector": connector,
+        "kv_store": args.kv_store,
+        "kv_network": args.kv_network,
+    }
     engines = {}
     for role, pool in args.pools.items():
         # A router queues in front of decode slots, so that it can still choose.
@@ -182,7 +187,8 @@ def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Faul
     """The plan, if it is for replicas that exist, on simulated meshes."""
     try:
         plan = FaultPlan.parse(args.faults)
-        plan.check_targets({role: pool.replicas for role, pool in args.pools.items()})
+        replicas: dict[str, int] = {role: pool.replicas for role, pool in args.pools.items()}
+        plan.check_targets({**replicas, INGRESS: args.ingress.replicas})
     except FaultPlanError as error:
         raise ClusterConfigError(f"args.faults: {error}") from error
     for i, fault in enumerate(plan.faults):

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from cluster.errors import ClusterConfigError
+from kv_transfer.config import KVNetwork
 from kv_transfer.store import StoreConfig
 from replicas.config import Role
 
@@ -110,6 +111,8 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
         kv_store: The store of "pooled" and "multi", one for all replicas; fields of
             `kv_transfer.store.StoreConfig`.
+        kv_network: "encrypted", or "plain" where nobody else is on the network between the engines'
+            hosts: see `replicas.config.EngineConfig`.
         key_file: File of the secrets by which ingresses and engines know each other and that seal
             tickets between the pools, on every host, for one of a Kubernetes Secret: one a line, in
             hexadecimal or base64, at least 16 bytes each; the first proves and seals, each of them
@@ -129,6 +132,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     data_host: str = "127.0.0.1"
     kv_connector: str = "p2p"
     kv_store: StoreConfig | None = None
+    kv_network: KVNetwork = "encrypted"
     key_file: str | None = None
     engine: dict[str, Any] = {}
     router: RouterConfig = RouterConfig()

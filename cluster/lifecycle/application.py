@@ -29,7 +29,11 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
 
     Returns:
         The ingress bound to one deployment per pool, each named after its first role.
+
+    Raises:
+        FaultPlanError: The fault plan has entries that only the simulator can act on.
     """
+    config.fault_plan.check_real()
     # Deployments get the plain mapping and resolve it: no class of ours is pickled into them.
     plain = dict(args)
     if config.fault_plan.faults:

@@ -135,8 +135,6 @@ def _start_ray(options: ServeOptions) -> None:
     ray.init(
         address="local",
         include_dashboard=False,
-        # With any other address Ray listens on every interface.
-        _node_ip_address="127.0.0.1",
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=True,
         logging_level=logging.ERROR,

@@ -51,6 +51,7 @@ class KnownSocket:
 
 
 _TCP: frozenset[Family] = frozenset({"tcp"})
+_HAPROXY = re.compile(r"^(\S*/)?haproxy ")
 _ENGINE = re.compile(r"replicas\.engine\.process")
 
 KNOWN_SOCKETS = (
@@ -77,14 +78,14 @@ KNOWN_SOCKETS = (
     ),
     KnownSocket(
         "http",
-        re.compile(r"haproxy"),
+        _HAPROXY,
         _TCP,
         "`http_options.host`, its statistics and metrics there too",
         "everybody who reaches the address: there are no API keys",
     ),
     KnownSocket(
         "http-admin",
-        re.compile(r"haproxy"),
+        _HAPROXY,
         frozenset({"unix"}),
         "a private folder, mode 600",
         "the same user",

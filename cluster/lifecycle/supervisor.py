@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 STOP_DEADLINE_S = 14.0
 """Seconds that the driver has for a clean stop after the first signal."""
 
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Gives Ray the loopback address on any system; with the host's own it listens on every interface,
+and it takes no loopback address as an argument. Source: Ray 2.60, `services.get_node_ip_address`.
+"""
 _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
 _FIRST_PORT, _LAST_PORT = 20000, 29999
@@ -114,7 +118,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         driver = subprocess.Popen(
             [sys.executable, "-m", "cluster.lifecycle.driver", told],
             stdin=subprocess.PIPE,
-            env={**process_environment(), **environment(folder, script)},
+            env={**process_environment(), **environment(folder, script), **_ON_LOOPBACK},
             start_new_session=True,
         )
         try:

@@ -21,7 +21,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.errors import WireError
+from kv_transfer.errors import SharedMemoryError, WireError
+from kv_transfer.host_memory import require
 from kv_transfer.peer_user import peer_user_id
 from kv_transfer.store import (
     MAX_KEY_BYTES,
@@ -54,7 +55,7 @@ from kv_transfer.stores.shm_messages import (
     encode,
     socket_name,
 )
-from kv_transfer.stores.shm_server import IDLE_S, SLAB_SEALS, bind
+from kv_transfer.stores.shm_server import CAPACITY_ADVICE, IDLE_S, SLAB_SEALS, bind
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
 
     Raises:
         OSError: When no process can be started.
+        SharedMemoryError: There is no memory for it; says both numbers.
     """
     try:
         # Whoever has the name starts the server, which gets it: two never start.
@@ -82,6 +84,7 @@ def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
             raise
         return
     with listener:
+        require(config.capacity_bytes, purpose="a KV pool", advice=CAPACITY_ADVICE)
         server = [sys.executable, "-m", "kv_transfer.stores.shm_server"]
         server += ["--listener", str(listener.fileno())]
         server += ["--capacity-bytes", str(config.capacity_bytes)]
@@ -113,7 +116,11 @@ class ShmStore:
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        """Try to connect, which starts the server where there is none."""
+        """Try to connect, which starts the server where there is none.
+
+        Raises:
+            SharedMemoryError: There is none, and no memory for one; says both numbers.
+        """
         self._config = config
         self._name = socket_name(store_address(config), os.getuid())
         self._counters = StoreCounters()
@@ -217,7 +224,11 @@ class ShmStore:
         self, question: Question, expected: type[_AnswerT], deadline_s: float
     ) -> _AnswerT | None:
         """Return the server's answer; None when there is none in time."""
-        if not self._connect(deadline_s) or self._connection is None:
+        try:
+            self._connect(deadline_s)
+        except SharedMemoryError as error:
+            self._lose(error)
+        if self._connection is None:
             return None
         try:
             self._connection.settimeout(max(0.0, deadline_s - time.monotonic()))
@@ -238,7 +249,11 @@ class ShmStore:
         return time.monotonic() + self._config.timeout_s
 
     def _connect(self, deadline_s: float) -> bool:
-        """Tell whether there is a connection, after an attempt if one is due."""
+        """Tell whether there is a connection, after an attempt if one is due.
+
+        Raises:
+            SharedMemoryError: See ``ensure_server``.
+        """
         if self._connection is not None:
             return True
         if self._is_closed or not self._back_off.is_due(time.monotonic()):

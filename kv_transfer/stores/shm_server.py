@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.errors import WireError
+from kv_transfer.host_memory import reserve
 from kv_transfer.peer_user import peer_user_id
 from kv_transfer.stores.shm_messages import (
     MAX_MESSAGE_BYTES,
@@ -52,6 +53,8 @@ IDLE_S = 30.0
 
 _HELLO_S = 5.0
 """How long a connection may be silent at first."""
+
+CAPACITY_ADVICE = "set capacity_bytes of kv_store to less, or give this host more memory"
 
 _MAX_CLIENTS = 256
 _BACKLOG = 128
@@ -97,7 +100,7 @@ class ShmServer:
             idle_s: How long to wait for a client when there is none.
 
         Raises:
-            OSError: When there is no memory.
+            SharedMemoryError: There is not that much memory; says both numbers.
         """
         self._capacity_bytes = capacity_bytes
         self._idle_s = idle_s
@@ -227,10 +230,10 @@ class ShmServer:
 
 
 def _make_slab(capacity_bytes: int) -> int:
-    """Return a memfd of fixed size, which takes memory only where something was written."""
+    """Return a memfd of fixed size, with all of its memory: none is missing later."""
     slab = os.memfd_create("ttserve-kv-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(slab, capacity_bytes)
+        reserve(slab, capacity_bytes, purpose="a KV pool", advice=CAPACITY_ADVICE)
         fcntl.fcntl(slab, fcntl.F_ADD_SEALS, SLAB_SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(slab)

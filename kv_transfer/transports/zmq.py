@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.connector import ConnectorSettings, KVDeviceIO
-from kv_transfer.consumer import SendToProducer
+from kv_transfer.consumer import Route, SendToProducer
 from kv_transfer.dtypes import acceptable_layouts
-from kv_transfer.errors import TicketError, TransferError, WireError
+from kv_transfer.errors import ServerKeyError, TicketError, TransferError, WireError
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -46,6 +46,7 @@ from kv_transfer.shared_region import RegionServer
 from kv_transfer.transport import CancelLoad, Command, Event, Load, WireCounters
 from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.core_watch import CoreWatch
+from kv_transfer.transports.far import address_of, bind_far, connect_far
 from kv_transfer.transports.nixl import (
     NixlEnd,
     RemoteRows,
@@ -76,11 +77,14 @@ class _Peer:
         self.dealer = context.socket(zmq.DEALER)
         self.monitor: zmq.Socket[bytes] | None = None
 
-    def connect(self, settings: ConnectorSettings, max_bytes: int) -> None:
-        """Start to connect, watched from before the first attempt."""
+    def connect(self, settings: ConnectorSettings, max_bytes: int, producer: str) -> None:
+        """Start to connect to this incarnation, watched from before the first attempt."""
         _set_options(self.dealer, settings, max_bytes)
         self.monitor = self.dealer.get_monitor_socket(_LOST)
-        self.dealer.connect(self.endpoint)
+        if self.endpoint.startswith("tcp://"):
+            connect_far(self.dealer, self.endpoint, settings, producer)
+        else:
+            self.dealer.connect(self.endpoint)
 
     def is_lost(self) -> bool:
         """Tell whether the monitor has seen the connection break or be refused."""
@@ -109,7 +113,8 @@ class ZmqTransport:
         """Bind and start.
 
         Raises:
-            TransferError: When the address is a wildcard or cannot be bound.
+            TransferError: When the address is a wildcard, not loopback although there is no
+                secret, or cannot be bound.
         """
         prepare_process()
         self._settings = settings
@@ -137,10 +142,11 @@ class ZmqTransport:
         self._is_waking = False
         self._events: deque[Event] = deque()
         self._peers: dict[str, _Peer] = {}
+        self._producers: dict[str, str] = {}
+        """By endpoint, the incarnation that has to answer there."""
         self._faults = settings.link_faults
         self._num_breaks = self._faults.num_breaks(time.monotonic())
-        self._is_cut = False
-        self._corrupts = False
+        self._is_cut = self._corrupts = False
         self._stopping = threading.Event()
         self._crash: BaseException | None = None
         config = settings.config
@@ -218,28 +224,18 @@ class ZmqTransport:
 
     def _bind(self) -> tuple[str, ...]:
         """Bind where the settings say, and for neighbours where no file is left behind."""
-        bind = self._settings.bind
-        if bind.startswith(("tcp://*", "tcp://0.0.0.0", "tcp://[::]")) or not bind.startswith(
-            ("tcp://", "ipc://")
-        ):
-            self._context.destroy(linger=0)
-            raise TransferError(
-                f"cannot bind KV transfer to {bind!r}: name one address of this host, as in "
-                f"tcp://127.0.0.1:*, or ipc://<path>"
-            )
         _set_options(self._router, self._settings, MAX_MESSAGE_BYTES)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         # Neighbours of other users have no business here.
         self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
         neighbours = f"ipc://@ttserve-kv-{secrets.token_hex(16)}"
+        # First: what secures TCP is for what is bound after it.
+        self._router.bind(neighbours)
         try:
-            self._router.bind(bind)
-            told = self._router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-            self._router.bind(neighbours)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise TransferError(f"cannot bind KV transfer to {bind!r}: {error}") from error
-        return told, neighbours
+            return bind_far(self._router, self._settings, self._counters), neighbours
+        except TransferError:
+            self._end_context()
+            raise
 
     def _share(self, io: KVDeviceIO) -> RegionServer | None:
         """Hand the KV memory out to neighbours, where it can be."""
@@ -249,7 +245,7 @@ class ZmqTransport:
         try:
             server = RegionServer(io.shared_region, io.region_layout, self._admits)
         except TransferError:
-            self._context.destroy(linger=0)
+            self._end_context()
             raise
         self._endpoints = (*self._endpoints, server.address)
         return server
@@ -266,7 +262,7 @@ class ZmqTransport:
         """Tell whether this is a ticket of a transfer from here."""
         settings = self._settings
         try:
-            ticket = settings.keys.unseal(sealed, time.monotonic() + settings.unix_epoch_s)
+            ticket = settings.keys.unseal(sealed, settings.unix_now_s())
         except TicketError:
             return False
         return bool(ticket.consumer) and ticket.producer_incarnation == settings.incarnation
@@ -288,7 +284,8 @@ class ZmqTransport:
         is_wanted = config.use_nixl
         if is_wanted is None:
             is_wanted = is_installed() and has_rdma_device()
-        if not is_wanted:
+        # Nothing encrypts what it carries.
+        if not is_wanted or self._settings.network != "plain":
             return None
         try:
             return NixlEnd(
@@ -310,11 +307,15 @@ class ZmqTransport:
             self._region_server.close()
         for peer in self._peers.values():
             peer.close()
-        self._router.close(linger=0)
-        self._context.term()
+        self._end_context()
         self._wake_receiver.close()
         if self._endpoints[0].startswith("ipc:///"):
             Path(self._endpoints[0].removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _end_context(self) -> None:
+        """Close the ROUTER and end what else the context has a thread for."""
+        self._router.close(linger=0)
+        self._context.term()
 
     # ---- I/O thread
 
@@ -329,7 +330,7 @@ class ZmqTransport:
         self._watch_core(now_s)
         self._apply_commands(now_s)
         for load, route in self._routes.take_ready(now_s):
-            self._sessions.load(load, route, now_s)
+            self._load(load, route, now_s)
         if self._router in ready:
             self._receive_from_consumers(now_s)
         if self._staging is not None:
@@ -365,7 +366,7 @@ class ZmqTransport:
                 self._drop_peer(peer)
             for endpoint in self._endpoints:
                 if not endpoint.startswith("shm://"):
-                    break_accepted(endpoint)
+                    break_accepted(address_of(endpoint))
 
     def _watch_core(self, now_s: float) -> None:
         """Fall silent while the core hangs: nothing that this engine would say could be kept."""
@@ -386,9 +387,13 @@ class ZmqTransport:
             elif isinstance(command, CancelLoad):
                 started = self._routes.take_waiting(command.transfer_id)
             if started is not None:
-                self._sessions.load(*started, now_s)
+                self._load(*started, now_s)
             if not isinstance(command, Load):
                 self._sessions.apply(command, now_s)
+
+    def _load(self, load: Load, route: Route, now_s: float) -> None:
+        self._producers[route.endpoint] = load.ticket.producer_incarnation
+        self._sessions.load(load, route, now_s)
 
     # ---- messages
 
@@ -479,6 +484,7 @@ class ZmqTransport:
 
     def _forget(self, endpoint: str) -> None:
         """Let go of a producer that cannot be reached: its memory, its agent, what it owes."""
+        self._producers.pop(endpoint, None)
         self._routes.forget(endpoint)
         if self._nixl is not None:
             self._nixl.forget(endpoint)
@@ -538,9 +544,9 @@ class ZmqTransport:
         peer = None
         try:
             peer = _Peer(self._context, endpoint)
-            peer.connect(self._settings, self._max_bytes)
-        except zmq.ZMQError as error:
-            logger.warning("cannot connect KV transfer to %s: %s", endpoint, error)
+            peer.connect(self._settings, self._max_bytes, self._producers.get(endpoint, ""))
+        except (zmq.ZMQError, ServerKeyError) as error:
+            logger.warning("cannot connect KV transfer to %s: %s", address_of(endpoint), error)
             if peer is not None:
                 peer.close()
             self._forget(endpoint)

@@ -58,6 +58,8 @@ from replicas.messages import (
 from replicas.quiet_log import QuietLog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
     from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
@@ -102,8 +104,7 @@ class EngineCore:
         config: The engine's configuration, validated here.
         executor: The way to its workers, which are set up here.
         incarnation: Random id of this start.
-        unix_epoch_s: Unix time at which the clock behind every `now_s` was zero; None: that clock
-            is this process's monotonic one.
+        unix_now_s: Wall clock, by which tickets expire.
         pulse: Where its progress is told; None makes one.
 
     Attributes:
@@ -119,7 +120,7 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         incarnation: str = "local",
-        unix_epoch_s: float | None = None,
+        unix_now_s: Callable[[], float] = time.time,
         pulse: Pulse | None = None,
     ) -> None:
         config.validate()
@@ -135,7 +136,7 @@ class EngineCore:
         self._host_s = 0.0
         self._ticket_log = QuietLog(logger)
         try:
-            self._start(config, incarnation, unix_epoch_s)
+            self._start(config, incarnation, unix_now_s)
         except BaseException:
             # A device that is left open may be lost to everybody until it is reset.
             try:
@@ -144,7 +145,9 @@ class EngineCore:
                 logger.exception("an engine that could not start could not be closed either")
             raise
 
-    def _start(self, config: EngineConfig, incarnation: str, unix_epoch_s: float | None) -> None:
+    def _start(
+        self, config: EngineConfig, incarnation: str, unix_now_s: Callable[[], float]
+    ) -> None:
         self._executor.collective_rpc("init_device")
         self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
         config = self.config = _resolve_capabilities(config, self.facts)
@@ -161,9 +164,7 @@ class EngineCore:
         self.kv_layout: KVLayout | None = None
         if listening is not None:
             self.kv_endpoints, self.kv_layout = listening
-        if unix_epoch_s is None:
-            unix_epoch_s = time.time() - time.monotonic()
-        self._connector = self._create_connector(incarnation, unix_epoch_s)
+        self._connector = self._create_connector(incarnation, unix_now_s)
         self._scheduler = Scheduler(
             config,
             num_blocks=self.facts.num_blocks,
@@ -318,6 +319,11 @@ class EngineCore:
     # --- views ---------------------------------------------------------------------------------
 
     @property
+    def clients(self) -> set[bytes]:
+        """Whose requests run, wait, or are reserved."""
+        return self._scheduler.clients
+
+    @property
     def num_live(self) -> int:
         """Requests that run, wait, or still have blocks lent to another engine."""
         return self._scheduler.num_live
@@ -371,12 +377,12 @@ class EngineCore:
     # --- internals -----------------------------------------------------------------------------
 
     def _create_connector(
-        self, incarnation: str, unix_epoch_s: float
+        self, incarnation: str, unix_now_s: Callable[[], float]
     ) -> KVConnectorScheduler | None:
         if self.config.kv_connector is None or self.kv_layout is None:
             return None
         connector = load_connector(self.config.kv_connector)
-        settings = connector_settings(self.config, incarnation, unix_epoch_s)
+        settings = connector_settings(self.config, incarnation, unix_now_s, time.monotonic)
         return connector.create_scheduler(settings, self.kv_layout)
 
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:

@@ -12,6 +12,8 @@ from replicas.engine.step import ModelFacts
 from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, position_limit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from replicas.config import EngineConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import ModelCapabilities
@@ -48,20 +50,26 @@ def model_facts(
 
 
 def connector_settings(
-    config: EngineConfig, incarnation: str, unix_epoch_s: float
+    config: EngineConfig,
+    incarnation: str,
+    unix_now_s: Callable[[], float],
+    step_now_s: Callable[[], float],
 ) -> ConnectorSettings:
     """What both sides of the KV connector are told.
 
     Args:
         config: The engine's configuration.
         incarnation: Id of this start.
-        unix_epoch_s: Unix time at which the clock of the engine's steps was zero.
+        unix_now_s: Wall clock.
+        step_now_s: Clock of the engine's steps.
     """
     return ConnectorSettings(
         incarnation=incarnation,
         bind=config.kv_endpoint,
         keys=config.keys,
-        unix_epoch_s=unix_epoch_s,
+        network=config.kv_network,
+        unix_now_s=unix_now_s,
+        step_now_s=step_now_s,
         accept_dtypes=config.kv_accept_dtypes,
         store=config.kv_store,
     )

@@ -2,8 +2,9 @@
 
 The plan says what is wrong at which second (`replicas.faults`); here the engine process's clocks,
 signals and sockets come in. Kill and freeze come from a small process beside the engine; a
-partition is dropped frames at the sockets; dropped links, corrupted payloads and a partition's KV
-part are read by the KV transport. Slow steps are the simulated device's own.
+partition, either way or both, is dropped frames at the sockets, and a full inbox is a socket that
+nobody reads; dropped links, corrupted payloads and a partition's KV part are read by the KV
+transport. Slow and hung steps are the simulated device's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from replicas.faults import NO_FAULTS, PlanClock, ReplicaFaults
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig
+
+
+_LOOK_S = 0.01
+"""How often it is looked whether a full inbox has room again."""
 
 
 class EngineFaults:
@@ -56,9 +61,17 @@ class EngineFaults:
         return sum(at_s <= plan_s for at_s in self.faults.link_drops())
 
     def num_heals(self, now_s: float) -> int:
-        """How many partitions are over."""
+        """How many times messages between it and clients were lost, and are not any more."""
         plan_s = self.clock.plan_s(now_s)
-        return sum(window.end_s <= plan_s for window in self.faults.partitions())
+        return sum(window.end_s <= plan_s for window in self.faults.gaps())
+
+    def unix_now_s(self) -> float:
+        """The wall clock, wrong where the plan says so."""
+        return time.time() + self.faults.clock_shift_s(self.clock.plan_s(time.monotonic()))
+
+    def clings(self) -> bool:
+        """Whether the engine would not end now if it were told to."""
+        return self.faults.clings(self.clock.plan_s(time.monotonic()))
 
     def next_change_s(self, now_s: float) -> float | None:
         """When an answer changes next, or None."""
@@ -98,18 +111,36 @@ class ClientLinks:
         """Take in an endpoint that clients connect to."""
         self._endpoints.append(endpoint)
 
-    def is_open(self) -> bool:
-        """Whether what was received, or is to be sent, gets through now."""
+    def hears(self) -> bool:
+        """Whether what was received gets in now; while there is no room for it, waits for that."""
         if not self._faults.faults:
             return True
-        now_s = time.monotonic()
+        while self._is_clogged():
+            time.sleep(_LOOK_S)
+        self._break_healed()
+        return not self._faults.faults.is_deaf(self._plan_s())
+
+    def speaks(self) -> bool:
+        """Whether what is to be sent gets through now."""
+        if not self._faults.faults:
+            return True
+        self._break_healed()
+        return not self._faults.faults.is_mute(self._plan_s())
+
+    def _break_healed(self) -> None:
+        """Break the connections that lived through lost messages, once those come through again."""
         with self._lock:
-            num_heals = self._faults.num_heals(now_s)
+            num_heals = self._faults.num_heals(time.monotonic())
             if num_heals > self._num_heals:
                 self._num_heals = num_heals
                 for endpoint in self._endpoints:
                     break_accepted(endpoint)
-        return not self._faults.is_cut(now_s)
+
+    def _is_clogged(self) -> bool:
+        return self._faults.faults.is_clogged(self._plan_s())
+
+    def _plan_s(self) -> float:
+        return self._faults.clock.plan_s(time.monotonic())
 
 
 def schedule_signals(faults: EngineFaults, now_s: float) -> list[tuple[float, int]]:

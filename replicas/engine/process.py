@@ -33,7 +33,7 @@ from kv_transfer.errors import KVTransferError
 from replicas.codec import decode_client_message, encode, max_client_message_bytes
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.fault_injection import ClientLinks, SignalSender, engine_faults
+from replicas.engine.fault_injection import ClientLinks, EngineFaults, SignalSender, engine_faults
 from replicas.engine.inbox import (
     DRAIN,
     GONE,
@@ -158,7 +158,7 @@ class Receiver(threading.Thread):
         try:
             while True:
                 frames = self._socket.recv_multipart()
-                if self._links.is_open():
+                if self._links.hears():
                     self._take(frames)
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
@@ -233,14 +233,14 @@ class Sender(threading.Thread):
             self._last_sent_s.pop(client, None)
         elif frame.events and isinstance(frame.events[0], NotGreeted):
             # It may be anybody: nothing is kept of it, and nothing is owed to it.
-            if client not in self._given_up and self._links.is_open():
+            if client not in self._given_up and self._links.speaks():
                 self._is_sent(client, encode(frame))
         elif client not in self._given_up:
             self._send(client, encode(frame))
 
     def _send(self, client: bytes, raw: bytes) -> None:
         """Send something to a client that was greeted."""
-        if not self._links.is_open():
+        if not self._links.speaks():
             return
         if self._is_sent(client, raw):
             self._last_sent_s[client] = time.monotonic()
@@ -378,10 +378,12 @@ def main() -> None:
     outbox: Outbox = queue.SimpleQueue()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: inbox.put((b"", STOP)))
+    faults = engine_faults(arguments.config)
+
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: _ask_to_stop(inbox, faults))
     threading.Thread(
         target=_obey,
-        args=(inbox, arguments.stop_timeout_s),
+        args=(inbox, faults, arguments.stop_timeout_s),
         name="parent-watch",
         daemon=True,
     ).start()
@@ -394,7 +396,6 @@ def main() -> None:
     threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
     try:
         door = Door(arguments)
-        faults = engine_faults(arguments.config)
         signal_sender = SignalSender(faults)
         links = ClientLinks(faults)
         executor = UniProcExecutor(
@@ -403,7 +404,9 @@ def main() -> None:
             notify=lambda: inbox.put((b"", WAKE)),
             progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
         )
-        core = EngineCore(arguments.config, executor, arguments.incarnation, pulse=pulse)
+        core = EngineCore(
+            arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
+        )
         max_bytes = max_client_message_bytes(core.max_model_len)
         receiver = Receiver(door.bind(max_bytes, RCVHWM=_RECEIVE_HWM), inbox, links)
         to_clients = door.bind(
@@ -457,7 +460,13 @@ def _beat(tell: Callable[[EngineReport], None], pulse: Pulse) -> None:
             time.sleep(BEAT_S)
 
 
-def _obey(inbox: Inbox, timeout_s: float) -> None:
+def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
+    """Tell the core thread to end, unless it is made to refuse."""
+    if not faults.clings():
+        inbox.put((b"", STOP))
+
+
+def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
     """Drain when the parent says so, and end once it closes stdin: ask the core, then insist."""
     # Not through the buffered reader: this thread may still wait when the interpreter ends, which
     # aborts if somebody holds the buffer's lock. Nothing is in the buffer: the parent says nothing
@@ -467,8 +476,10 @@ def _obey(inbox: Inbox, timeout_s: float) -> None:
         *lines, rest = (rest + said).split(b"\n")
         if DRAIN_LINE in lines:
             inbox.put((b"", DRAIN))
-    inbox.put((b"", STOP))
-    time.sleep(timeout_s)
+    _ask_to_stop(inbox, faults)
+    # One that is to cling does so for longer than its parent waits, and not for ever: whatever
+    # happens to the parent, nothing of it is to be left.
+    time.sleep(3 * timeout_s if faults.clings() else timeout_s)
     os._exit(1)
 
 

@@ -498,6 +498,11 @@ class Scheduler:
         return seq is not None and seq.is_aborted
 
     @property
+    def clients(self) -> set[bytes]:
+        """Whose sequences are not finished."""
+        return {seq.client for seq in self._sequences.values()}
+
+    @property
     def num_live(self) -> int:
         """Sequences that are not finished, and finished ones whose blocks are still held."""
         return len(self._sequences) + len(self._held)

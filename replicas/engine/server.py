@@ -92,6 +92,11 @@ class EngineServer:
         """Whether it refuses new requests, has none left, and has lent no block to a transfer."""
         return self._snapshot.draining and self.core.num_live == 0
 
+    @property
+    def clients(self) -> list[bytes]:
+        """Whoever it serves, and whoever the core still has a request of."""
+        return [*self._clients, *self.core.clients]
+
     def frames(self, now_s: float) -> Frames:
         """Take what is to be sent now: every client's events, and the snapshot where it is due."""
         if self._renew_snapshot():

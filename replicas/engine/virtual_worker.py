@@ -72,6 +72,10 @@ class Slowdown(Protocol):
         """How many times as long a step takes that starts now."""
         ...
 
+    def hang_left_s(self, now_s: float) -> float:
+        """How long a step takes at least that starts now."""
+        ...
+
 
 class _Row:
     """What the worker knows of one sequence."""
@@ -208,10 +212,10 @@ class VirtualWorker:
     def run_seconds(self, batch: ScheduledBatch, num_steps: int) -> list[float]:
         """Device seconds of each of `num_steps` repeats of a step that `begin_run` gave."""
         self._apply(batch)
-        factor = self._factor()
         if num_steps == 1:
-            self._run_s = [factor * self._step_s(batch)]
+            self._run_s = [self._seconds(batch)]
         else:
+            factor = self._factor()
             rows = [self._row(slot) for slot in batch.slots]
             contexts = [(row.lane, row.num_computed + 1) for row in rows]
             self._run_s = [factor * s for s in self._timing.decode_run_s(contexts, num_steps)]
@@ -235,9 +239,15 @@ class VirtualWorker:
 
     def _run(self, batch: ScheduledBatch) -> StepResult:
         self._apply(batch)
-        seconds = self._factor() * self._step_s(batch)
+        seconds = self._seconds(batch)
         self._clock.spend(seconds)
         return StepResult(self._advance(batch), seconds)
+
+    def _seconds(self, batch: ScheduledBatch) -> float:
+        """How long a step takes; one on a device that hangs as long as it does that."""
+        return max(
+            self._factor() * self._step_s(batch), self._faults.hang_left_s(self._clock.now_s())
+        )
 
     def _factor(self) -> float:
         slow = self._faults.slow_factor(self._clock.now_s())

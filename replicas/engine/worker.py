@@ -170,9 +170,11 @@ class Worker:
         self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len, _wait)
         if config.kv_connector is None:
             return None
-        unix_epoch_s = time.time() - time.monotonic()
+        device = self._device
+        step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
         settings = msgspec.structs.replace(
-            connector_settings(config, self._incarnation, unix_epoch_s), link_faults=self._faults
+            connector_settings(config, self._incarnation, self._faults.unix_now_s, step_now_s),
+            link_faults=self._faults,
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         io = self._kv_io(kv_cache)

@@ -18,8 +18,9 @@ from benchmarks.kv.recording_connector import (
     Stage,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import ConnectorSettings, load_connector
+from kv_transfer.connector import load_connector
 from kv_transfer.layout import KVLayout
+from tests.kv_transfer.fakes import make_settings
 
 LAYOUT = KVLayout(2, 2, 32, 64, "bfloat8_b", "hf", "test")
 BLOCKS = Blocks(LAYOUT, 8)
@@ -198,7 +199,7 @@ def test_recording_connector_is_found_by_its_name_and_writes_what_ended(tmp_path
     monkeypatch.setenv(RECORD_VARIABLE, str(record))
     connector = load_connector(RECORDING_CONNECTOR)
     assert isinstance(connector, RecordingConnector)
-    worker = connector.create_worker(ConnectorSettings(incarnation="x"), lambda: None)
+    worker = connector.create_worker(make_settings("x"), lambda: None)
     worker._note(Stage("committed", "r", 1.5, stages={"total": 0.5}))
     worker.close(1.0)
     assert msgspec.json.decode(record.read_bytes(), type=Stage).stages == {"total": 0.5}

@@ -35,8 +35,7 @@ def test_help_names_every_command(run):
     assert all(name in result.output for name in names)
 
 
-def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypatch):
     monkeypatch.setattr(haproxy, "find_script", lambda: "/a folder/ttserve-haproxy")
     outputs = [run("environment").output for _ in range(2)]
     folders = []

@@ -60,14 +60,11 @@ def test_a_full_disk_stops_no_request(server):
     long = BODY | {"prompt": "Return the value of " * 150, "stream": True}
     assert list(harness.stream_events(server.url, "/v1/completions", long))[-1] == "[DONE]"
     assert harness.get_json(f"{server.url}/health")[0] == 200
-    # An engine that is lost now is back at the latest when there is room again.
+    # Engines that are lost now are back at the latest when there is room again.
     server.footprint.look()
-    engine = next(
-        process.process_id
-        for process in server.footprint.processes_left()
-        if "replicas.engine.process" in process.command
-    )
-    os.kill(engine, signal.SIGKILL)
+    for process in server.footprint.processes_left():
+        if "replicas.engine.process" in process.command:
+            os.kill(process.process_id, signal.SIGKILL)
     harness.wait_for(lambda: harness.post_json(url, BODY)[0] != 200, 20, "the loss is seen")
     os.unlink(f"{server.disk}/fill")
     harness.wait_for(lambda: harness.post_json(url, BODY)[0] == 200, 60, "it serves again")

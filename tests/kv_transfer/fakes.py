@@ -1,6 +1,7 @@
 """Two engines without models: numpy KV memory, a step loop, and a network inside one process."""
 
 import functools
+import itertools
 import random
 import threading
 import time
@@ -221,6 +222,18 @@ class FakeEngine:
         self.scheduler.update_state_after_alloc(ticket.request_id, 0, block_ids, num_external)
 
 
+def ticks() -> Callable[[], float]:
+    """Return a clock on which a second has gone by whenever somebody looks: chunks cost one."""
+    count = itertools.count()
+    return lambda: float(next(count))
+
+
+def make_settings(incarnation: str, **changes: Any) -> ConnectorSettings:
+    """What an engine is told whose clocks stand still: a step copies as much as there is."""
+    told = {"keys": KEYS, "unix_now_s": lambda: 0.0, "step_now_s": lambda: 0.0, **changes}
+    return ConnectorSettings(incarnation=incarnation, **told)
+
+
 def make_engine(
     name: str,
     io: FakeIO,
@@ -229,21 +242,22 @@ def make_engine(
     config: TransferConfig = QUICK,
     link_faults: LinkFaults | None = None,
     accept_dtypes: tuple[str, ...] = (),
+    **settings: Any,
 ) -> FakeEngine:
     """Make an engine on the real transport; the caller closes ``worker``."""
-    settings = ConnectorSettings(
-        incarnation=name,
+    told = make_settings(
+        name,
+        **{"unix_now_s": time.time, "step_now_s": time.monotonic, **settings},
         bind=bind,
         config=config,
-        keys=KEYS,
         accept_dtypes=accept_dtypes,
         link_faults=link_faults or NoLinkFaults(),
     )
     notified = threading.Event()
     connector = P2PConnector()
-    worker = connector.create_worker(settings, notified.set)
+    worker = connector.create_worker(told, notified.set)
     worker.register_kv_caches(io)
-    scheduler = connector.create_scheduler(settings, io.layout)
+    scheduler = connector.create_scheduler(told, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, time.monotonic)
 
 
@@ -488,9 +502,7 @@ def make_loopback_engine(
         window_bytes=4 * io.layout.row_bytes,
         mapped_chunk_bytes=2 * io.layout.row_bytes,
     )
-    told = ConnectorSettings(
-        incarnation=name, config=config or chunks, **{"keys": KEYS, **settings}
-    )
+    told = make_settings(name, config=config or chunks, **{"unix_now_s": network.clock, **settings})
     notified = threading.Event()
     worker = P2PConnectorWorker(told, notified.set, functools.partial(LoopbackTransport, network))
     worker.register_kv_caches(io)

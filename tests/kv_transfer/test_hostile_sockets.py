@@ -1,24 +1,39 @@
 """Floods of bytes, connections and sizes at every socket, while a real transfer goes on."""
 
+import itertools
+import os
 import random
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import encode
+from kv_transfer.stores import shm_messages
+from kv_transfer.stores.shm_messages import socket_name
+from kv_transfer.ticket import Ticket
+from kv_transfer.transports.far import address_of
 from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_engine, make_ticket, run_until
+from tests.kv_transfer.insiders import dial, listen
+from tests.kv_transfer.stores.shm_servers import connect, server_process, value
 from tests.kv_transfer.test_messages import TO_CONSUMER, TO_PRODUCER
 from tests.kv_transfer.test_zmq import NUM_TOKENS, PATIENT, SOURCE, TARGET, wait_until
 
-NUM_STRINGS = 100_000
-MOST_GROWTH = 96 << 20
+PLAIN_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL".ljust(64, b"\0")
+"""How one who knows of no keys begins to speak ZMQ."""
+
+many = pytest.mark.parametrize(
+    "count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+MOST_GROWTH = 64 << 20
 """Far less than what arrives if nobody throws it away, and more than an allocator's moods."""
 
 
@@ -34,36 +49,40 @@ def engines(*, shares: bool = False) -> Iterator[tuple[FakeEngine, FakeEngine]]:
 
 @contextmanager
 def zmq_socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(kind) as made:
-        made.linger = 0
-        made.sndtimeo = 20_000
+    context = zmq.Context()
+    made = context.socket(kind)
+    made.linger = 0
+    made.sndtimeo = 20_000
+    try:
         yield made
+    finally:
+        made.close()
+        context.term()
 
 
 @contextmanager
-def running(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Do something in a thread until the block ends, and raise what it raised."""
-    stop, raised = threading.Event(), []
+def running(work: Callable[[], None]) -> Iterator[threading.Thread]:
+    """Do something in a thread while the block runs, and raise what it raised."""
+    raised = []
 
     def run() -> None:
         try:
-            work(stop)
+            work()
         except BaseException as error:  # noqa: BLE001
             raised.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield
+        yield thread
     finally:
-        stop.set()
-        thread.join(60.0)
+        thread.join(300.0)
     assert not thread.is_alive()
     assert not raised
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_bytes(process: int | str = "self") -> int:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
@@ -79,65 +98,131 @@ def assert_transfers(engines: tuple[FakeEngine, FakeEngine], request_id: str) ->
     assert (got == producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)).all()
 
 
-def strings(seed: int, examples: list) -> Iterator[list[bytes]]:
-    """Random bytes, nearly right messages, and messages of many parts."""
+def transfer_during(flooding: threading.Thread, engines: tuple[FakeEngine, FakeEngine]) -> None:
+    for n in itertools.count():
+        assert_transfers(engines, f"during {n}")
+        if n >= 3 and not flooding.is_alive():
+            return
+
+
+def real_frames(ticket: Ticket) -> list[bytes]:
+    """What the consumer of a transfer that is over has said, in its order."""
+    sealed = KEYS.seal(ticket)
+    names = {"transfer_id": ticket.transfer_id, "epoch": ticket.epoch, "ticket": sealed}
+    said = []
+    for example in TO_PRODUCER:
+        known = {x: names[x] for x in example.__struct_fields__ if x in names}
+        said.append(encode(msgspec.structs.replace(example, **known)))
+    return said
+
+
+def strings(seed: int, real: list[bytes], count: int) -> Iterator[list[bytes]]:
+    """Messages that are random, cut short, repeated, changed, out of order, or of many parts."""
     dice = random.Random(seed)
-    frames = [encode(message) for message in examples]
-    for n in range(NUM_STRINGS):
-        if n % 4 == 0:
-            frame = bytearray(dice.choice(frames))
-            frame[dice.randrange(len(frame))] = dice.randrange(256)
-            yield [bytes(frame)]
-        elif n % 64 == 1:
-            yield [dice.randbytes(dice.randrange(9)) for _ in range(dice.randrange(1, 6))]
-        else:
-            yield [dice.randbytes(dice.randrange(1, 60))]
+    for n in range(count):
+        frame = dice.choice(real)
+        match n % 8:
+            case 0 | 1:
+                yield [dice.randbytes(dice.randrange(1, 60))]
+            case 2:
+                yield [frame[: dice.randrange(len(frame))]]
+            case 3:
+                yield [frame]
+            case 4 | 5:
+                changed = bytearray(frame)
+                changed[dice.randrange(len(frame))] ^= 1 << dice.randrange(8)
+                yield [bytes(changed)]
+            case 6:
+                yield dice.sample(real, 2)
+            case _:
+                yield [dice.randbytes(dice.randrange(9)) for _ in range(dice.randrange(1, 6))]
 
 
+def num_noticed(engine: FakeEngine) -> int:
+    """Messages that an engine has taken for what they are."""
+    stats = engine.stats
+    return stats.num_malformed + stats.num_unknown_ids + stats.num_bad_tickets
+
+
+def send_oversize(endpoint: str, num_bytes: int) -> None:
+    with zmq_socket(zmq.DEALER) as stranger:
+        dial(stranger, endpoint)
+        stranger.send(bytes(num_bytes))
+
+
+@many
 @pytest.mark.parametrize("which", [0, 1], ids=["tcp", "abstract"])
-def test_random_strings_at_a_producer_change_nothing(which: int) -> None:
+def test_hostile_frames_at_a_producer_change_nothing(which: int, count: int) -> None:
+    """By one who holds the deployment's secret: nobody else's are read at all."""
     with engines() as both, zmq_socket(zmq.DEALER) as stranger:
         assert_transfers(both, "before")
-        stranger.connect(both[0].worker.endpoints[which])
+        endpoint = both[0].worker.endpoints[which]
+        dial(stranger, endpoint)
+        real = real_frames(make_ticket("before", both[0].worker.endpoints, NUM_TOKENS))
         before = resident_bytes()
         sent = []
 
-        def flood(stop: threading.Event) -> None:
-            for parts in strings(which, TO_PRODUCER):
+        def flood() -> None:
+            for parts in strings(which, real, count):
                 stranger.send_multipart(parts)
                 sent.append(len(parts))
+                if len(sent) % 1000 == 0:
+                    send_oversize(endpoint, 4096)
 
-        with running(flood):
-            for n in range(4):
-                assert_transfers(both, f"during {n}")
-            wait_until(lambda: both[0].stats.num_malformed > NUM_STRINGS // 2, "junk was read")
-        assert len(sent) == NUM_STRINGS
+        with running(flood) as flooding:
+            transfer_during(flooding, both)
+            wait_until(lambda: num_noticed(both[0]) > count // 2, "junk was read", 120.0)
+        assert len(sent) == count
         assert_transfers(both, "after")
-        assert both[0].stats.num_malformed > NUM_STRINGS // 2
         assert resident_bytes() - before < MOST_GROWTH
 
 
-def test_random_strings_of_a_producer_change_nothing_at_its_consumer() -> None:
+@many
+def test_hostile_bytes_of_one_without_a_secret_are_not_read_at_all(count: int) -> None:
+    dice = random.Random(11)
+    with engines() as both:
+        assert_transfers(both, "before")
+        host, _, port = address_of(both[0].worker.endpoints[0])[len("tcp://") :].rpartition(":")
+        real = real_frames(make_ticket("before", both[0].worker.endpoints, NUM_TOKENS))
+        before = resident_bytes()
+
+        def flood() -> None:
+            left = list(strings(13, real, count))
+            while left:
+                with socket.create_connection((host, int(port))) as connection, suppress(OSError):
+                    if dice.random() < 0.5:
+                        connection.sendall(PLAIN_GREETING)
+                    for _ in range(min(len(left), dice.randrange(1, 500))):
+                        (frame, *_) = left.pop()
+                        connection.sendall(bytes([0, len(frame) % 256]) + frame)
+
+        with running(flood) as flooding:
+            transfer_during(flooding, both)
+        assert_transfers(both, "after")
+        assert num_noticed(both[0]) == 0
+        assert resident_bytes() - before < MOST_GROWTH
+
+
+@many
+def test_hostile_frames_of_a_producer_change_nothing_at_its_consumer(count: int) -> None:
     with engines() as both, zmq_socket(zmq.ROUTER) as malicious:
         consumer = both[1]
-        port = malicious.bind_to_random_port("tcp://127.0.0.1")
-        ticket = make_ticket("bad", f"tcp://127.0.0.1:{port}", NUM_TOKENS)
+        ticket = make_ticket("bad", listen(malicious), NUM_TOKENS)
         consumer.load(ticket, TARGET)
         consumer.step()
         peer, _ = malicious.recv_multipart()
         before = resident_bytes()
         sent = []
 
-        def flood(stop: threading.Event) -> None:
-            for parts in strings(7, TO_CONSUMER):
+        def flood() -> None:
+            for parts in strings(7, [encode(x) for x in TO_CONSUMER], count):
                 malicious.send_multipart([peer, *parts])
                 sent.append(len(parts))
 
-        with running(flood):
-            for n in range(4):
-                assert_transfers(both, f"during {n}")
-            wait_until(lambda: consumer.stats.num_malformed > NUM_STRINGS // 2, "junk was read")
-        assert len(sent) == NUM_STRINGS
+        with running(flood) as flooding:
+            transfer_during(flooding, both)
+            wait_until(lambda: num_noticed(consumer) > count // 2, "junk was read", 120.0)
+        assert len(sent) == count
         assert "bad" not in consumer.received
         assert_transfers(both, "after")
         assert resident_bytes() - before < MOST_GROWTH
@@ -147,35 +232,32 @@ def region_name(engine: FakeEngine) -> str:
     return "\0ttserve-kv-" + engine.worker.endpoints[2].removeprefix("shm://")
 
 
-def test_random_strings_at_the_door_of_shared_memory_change_nothing() -> None:
+@many
+def test_hostile_frames_at_the_door_of_shared_memory_change_nothing(count: int) -> None:
     dice = random.Random(5)
-    sealed = KEYS.seal(make_ticket("r", "tcp://127.0.0.1:1", NUM_TOKENS))
+    sealed = KEYS.seal(make_ticket("r", "tcp://127.0.0.1:1", NUM_TOKENS, producer="Q"))
     with engines(shares=True) as both:
         files = len(list(Path("/proc/self/fd").iterdir()))
         before = resident_bytes()
         handed_out = []
+        sent = [0]
 
-        def flood(stop: threading.Event) -> None:
-            for n in range(3000):
+        def flood() -> None:
+            while sent[-1] < count:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-                    door.settimeout(5.0)
+                    door.settimeout(20.0)
                     door.connect(region_name(both[0]))
-                    try:
-                        for _ in range(dice.randrange(4)):
-                            forged = bytearray(sealed)
-                            forged[dice.randrange(len(forged))] ^= 1 << dice.randrange(8)
-                            junk = dice.randbytes(dice.randrange(1, 3000))
-                            door.send(dice.choice([junk, bytes(forged)]))
-                        if n % 10 == 0:
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        for _ in range(dice.randrange(1, 5)):
+                            door.send(door_frame(dice, sealed))
+                            sent[-1] += 1
+                        if dice.random() < 0.1:
                             door.shutdown(socket.SHUT_WR)
                             _, rights, _, _ = door.recvmsg(1 << 17, socket.CMSG_LEN(4))
                             handed_out.extend(rights)
-                    except (BrokenPipeError, ConnectionResetError):
-                        continue
 
-        with running(flood):
-            for n in range(4):
-                assert_transfers(both, f"during {n}")
+        with running(flood) as flooding:
+            transfer_during(flooding, both)
         assert not handed_out
         assert_transfers(both, "after")
         assert both[1].stats.paths.keys() == {"shared"}
@@ -185,13 +267,84 @@ def test_random_strings_at_the_door_of_shared_memory_change_nothing() -> None:
         )
 
 
+def door_frame(dice: random.Random, sealed: bytes) -> bytes:
+    """No ticket at all, or one that is forged, cut short, too long, or of another producer."""
+    match dice.randrange(5):
+        case 0:
+            return dice.randbytes(dice.randrange(1, 3000))
+        case 1:
+            forged = bytearray(sealed)
+            forged[dice.randrange(len(forged))] ^= 1 << dice.randrange(8)
+            return bytes(forged)
+        case 2:
+            return sealed[: dice.randrange(1, len(sealed))]
+        case 3:
+            return sealed + bytes(dice.choice([1, 5000, 100_000]))
+        case _:
+            return sealed
+
+
+@many
+def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
+    """Its server is a process of its own; whoever connects is of the same user."""
+    dice = random.Random(17)
+    questions = [
+        shm_messages.encode(x)
+        for x in (
+            shm_messages.Hello(shm_messages.PROTOCOL_VERSION),
+            shm_messages.NumPresent((b"a", b"b")),
+            shm_messages.Get((b"a",)),
+            shm_messages.Begin(b"a", 4096),
+            shm_messages.Commit(1),
+            shm_messages.Release(1),
+            shm_messages.Discard(b"a"),
+        )
+    ]
+    with server_process() as (address, process):
+        store = connect(address)
+        before = resident_bytes(process.pid)
+        sent = [0]
+
+        def flood() -> None:
+            frames = itertools.chain.from_iterable(strings(19, questions, sys.maxsize))
+            while sent[-1] < count:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                    stranger.settimeout(20.0)
+                    # Not let in while too many wait; greeted or not, until it hangs up.
+                    with suppress(OSError):
+                        stranger.connect(socket_name(address, os.getuid()))
+                        if dice.random() < 0.9:
+                            stranger.send(questions[0])
+                        for frame in itertools.islice(frames, 20):
+                            stranger.send(frame or b"?")
+                            sent[-1] += 1
+                        stranger.send(bytes(100_000))
+
+        with running(flood) as flooding:
+            n = 0
+            while n < 8 or flooding.is_alive():
+                key, want = f"honest {n}".encode(), value(n, 4096)
+                n += 1
+                assert store.put(key, want) in {"stored", "dropped"}
+                for lease in store.get([key]):
+                    assert (lease.value == want).all()
+                    lease.release()
+        assert store.put(b"after", value(99)) == "stored"
+        (lease,) = store.get([b"after"])
+        assert (lease.value == value(99)).all()
+        lease.release()
+        store.close()
+        assert process.poll() is None
+        assert resident_bytes(process.pid) - before < MOST_GROWTH
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["tcp", "abstract"])
 def test_oversize_frames_close_their_connection_and_no_other(which: int) -> None:
     with engines() as both:
         before = resident_bytes()
         for n in range(8):
             with zmq_socket(zmq.DEALER) as stranger:
-                stranger.connect(both[0].worker.endpoints[which])
+                dial(stranger, both[0].worker.endpoints[which])
                 for size in (2049, 64 << 20):
                     stranger.send(bytes(size))
                 if n % 4 == 0:
@@ -203,8 +356,7 @@ def test_oversize_frames_close_their_connection_and_no_other(which: int) -> None
 def test_an_oversize_payload_of_a_producer_ends_its_own_transfers_only() -> None:
     with engines() as both, zmq_socket(zmq.ROUTER) as malicious:
         consumer = both[1]
-        port = malicious.bind_to_random_port("tcp://127.0.0.1")
-        ticket = make_ticket("bad", f"tcp://127.0.0.1:{port}", NUM_TOKENS)
+        ticket = make_ticket("bad", listen(malicious), NUM_TOKENS)
         consumer.load(ticket, TARGET)
         consumer.step()
         peer, _ = malicious.recv_multipart()
@@ -228,7 +380,7 @@ def many_files() -> Iterator[None]:
 def test_a_thousand_half_open_connections_hold_up_nobody() -> None:
     with engines(shares=True) as both, ExitStack() as stack:
         tcp, abstract, _ = both[0].worker.endpoints
-        host, _, port = tcp.removeprefix("tcp://").rpartition(":")
+        host, _, port = address_of(tcp).removeprefix("tcp://").rpartition(":")
         for n in range(1000):
             connection = stack.enter_context(socket.create_connection((host, int(port))))
             connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f"[: n % 11])  # Part of a greeting.
@@ -240,7 +392,7 @@ def test_a_thousand_half_open_connections_hold_up_nobody() -> None:
         assert_transfers(both, "during")
         assert both[1].stats.paths.keys() == {"shared"}
         stranger = stack.enter_context(zmq_socket(zmq.DEALER))
-        stranger.connect(tcp)
+        dial(stranger, tcp)
         stranger.send(b"junk")
         wait_until(lambda: both[0].stats.num_malformed == 1, "a new connection is served")
     with engines() as both:

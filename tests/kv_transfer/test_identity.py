@@ -22,7 +22,7 @@ from kv_transfer.messages import (
     Mapped,
     Renew,
 )
-from tests.kv_transfer.fakes import KEYS, LAYOUT, FakeIO, make_loopback_engine
+from tests.kv_transfer.fakes import KEYS, LAYOUT, FakeEngine, FakeIO, make_loopback_engine
 from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair
 from tests.kv_transfer.worlds import World
 
@@ -201,13 +201,39 @@ def test_a_producer_without_the_secret_gives_nothing_away() -> None:
     assert pair.producer.stats.num_bad_tickets >= 1
 
 
+def set_wall_clock(pair: Pair, engine: FakeEngine, skew_s: float) -> None:
+    """Let an engine's wall clock be ahead of the network's from now on."""
+    engine.scheduler._unix_now_s = lambda: pair.network.now_s + skew_s
+    pair.node(engine).producer._unix_now_s = lambda: pair.network.now_s + skew_s
+
+
+@pytest.mark.parametrize("jump_s", [-180.0, 180.0])
+def test_a_wall_clock_that_is_set_back_or_forth_costs_no_later_transfer(jump_s: float) -> None:
+    """The router mints by the clock as it is now; an engine that remembered another is too late."""
+    skew_s = 0.0
+    pair = Pair(unix_now_s=lambda: 1e9 + skew_s)
+    for request_id, skew_s in (("before", 0.0), ("r", jump_s)):
+        expires_ms = int(1000 * (1e9 + skew_s + 5.0))
+        pair.ticket = msgspec.structs.replace(pair.make_ticket(request_id), expires_ms=expires_ms)
+        pair.start()
+        num_blocks = pair.producer.io.layout.num_blocks(pair.num_tokens)
+        pair.producer.save(request_id, pair.source[:num_blocks], pair.num_tokens)
+        pair.steps(12)
+        assert request_id in pair.consumer.received
+        assert request_id in pair.producer.sent
+    # And what was minted by the clock of another time is as old as it says.
+    late = msgspec.structs.replace(pair.make_ticket("late"), expires_ms=int(1000 * 1e9 - 1e6))
+    with pytest.raises(TicketError) as caught:
+        pair.producer.add(late)
+    assert caught.value.reason is FailureReason.EXPIRED
+
+
 @pytest.mark.parametrize("skew_s", [-CLOCK_TOLERANCE_S, -1.0, 1.0, CLOCK_TOLERANCE_S - 1.0])
 @pytest.mark.parametrize("end", ["P", "D"])
 def test_clocks_that_differ_by_the_tolerance_cost_nothing(end: str, skew_s: float) -> None:
     pair = Pair()
     engine = pair.producer if end == "P" else pair.consumer
-    engine.scheduler._unix_epoch_s = skew_s
-    pair.node(engine).producer._unix_epoch_s = skew_s
+    set_wall_clock(pair, engine, skew_s)
     expires_ms = int(1000 * (pair.network.now_s + 0.5))
     pair.ticket = msgspec.structs.replace(pair.ticket, expires_ms=expires_ms)
     pair.start()
@@ -222,11 +248,11 @@ def test_a_clock_beyond_the_tolerance_refuses_with_the_reason() -> None:
     pair.ticket = msgspec.structs.replace(pair.ticket, expires_ms=expires_ms)
     pair.producer.add(pair.ticket)
     pair.steps(1)
-    pair.node(pair.producer).producer._unix_epoch_s = CLOCK_TOLERANCE_S + 1.0
+    set_wall_clock(pair, pair.producer, CLOCK_TOLERANCE_S + 1.0)
     pair.consumer.load(pair.ticket, TARGET)
     pair.steps(3)
     assert pair.consumer.reasons == {"r": FailureReason.EXPIRED}
-    pair.consumer.scheduler._unix_epoch_s = CLOCK_TOLERANCE_S + 1.0
+    set_wall_clock(pair, pair.consumer, CLOCK_TOLERANCE_S + 1.0)
     with pytest.raises(TicketError, match="clocks") as caught:
         pair.consumer.add(pair.ticket)
     assert caught.value.reason is FailureReason.EXPIRED

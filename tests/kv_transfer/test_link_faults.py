@@ -22,6 +22,7 @@ from tests.kv_transfer.fakes import (
     make_ticket,
     run_until,
 )
+from tests.kv_transfer.insiders import dial
 from tests.kv_transfer.test_messages import FETCH
 
 # No deadline of these ends a transfer within a test's time, unless the test says so.
@@ -147,7 +148,7 @@ def test_a_break_of_before_the_start_is_not_repeated() -> None:
         # The first thing that ever happens at this producer, so that nothing woke it before.
         with c.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
-            dealer.connect(engines[0].worker.endpoints[0])
+            dial(dealer, engines[0].worker.endpoints[0])
             ticket = make_ticket("other", engines[0].worker.endpoints, NUM_TOKENS)
             dealer.send(encode(msgspec.structs.replace(FETCH, ticket=KEYS.seal(ticket))))
             assert dealer.poll(10_000), "the connection broke"

@@ -21,13 +21,21 @@ from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
 from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
 from kv_transfer.pooled_worker import PooledConnectorWorker
 from kv_transfer.store import StoreConfig
-from tests.kv_transfer.fakes import KEYS, LoopbackTransport, Network, make_ticket
+from tests.kv_transfer.fakes import (
+    KEYS,
+    LoopbackTransport,
+    Network,
+    make_settings,
+    make_ticket,
+    ticks,
+)
 from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, Shelf
 from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, layout_of
-from tests.kv_transfer.test_pooled import UNIT, UNIT_BYTES, tokens
+from tests.kv_transfer.test_pooled import SLOW, UNIT, UNIT_BYTES, tokens
 
 CONFIG = TransferConfig(
-    max_bytes_per_call=LAYOUT.row_bytes * 6,
+    copy_s=6.0,
+    copy_share=1e-9,
     max_inflight_bytes=4 * UNIT_BYTES,
     chunk_bytes=LAYOUT.row_bytes,
     window_bytes=4 * LAYOUT.row_bytes,
@@ -66,7 +74,13 @@ class World:
         self.engines = [self.producer, self.consumer]
 
     def _engine(self, name: str, block_size: int) -> PoolEngine:
-        made = ConnectorSettings(incarnation=name, config=self._config, keys=KEYS, store=self.store)
+        made = make_settings(
+            name,
+            config=self._config,
+            store=self.store,
+            unix_now_s=self.network.clock,
+            step_now_s=ticks(),
+        )
         for_pool = msgspec.structs.replace(made, config=self._pool_config)
         layout = layout_of(block_size)
 
@@ -353,7 +367,7 @@ def test_an_abort_at_any_time_ends_once(who: str, num_rounds: int) -> None:
 
 def test_blocks_that_the_peer_has_are_not_read_for_the_pool() -> None:
     # The pool's part reads less per step than the other one: it has units to read at the end.
-    world = World(config=TransferConfig(), pool_config=TransferConfig(max_bytes_per_call=1))
+    world = World(config=TransferConfig(copy_s=1000.0), pool_config=SLOW)
     prompt = tokens(8 * UNIT, 1)
     world.producer.chunk_tokens = len(prompt)
     sends, fetches = world.pair(prompt)
@@ -389,7 +403,7 @@ def test_the_parts_of_another_connector_are_refused() -> None:
 
 def test_it_is_there_by_name() -> None:
     world = World()
-    made = ConnectorSettings(incarnation="E", keys=KEYS, store=world.store)
+    made = make_settings("E", store=world.store)
     connector = load_connector("multi")
     scheduler = connector.create_scheduler(made, LAYOUT)
     scheduler.on_new_request(TransferRequest("r", tokens(UNIT + 1, 1)), 0.0)
@@ -422,9 +436,7 @@ def test_the_pool_is_closed_whatever_becomes_of_the_other() -> None:
 
 
 def test_converted_kv_is_kept_out_of_the_pool() -> None:
-    made = ConnectorSettings(
-        incarnation="E", keys=KEYS, store=World().store, accept_dtypes=("float16",)
-    )
+    made = make_settings("E", store=World().store, accept_dtypes=("float16",))
     connector = load_connector("multi")
     with pytest.raises(TransferError, match="leave kv_accept_dtypes empty"):
         connector.create_scheduler(made, LAYOUT)

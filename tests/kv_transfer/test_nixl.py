@@ -51,8 +51,8 @@ def _deliver(num_slots: int) -> str:
     config = msgspec.structs.replace(
         QUICK, use_nixl=True, max_inflight_bytes=num_slots * max(2048, slot_bytes)
     )
-    producer = make_engine("P", FakeIO(10, seed=1), config=config)
-    consumer = make_engine("D", FakeIO(10, seed=2), config=config)
+    producer = make_engine("P", FakeIO(10, seed=1), config=config, network="plain")
+    consumer = make_engine("D", FakeIO(10, seed=2), config=config, network="plain")
     try:
         for number in range(3):
             request_id = f"r{number}"

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.connector import (
-    ConnectorSettings,
     Failure,
     TransferRequest,
     TransferResults,
@@ -15,7 +14,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import FailureReason, LayoutMismatchError, TicketError, TransferError
 from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
-from tests.kv_transfer.fakes import KEYS, LAYOUT, Faults, make_ticket
+from tests.kv_transfer.fakes import KEYS, LAYOUT, Faults, make_settings, make_ticket
 from tests.kv_transfer.pairs import NUM_TOKENS, SOURCE, TARGET, Pair
 
 
@@ -302,7 +301,7 @@ def request(ticket) -> TransferRequest:
 
 @pytest.fixture
 def scheduler() -> P2PConnectorScheduler:
-    return P2PConnector().create_scheduler(ConnectorSettings(incarnation="D", keys=KEYS), LAYOUT)
+    return P2PConnector().create_scheduler(make_settings("D"), LAYOUT)
 
 
 def test_asking_for_matched_tokens_changes_nothing(scheduler: P2PConnectorScheduler) -> None:

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import (
-    ConnectorSettings,
     KVConnectorScheduler,
     TransferRequest,
     load_connector,
@@ -25,15 +24,24 @@ from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
 from kv_transfer.pooled_worker import PooledConnectorWorker
 from kv_transfer.store import StoreConfig
 from kv_transfer.store_thread import CHECKSUM_BYTES, StoreThread, is_value, seal_value
+from tests.kv_transfer.fakes import make_settings, ticks
 from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, MemoryStore, Shelf
 from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, kv_rows, layout_of
 
 UNIT = 128
 UNIT_BYTES = UNIT // ROW_TOKENS * LAYOUT.row_bytes
 CONFIG = TransferConfig(
-    max_bytes_per_call=LAYOUT.row_bytes * 6, max_inflight_bytes=4 * UNIT_BYTES, no_progress_s=2.0
+    chunk_bytes=LAYOUT.row_bytes * 2,
+    copy_s=3.0,
+    copy_share=1e-9,
+    window_bytes=UNIT_BYTES,
+    max_inflight_bytes=4 * UNIT_BYTES,
+    no_progress_s=2.0,
 )
-"""A call copies one and a half units; four may wait for the store."""
+"""A step copies three chunks of half a unit; four units may wait for the store."""
+
+SLOW = msgspec.structs.replace(CONFIG, chunk_bytes=1, copy_s=1.0)
+"""A step copies one block."""
 
 _addresses = itertools.count()
 
@@ -46,8 +54,14 @@ class World:
     """Engines without threads that share one shelf; time is set by hand."""
 
     def __init__(
-        self, *block_sizes: int, config: TransferConfig = CONFIG, seed: int = 0, name: str = ""
+        self,
+        *block_sizes: int,
+        config: TransferConfig = CONFIG,
+        seed: int = 0,
+        name: str = "",
+        step_now_s: Callable[[], float] | None = None,
     ) -> None:
+        self.step_now_s = step_now_s or ticks()
         self.now_s = 100.0
         address = f"shelf-{next(_addresses)}"
         self.shelf = SHELVES[address] = Shelf()
@@ -64,7 +78,7 @@ class World:
         self.engine = self.engines[0]
 
     def _engine(self, block_size: int, config: TransferConfig, seed: int) -> PoolEngine:
-        made = ConnectorSettings(incarnation="E", config=config, store=self.store)
+        made = make_settings("E", config=config, store=self.store, step_now_s=self.step_now_s)
 
         def make_executor(store: StoreConfig, notify: Callable[[], None]) -> InlineExecutor:
             self.executors.append(InlineExecutor(store, notify))
@@ -366,7 +380,7 @@ def test_slow_saves_are_dropped_and_counted() -> None:
 
 
 def test_blocks_of_a_finished_request_stay_until_their_units_are_read() -> None:
-    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    world = World(32, config=SLOW)
     prompt = tokens(4 * UNIT, 1)
     world.engine.chunk_tokens = len(prompt)
     job = world.engine.submit(Job("short", prompt, num_decodes=0))
@@ -384,7 +398,7 @@ def test_blocks_of_a_finished_request_stay_until_their_units_are_read() -> None:
 
 
 def test_a_preempted_request_saves_from_the_start() -> None:
-    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    world = World(32, config=SLOW)
     prompt = tokens(4 * UNIT, 1)
     job = world.engine.submit(Job("again", prompt, num_decodes=3))
     while job.num_computed < 2 * UNIT:
@@ -397,14 +411,14 @@ def test_a_preempted_request_saves_from_the_start() -> None:
 
 
 def test_a_finished_request_that_is_aborted_before_the_pool_answers_gives_its_blocks_back() -> None:
-    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    world = World(32, config=SLOW)
     prompt = tokens(4 * UNIT, 1)
     world.engine.chunk_tokens = len(prompt)
     world.engine.submit(Job("hasty", prompt, num_decodes=0, waits_for_pool=False))
     world.steps(2, is_frozen=True)
     assert "hasty" in world.engine.held
     world.engine.abort("hasty")
-    world.steps(10, is_frozen=True)
+    world.steps(20, is_frozen=True)
     # Not even the pool's answer is needed for that.
     assert world.engine.is_idle
     world.finish()
@@ -468,7 +482,7 @@ def test_the_answer_to_an_aborted_lookup_is_not_taken_for_the_next_one(
 
 
 def test_an_aborted_load_gives_back_what_it_has_not_written() -> None:
-    world = World(32, config=msgspec.structs.replace(CONFIG, max_bytes_per_call=1))
+    world = World(32, config=SLOW)
     prompt = tokens(4 * UNIT + 1, 1)
     world.serve(prompt)
     job = world.engine.submit(Job("again", prompt))
@@ -498,13 +512,13 @@ def test_closing_gives_every_lease_back() -> None:
 
 def test_units_must_be_whole_blocks() -> None:
     world = World(32)
-    made = ConnectorSettings(incarnation="E", store=world.store)
+    made = make_settings("E", store=world.store)
     with pytest.raises(TransferError, match="no multiple of block_size"):
         load_connector("pooled").create_scheduler(made, layout_of(256))
 
 
 def test_a_pool_must_be_set() -> None:
-    made = ConnectorSettings(incarnation="E")
+    made = make_settings("E")
     with pytest.raises(TransferError, match="kv_store"):
         load_connector("pooled").create_scheduler(made, LAYOUT)
     with pytest.raises(TransferError, match="kv_store"):
@@ -546,7 +560,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # A step computes more than it copies, so that requests finish before they are saved.
-        config = msgspec.structs.replace(CONFIG, max_bytes_per_call=1)
+        config = SLOW
         self.world = World(32, 64, config=config)
         for engine in self.world.engines:
             engine.chunk_tokens = 320
@@ -677,7 +691,7 @@ class ThreadedWorld:
         config = msgspec.structs.replace(
             CONFIG, no_progress_s=0.05, max_inflight_bytes=16 * UNIT_BYTES
         )
-        made = ConnectorSettings(incarnation="E", config=config, store=store)
+        made = make_settings("E", config=config, store=store)
         connector = load_connector("pooled")
         self.notified = threading.Event()
         self.engine = PoolEngine(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kv_transfer.connector import ConnectorSettings
 from kv_transfer.consumer import Route
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import (
@@ -39,7 +38,7 @@ from kv_transfer.transport import (
     Spoiled,
     WireCounters,
 )
-from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeIO, make_ticket
+from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeIO, make_settings, make_ticket
 
 HERE = "tcp://here:1"
 
@@ -53,7 +52,7 @@ class Both:
 
     def __init__(self):
         self.counters = WireCounters()
-        told = ConnectorSettings(incarnation="E", config=QUICK, keys=KEYS)
+        told = make_settings("E", config=QUICK)
         paths = frozenset({"inline", "shared"})
         self.sessions = TransferSessions(told, LAYOUT, self.counters, paths)
         self.ticket = make_ticket("r", HERE, 64, producer="E", consumer="E")

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_transfer import shared_region
+from kv_transfer import host_memory
 from kv_transfer.errors import TransferError, WireError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import KVLayout
@@ -155,7 +155,7 @@ def test_memory_that_there_is_not_is_refused_before_any_of_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Asked of the real host, a mistake here would cost every process on it its memory.
-    monkeypatch.setattr(shared_region, "_available_bytes", lambda: 8191)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: (8191, "on this host"))
     SharedRegion.create(8191)
     with pytest.raises(TransferError, match=r"8192 bytes.*only 8191 bytes are available"):
         SharedRegion.create(8192)
@@ -163,7 +163,7 @@ def test_memory_that_there_is_not_is_refused_before_any_of_it_is_taken(
 
 def test_available_memory_is_a_part_of_the_hosts() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    assert total / 1000 < shared_region._available_bytes() <= total
+    assert total / 1000 < host_memory.available_bytes()[0] <= total
 
 
 def test_all_of_a_region_is_in_memory_from_the_start() -> None:

@@ -11,7 +11,14 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import PROTOCOL_VERSION, Data, Fetch, Mapped, Renew
 from kv_transfer.transport import Arrived, ArrivedMapped
-from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_loopback_engine, make_ticket
+from tests.kv_transfer.fakes import (
+    KEYS,
+    FakeEngine,
+    FakeIO,
+    make_loopback_engine,
+    make_ticket,
+    ticks,
+)
 from tests.kv_transfer.pairs import Pair
 from tests.kv_transfer.worlds import TINY, World
 
@@ -24,8 +31,8 @@ CONFIG = TransferConfig(
 )
 
 
-def long_pair(path: str = "inline", config: TransferConfig = CONFIG) -> Pair:
-    return Pair(path, num_tokens=32 * NUM_ROWS, layouts=(TINY, TINY), config=config)
+def long_pair(path: str = "inline", config: TransferConfig = CONFIG, **settings) -> Pair:
+    return Pair(path, num_tokens=32 * NUM_ROWS, layouts=(TINY, TINY), config=config, **settings)
 
 
 def fetch(pair: Pair, window: int, attempt: int = 0) -> Fetch:
@@ -170,9 +177,9 @@ def test_loads_that_share_too_little_room_are_slow_and_do_not_wait_for_renewals(
         assert pair.network.now_s - began_s < 4 * config.probe_s
 
 
-def other_consumer(pair: Pair, name: str) -> FakeEngine:
+def other_consumer(pair: Pair, name: str, **settings) -> FakeEngine:
     io = FakeIO(NUM_ROWS + 2, seed=3, layout=TINY, shares=pair.path == "shared")
-    return make_loopback_engine(name, io, pair.network, CONFIG)
+    return make_loopback_engine(name, io, pair.network, CONFIG, **settings)
 
 
 def test_a_consumer_that_takes_nothing_holds_up_nobody_else(path: str) -> None:
@@ -194,9 +201,9 @@ def test_a_consumer_that_takes_nothing_holds_up_nobody_else(path: str) -> None:
 
 
 def test_transfers_take_turns_when_there_is_much_to_do(path: str) -> None:
-    config = msgspec.structs.replace(CONFIG, max_bytes_per_call=8 * TINY.row_bytes)
-    pair = long_pair(path, config)
-    other = other_consumer(pair, "E")
+    config = msgspec.structs.replace(CONFIG, copy_s=2.0, copy_share=1e-9)
+    pair = long_pair(path, config, step_now_s=ticks())
+    other = other_consumer(pair, "E", step_now_s=ticks())
     pair.start()
     ticket = pair.make_ticket("other", consumer="E")
     pair.producer.add(ticket)

@@ -10,13 +10,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import Cancel, Data, Done, Fetch, LeaseInfo, Renew
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.transport import CancelLoad, Delivered, Load, LoadFailed, Offer, SendFailed
-from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeEngine, FakeIO, make_ticket
+from tests.kv_transfer.fakes import (
+    KEYS,
+    LAYOUT,
+    QUICK,
+    FakeEngine,
+    FakeIO,
+    make_settings,
+    make_ticket,
+)
 from tests.kv_transfer.virtual_wire import Net, Wire
 
 SOURCE, TARGET = tuple(range(9, 1, -1)), tuple(range(1, 9))
@@ -39,7 +46,7 @@ class Pair:
         self.ticket = make_ticket("r", self.producer.worker.endpoints[0], NUM_TOKENS)
 
     def engine(self, name, seed):
-        settings = ConnectorSettings(incarnation=name, config=IMPATIENT, keys=KEYS)
+        settings = make_settings(name, config=IMPATIENT)
         notified, io = threading.Event(), FakeIO(10, seed=seed)
         worker = P2PConnectorWorker(settings, notified.set, Wire(self.net, name).make)
         worker.register_kv_caches(io)
@@ -117,7 +124,7 @@ def test_messages_may_be_lost_repeated_and_late(fates):
 
 def transport(net, name="T", **changes):
     woken = []
-    settings = ConnectorSettings(incarnation=name, config=QUICK, keys=KEYS)
+    settings = make_settings(name, config=QUICK)
     wire = Wire(net, name)
     made = wire.make(settings, FakeIO(2), lambda: woken.append(net.now_s))
     return made, wire, woken

@@ -5,7 +5,7 @@ import pytest
 
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import Data
-from tests.kv_transfer.fakes import FakeEngine
+from tests.kv_transfer.fakes import FakeEngine, ticks
 from tests.kv_transfer.pairs import NUM_TOKENS, Pair
 from tests.kv_transfer.worlds import TINY
 
@@ -70,9 +70,9 @@ def test_who_has_nothing_to_do_sleeps(path: str) -> None:
 def test_a_core_that_may_move_little_at_once_wakes_itself_for_the_rest(path: str) -> None:
     pair = Pair(path, layouts=(TINY, TINY))
     config = msgspec.structs.replace(
-        pair.consumer.worker._settings.config, max_bytes_per_call=TINY.row_bytes
+        pair.consumer.worker._settings.config, copy_s=1.0, copy_share=1e-9
     )
-    sleepers = Sleepers(path, config=config)
+    sleepers = Sleepers(path, config=config, step_now_s=ticks())
     sleepers.pair.start()
     sleepers.run()
     sleepers.compute()

@@ -19,6 +19,7 @@ import zmq
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.messages import encode
 from kv_transfer.transport import CancelSend
+from kv_transfer.transports.far import address_of
 from kv_transfer.transports.zmq import ZmqTransport
 from tests.kv_transfer.fakes import (
     KEYS,
@@ -30,6 +31,7 @@ from tests.kv_transfer.fakes import (
     make_ticket,
     run_until,
 )
+from tests.kv_transfer.insiders import dial, listen
 from tests.kv_transfer.test_messages import FETCH, TO_CONSUMER, TO_PRODUCER
 
 # A transfer in a test machine under load may be slow; only the tests of silence need quick ones.
@@ -100,8 +102,8 @@ def start(
     producer.save("r", SOURCE, num_ready)
 
 
-def wait_until(predicate: Callable[[], bool], what: str) -> None:
-    give_up_s = time.monotonic() + 20
+def wait_until(predicate: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    give_up_s = time.monotonic() + deadline_s
     while not predicate():
         assert time.monotonic() < give_up_s, what
         threading.Event().wait(0.005)
@@ -292,10 +294,10 @@ def test_a_late_or_foreign_chunk_is_dropped_and_counted() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
-    port = router.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = listen(router)
     try:
         with engines("D") as (consumer,):
-            ticket = make_ticket("r", f"tcp://127.0.0.1:{port}", NUM_TOKENS)
+            ticket = make_ticket("r", endpoint, NUM_TOKENS)
             consumer.load(ticket, TARGET)
             consumer.step()
             peer, _ = router.recv_multipart()
@@ -336,7 +338,7 @@ def test_random_bytes_at_the_socket_change_nothing(way: Way) -> None:
         context = zmq.Context()
         stranger = context.socket(zmq.DEALER)
         stranger.linger = 0
-        stranger.connect(producer.worker.endpoints[0])
+        dial(stranger, producer.worker.endpoints[0])
         dice = random.Random(3)
         for _ in range(2000):
             frame = bytearray(encode(dice.choice(TO_PRODUCER)))
@@ -355,7 +357,7 @@ def test_random_bytes_at_the_socket_change_nothing(way: Way) -> None:
 
 def test_bytes_that_are_not_zmq_change_nothing() -> None:
     with engines("P", "D") as (producer, consumer):
-        port = int(producer.worker.endpoints[0].rpartition(":")[2])
+        port = int(address_of(producer.worker.endpoints[0]).rpartition(":")[2])
         for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b""):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 connection.sendall(junk)
@@ -369,7 +371,7 @@ def test_a_fetch_of_another_protocol_version_is_answered_with_that_reason() -> N
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = 0
-        dealer.connect(producer.worker.endpoints[0])
+        dial(dealer, producer.worker.endpoints[0])
         sealed = KEYS.seal(make_ticket("r", "tcp://127.0.0.1:1", NUM_TOKENS))
         dealer.send(encode(msgspec.structs.replace(FETCH, version=99, ticket=sealed)))
         assert dealer.poll(10_000)

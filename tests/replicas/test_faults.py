@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import KINDS, NO_FAULTS, Fault, FaultPlan, PlanClock, ReplicaFaults, Window
 
-INSTANTS = {"kill", "drop_link"}
+INSTANTS = {"kill", "drop_link", "replace"}
 MISSING = object()
 
 
@@ -61,6 +61,11 @@ def replica(*entries):
         ({"kind": "slow", "factor": 0.5}, ["[1].factor", "0.5"]),
         ({"kind": "slow", "factor": math.inf}, ["[1].factor", "inf"]),
         ({"kind": "slow", "factor": math.nan}, ["[1].factor", "nan"]),
+        ({"kind": "slow", "target": "ingress/0", "factor": 2.0}, ["[1].target", "kill and clock"]),
+        ({"kind": "clock"}, ["[1].shift_s", "clock needs seconds"]),
+        ({"kind": "clock", "shift_s": math.inf}, ["[1].shift_s", "inf"]),
+        ({"shift_s": 5.0}, ["[1].shift_s", "freeze takes no shift_s", "remove it"]),
+        ({"kind": "replace"}, ["[1].duration_s", "replace", "remove duration_s"]),
         ({"factor": 2.0}, ["[1].factor", "freeze takes no factor", "remove it"]),
         ({"for_s": 2.0}, ["[1]", "'for_s'", "duration_s"]),
         ({"at_s": 21.0}, ["[1]", "freeze of decode/0", "overlaps entry [0]"]),
@@ -131,6 +136,16 @@ def test_targets_that_exist_are_accepted():
     plan.check_targets({"prefill": 1, "decode": 2})
 
 
+@pytest.mark.parametrize(
+    "fields", [{"target": "ingress/0"}, {"kind": "replace"}], ids=["ingress", "replace"]
+)
+def test_what_happens_in_the_simulator_alone_is_refused_to_real_replicas(fields):
+    plan = FaultPlan.parse([entry(), kill(**fields)])
+    with pytest.raises(FaultPlanError, match=r"\[1\]: .* in the simulator alone"):
+        plan.check_real()
+    FaultPlan.parse([entry()]).check_real()
+
+
 # --- what is wrong when ------------------------------------------------------------------------
 
 
@@ -149,7 +164,7 @@ def test_a_window_holds_from_its_start_up_to_but_not_at_its_end():
 def test_a_window_without_a_duration_never_ends():
     faults = replica(entry(kind="partition", duration_s=None))
     assert faults.is_partitioned(1e12)
-    assert faults.partitions() == (Window(5.0, math.inf),)
+    assert faults.silences() == (Window(5.0, math.inf),)
     assert faults.next_change_s(0.0) == 5.0
     assert faults.next_change_s(5.0) is None
 
@@ -169,7 +184,7 @@ def test_instants_and_windows_are_told_in_order():
     assert faults.kills() == (3.0, 9.0)
     assert faults.link_drops() == (1.0, 8.0)
     assert faults.freezes() == (Window(2.0, 4.0), Window(6.0, 8.0))
-    assert faults.partitions() == ()
+    assert faults.silences() == ()
 
 
 def test_only_the_entries_of_a_target_count():
@@ -205,6 +220,8 @@ def plans(draw):
                     fields["duration_s"] = end_s - start_s
                 if kind == "slow":
                     fields["factor"] = draw(st.sampled_from([1.5, 4.0]))
+                if kind == "clock":
+                    fields["shift_s"] = draw(st.sampled_from([-180.0, 3600.0]))
                 entries.append(fields)
     return FaultPlan.parse(draw(st.permutations(entries)))
 
@@ -216,8 +233,15 @@ def state(faults, now_s):
         faults.corrupts(now_s),
         faults.is_partitioned(now_s),
         faults.is_frozen(now_s),
+        faults.is_deaf(now_s),
+        faults.is_mute(now_s),
+        faults.is_clogged(now_s),
+        faults.clings(now_s),
+        faults.hang_left_s(now_s) > 0,
+        faults.clock_shift_s(now_s),
         sum(at_s <= now_s for at_s in faults.kills()),
         sum(at_s <= now_s for at_s in faults.link_drops()),
+        sum(at_s <= now_s for at_s in faults.replacements()),
     )
 
 
@@ -232,8 +256,15 @@ def test_answers_are_those_of_the_entries_themselves(plan, now_s):
         "corrupt" in held,
         "partition" in held,
         "freeze" in held,
+        bool({"deaf", "partition"} & set(held)),
+        bool({"mute", "partition"} & set(held)),
+        "clog" in held,
+        "cling" in held,
+        "hang" in held,
+        held["clock"].shift_s if "clock" in held else 0.0,
         past.count("kill"),
         past.count("drop_link"),
+        past.count("replace"),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import configs
+from kv_transfer.keys import KeyRing
 from replicas import async_client, client, launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
@@ -288,7 +289,7 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
     process = Stuck()
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
-    handle = EngineHandle(process, None)
+    handle = EngineHandle(process, None, KeyRing())
     launch._watch_for_hang(handle, process, launch._Reports(read_fd), LOOK_S)
     assert process.kills == 1
     assert not handle.is_alive

@@ -37,7 +37,7 @@ def make_engine(net, name):
         models_kv=True,
         run_ahead=True,
     )
-    engine = VirtualEngine(config, device, name, Wire(net, name).make, lambda: None)
+    engine = VirtualEngine(config, device, name, Wire(net, name).make, lambda: None, lambda: 0.0)
     engine.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
     engine.end(engine.begin(0.0), 0, 0.0)
     return engine, device.timing

@@ -48,6 +48,7 @@ class VirtualLink:
         is_open: Whether it has not been lost.
         is_heard_of: Set by the engine's first frame, and at the end.
         newest: The latest snapshot, in the engine's order, that has arrived.
+        num_sent: Messages that were sent.
     """
 
     def __init__(
@@ -63,13 +64,16 @@ class VirtualLink:
         self._client = client
         self._client_id = client_id
         self._loop = network.loop
-        self._up, self._down = Channel(network, host), Channel(network, host)
+        self.num_sent = 0
+        self._up = Channel(network, lambda: host.is_deaf)
+        self._down = Channel(network, lambda: host.is_mute)
         host.links[client_id] = self.send_frame
         self.send(Hello(PROTOCOL_VERSION))
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; lost if the link is."""
         if self.is_open:
+            self.num_sent += 1
             self._client.observer.sent(self.host, message)
             self._up.send(self._reach_engine, message)
 
@@ -88,6 +92,12 @@ class VirtualLink:
     def is_quiet(self) -> bool:
         """Whether nothing is on its way in either direction."""
         return not self._up.num_on_way and not self._down.num_on_way
+
+    @property
+    def num_lost(self) -> int:
+        """Messages that were sent, are not on their way, and have not come into the inbox."""
+        num_taken = self.host.inbox.num_taken.get(self._client_id, 0)
+        return self.num_sent - self._up.num_on_way - num_taken
 
     def _reach_engine(self, message: ClientMessage) -> None:
         if self.is_open:
@@ -191,6 +201,12 @@ class VirtualClient:
             link.close()
             link.table.fail(reason)
             self._on_dead(incarnation, reason)
+
+    def die(self) -> None:
+        """The ingress's process ends: nothing more is sent, and engines notice a little later."""
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.close()
 
     def hush(self, incarnation: str) -> None:
         """An engine has sent nothing for `QUIET_S`."""

@@ -247,7 +247,9 @@ def pool_specs(cluster: ClusterConfig) -> list[PoolSpec]:
         # A file says how long whoever looks at a real start wants to wait. Not given, it is the
         # time of the mesh itself: a replica that died is not back before that.
         timing = engine_timing(engine, mesh, mesh.compile_s or None)
-        specs.append(PoolSpec(role, pool.replicas, engine, timing, simulated_facts(engine)))
+        facts, drain_timeout_s = simulated_facts(engine), pool.drain_timeout_s
+        spec = PoolSpec(role, pool.replicas, engine, timing, facts, drain_timeout_s=drain_timeout_s)
+        specs.append(spec)
     return specs
 
 

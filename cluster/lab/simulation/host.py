@@ -1,18 +1,20 @@
 """One start of one replica in the simulator: an engine process with a life, a place and troubles.
 
-Owner of its engine, of the messages that wait for it and of what is wrong with it. It does in
-virtual time what `replicas.engine.process` does with threads: take what came, step, send.
+Owner of its engine, of the messages that wait for it and of what is wrong with it. Its core thread
+is `core`; what the other threads of an engine process do is here.
 """
 
 from __future__ import annotations
 
-import bisect
 from typing import TYPE_CHECKING
 
+from cluster.lab.simulation.core import VirtualCore
+from cluster.lab.simulation.inbox import VirtualInbox
+from cluster.lab.simulation.loop import UNIX_S
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.messages import Data
 from kv_transfer.transports.virtual import VirtualTransport
-from replicas.virtual_engine import Turn, VirtualEngine
+from replicas.virtual_engine import VirtualEngine
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineFrame
     from replicas.virtual_engine import VirtualDevice
 
-_NO_TURN = Turn([], None)
-
 
 class VirtualHost:
     """See the module docstring.
@@ -42,15 +42,15 @@ class VirtualHost:
         faults: What goes wrong with the replica, in virtual seconds.
 
     Attributes:
+        inbox: What has come for the core.
         links: What sends a client a frame and the times of its steps, by the client's id.
         transport: Of its KV connector, if it has one.
         kv_endpoint: Where its KV is fetched from.
-        busy_s: Seconds that its device and its core have worked.
+        core: Its core thread.
         slot_busy_s: Seconds of taken slots, summed over the slots.
         stopped_s: When it died, or None.
         is_frozen: Whether the process stands still.
         is_touched: Whether anything has happened in it; whoever checks it sets it back.
-        idle_since_s: Since when it has had nothing to do; None while it has.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one replica
@@ -67,39 +67,33 @@ class VirtualHost:
         self.name = name
         self.role: Role = role
         self.incarnation = incarnation
+        self.inbox = VirtualInbox()
         self.links: dict[bytes, Callable[[EngineFrame, list[float]], None]] = {}
         self.transport: VirtualTransport | None = None
-        self.busy_s = 0.0
         self.slot_busy_s = 0.0
-        self.num_turns = 0
         self.stopped_s: float | None = None
         self.is_frozen = False
         self.is_touched = False
-        self.idle_since_s: float | None = None
         self._network = network
         self._loop = network.loop
         self.started_s = self._loop.time()
         self._faults = faults
         self._row_bytes = device.timing.bytes_per_token * ROW_TOKENS
-        self._inbox: list[tuple[bytes, ClientMessage | None]] = []
-        self._turn = _NO_TURN
-        self._num_steps = 0
-        self._turn_started_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_due = False
-        self._is_stepping = False
-        self._is_woken = False
         self._held: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._num_busy_slots = 0
         self._slots_since_s = self.started_s
-        self.engine = VirtualEngine(config, device, incarnation, self._make_transport, self._wake)
+        self.engine = VirtualEngine(
+            config, device, incarnation, self._make_transport, self._wake, self._unix_now_s
+        )
+        self.core = VirtualCore(self, self.engine, self.inbox, self._loop)
         endpoints = self.engine.description.kv_endpoints
         self.kv_endpoint = endpoints[0] if endpoints else f"none://{incarnation}"
 
     def __repr__(self) -> str:
         state = "dead" if self.stopped_s is not None else "frozen" if self.is_frozen else "up"
-        waiting = len(self._inbox)
-        return f"VirtualHost({self.incarnation}, {state}, {waiting} waiting, {self.engine!r})"
+        return (
+            f"VirtualHost({self.incarnation}, {state}, {len(self.inbox)} waiting, {self.engine!r})"
+        )
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -110,13 +104,37 @@ class VirtualHost:
 
     @property
     def is_answering(self) -> bool:
-        """Whether its process exists, runs, and can be reached now."""
-        return self.is_alive and not self.is_frozen and not self.is_cut
+        """Whether its process exists, runs, and hears and is heard by clients now."""
+        return self.is_alive and not self.is_frozen and not self.is_deaf and not self.is_mute
 
     @property
     def is_cut(self) -> bool:
         """Whether nothing gets from or to it now."""
         return self._faults.is_partitioned(self._loop.time())
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether nothing that clients send reaches it now."""
+        return self._faults.is_deaf(self._loop.time())
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether nothing that it sends reaches clients now."""
+        return self._faults.is_mute(self._loop.time())
+
+    @property
+    def clings(self) -> bool:
+        """Whether it would not end now if it were told to."""
+        return self.is_frozen or self._faults.clings(self._loop.time())
+
+    def _unix_now_s(self) -> float:
+        """The wall clock, wrong where the plan says so."""
+        return UNIX_S + self._loop.time() + self._faults.clock_shift_s(self._loop.time())
+
+    def drain(self) -> None:
+        """Take nothing new from now on; its parent's word."""
+        self.engine.drain()
+        self.core.wake()
 
     def kill(self) -> None:
         """End the process at once; nothing that it had to do happens any more."""
@@ -130,8 +148,7 @@ class VirtualHost:
     def thaw(self) -> None:
         """Let the process go on; what waited happens now, in order."""
         self.is_frozen = False
-        if self.idle_since_s is not None:
-            self.idle_since_s = self._loop.time()
+        self.core.thaw()
         held, self._held = self._held, []
         for callback, args in held:
             self._loop.call_soon(self.do, callback, *args)
@@ -162,114 +179,47 @@ class VirtualHost:
         """A client's message has arrived."""
         self.do(self._put, client, message)
 
+    def unclog(self) -> None:
+        """There is room in the inbox again."""
+        self.inbox.open()
+        self.core.wake()
+
     def client_gone(self, client: bytes) -> None:
         """The process notices that it cannot reach a client any more."""
-        self.links.pop(client, None)
-        self.do(self._put, client, None)
+        self.do(self._note_gone, client)
 
-    def _put(self, client: bytes, message: ClientMessage | None) -> None:
-        self._inbox.append((client, message))
-        self._wake()
+    def _put(self, client: bytes, message: ClientMessage) -> None:
+        is_clogged = self._faults.is_clogged(self._loop.time())
+        self.inbox.bring(client, message, is_clogged=is_clogged)
+        self.core.wake()
+
+    def _note_gone(self, client: bytes) -> None:
+        self.links.pop(client, None)
+        self.inbox.note_gone(client)
+        self.core.wake()
 
     def beat(self) -> None:
-        """Send every client a heartbeat, as threads of its own do in a process: the core may hang.
-
-        In virtual time only those that say something new are sent.
-        """
+        """Send every client a heartbeat, as a thread of its own does: the core may hang."""
         frame = self.engine.heartbeat(self._loop.time())
         for send_frame in self.links.values():
             send_frame(frame, [])
 
-    # --- turns of the core ----------------------------------------------------------------------
+    # --- frames --------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Something has come: begin a turn soon, or end the present one at its next step."""
-        self.idle_since_s = None
-        if self._is_stepping:
-            self._is_woken = True
-        elif self._turn.end_times_s:
-            self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
-        elif not self._is_due:
-            self._is_due = True
-            self._loop.call_soon(self.do, self._begin)
+        self.core.wake()
 
-    def _begin(self) -> None:
-        self._is_due = False
-        self.idle_since_s = None
-        if self._turn.end_times_s:
-            return  # Two reasons for one turn; one of them waited while the process was frozen.
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        now_s = self._loop.time()
-        inbox, self._inbox = self._inbox, []
-        for client, message in inbox:
-            if message is None:
-                self.engine.client_gone(client, now_s)
-            else:
-                self.engine.take(client, message, now_s)
-        self._is_stepping, self._is_woken = True, False
-        turn = self.engine.begin(now_s)
-        self._is_stepping = False
-        if not turn.end_times_s:
-            self._send(self.engine.end(turn, 0, now_s), [])
-            self._sleep()
-            return
-        self._turn, self._turn_started_s = turn, now_s
-        self._num_steps = len(turn.end_times_s)
-        if turn.half is not None:
-            self._timer = self.call_at(turn.end_times_s[-1], self._go_on)
-            return
-        self._timer = self.call_at(turn.end_times_s[-1], self._end)
-        deadline_s = self.engine.next_deadline_s() if self._num_steps > 1 else None
-        if deadline_s is not None:
-            self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
-
-    def _go_on(self) -> None:
-        """The forward pass is over: its tokens leave, transfers next, then the end."""
-        self._is_stepping = True
-        self._turn, frames = self.engine.go_on(self._turn, self._loop.time())
-        self._is_stepping = False
-        self._send(frames, [])
-        self._timer = self.call_at(self._turn.end_times_s[-1], self._end)
-
-    def _cut_turn(self, num_steps: int) -> None:
-        """Let the present turn end after so many steps, if it has more."""
-        if num_steps >= self._num_steps:
-            return
-        assert self._timer is not None
-        self._timer.cancel()
-        self._num_steps = num_steps
-        self._timer = self.call_at(self._turn.end_times_s[num_steps - 1], self._end)
-
-    def _end(self) -> None:
-        turn, num_steps = self._turn, self._num_steps
-        self._turn, self._timer = _NO_TURN, None
-        now_s = self._loop.time()
-        self.busy_s += now_s - self._turn_started_s
-        self.num_turns += num_steps
-        frames = self.engine.end(turn, num_steps, now_s)
-        self._send(frames, turn.end_times_s[:num_steps] if num_steps > 1 else [])
-        self._begin()
-
-    def _sleep(self) -> None:
-        """Nothing to do: until a message, or a deadline."""
-        if self._inbox or self._is_woken:
-            self._wake()
-            return
-        self.idle_since_s = self._loop.time()
-        deadline_s = self.engine.next_deadline_s()
-        if deadline_s is not None:
-            self._timer = self.call_at(max(deadline_s, self._loop.time()), self._begin)
-
-    def _send(self, frames: Frames, step_times_s: list[float]) -> None:
+    def send(self, frames: Frames, step_times_s: list[float]) -> None:
         """Send frames; one whose client is gone tells that instead."""
         for client, frame in frames:
             if frame.snapshot is not None:
                 groups = frame.snapshot.groups
                 self._count_slots(sum(g.num_running + g.num_reserved for g in groups))
             send_frame = self.links.get(client)
-            if send_frame is not None:
+            if send_frame is None:
+                # As the engine's sender finds: of a greeting that came late, for one.
+                self.inbox.note_gone(client)
+            else:
                 send_frame(frame, step_times_s)
 
     # --- KV ------------------------------------------------------------------------------------
@@ -282,7 +232,7 @@ class VirtualHost:
 
     def now_s(self) -> float:
         """The present, as its transport sees it."""
-        return self.engine.present_s() if self._is_stepping else self._loop.time()
+        return self.engine.present_s() if self.core.is_stepping else self._loop.time()
 
     def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
         """See `VirtualWire`."""
@@ -300,6 +250,9 @@ class VirtualHost:
     def check_invariants(self) -> None:
         """Engine and transfers are whole."""
         self.engine.check_invariants()
+        if not len(self.inbox):
+            strangers = [c for c in self.engine.clients if c not in self.links]
+            assert not strangers, f"{self!r} still works for {strangers}, who are gone"
         if self.transport is not None:
             self.transport.check_invariants()
 
@@ -312,9 +265,7 @@ class VirtualHost:
         """Count to the end of the run."""
         if self.is_alive:
             self._count_slots(self._num_busy_slots)
-            if self._turn.end_times_s:
-                # Nobody waits for what is left of it: its last client has gone.
-                self.busy_s += self._loop.time() - self._turn_started_s
+            self.core.finish()
 
     def _count_slots(self, num_busy: int) -> None:
         now_s = self._loop.time()

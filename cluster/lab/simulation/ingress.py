@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import asyncio
+
     from cluster.lab.simulation.client import VirtualClient
     from cluster.routing.fleet import Fleet
     from cluster.routing.router import Router
 
 
-class VirtualIngress(NamedTuple):
-    """The production's fleet and router over virtual connections, without text and HTTP."""
+@dataclass(slots=True, eq=False)
+class VirtualIngress:
+    """The production's fleet and router over virtual connections, without text and HTTP.
+
+    Attributes:
+        name: Of this start of it.
+        tasks: What runs in its process: its requests, and its search for engines.
+        is_alive: Whether its process exists.
+    """
 
     name: str
     fleet: Fleet[VirtualClient]
     router: Router
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    is_alive: bool = True
+
+    def run(self, task: asyncio.Task[None]) -> None:
+        """Let a task end with the process."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def die(self) -> None:
+        """End the process: nothing that it had to say is said any more."""
+        self.is_alive = False
+        self.fleet.client.die()
+        self.fleet.close()
+        for task in self.tasks:
+            task.cancel()

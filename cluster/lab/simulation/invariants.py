@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.monitors import ProtocolMonitor
-from cluster.lab.simulation.records import ABORTED, OK
+from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
+from cluster.lab.simulation.waits import WaitMonitor
+from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
 
 if TYPE_CHECKING:
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.lab.simulation.client import VirtualLink
+    from cluster.lab.simulation.clocks import Clocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
-    from cluster.lab.simulation.options import SimulationOptions
+    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
+    from cluster.lab.simulation.waits import Waits
     from replicas.faults import Fault
 
 _QUIET_S = 0.05
@@ -36,6 +40,9 @@ _QUIET_S = 0.05
 _TINY_S = 1e-6
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
+
+_CLOSING = frozenset({"hang", "clog", "replace"})
+"""What lets a replica take nothing new, though it is not lost."""
 
 _LENT = (
     "num_inflight_sends", "num_inflight_loads",
@@ -49,6 +56,8 @@ class Invariants:
 
     Args:
         hosts: Every start of a replica; grows.
+        longest: How long a request waits at most.
+        clocks: Whether a ticket may be too old.
     """
 
     def __init__(
@@ -57,10 +66,14 @@ class Invariants:
         hosts: list[VirtualHost],
         recorder: Recorder,
         leases: LeaseMonitor,
+        longest: Waits,
+        clocks: Clocks,
     ) -> None:
+        self._clocks = clocks
         self._loop: VirtualLoop = network.loop
         self._hosts = hosts
         self._recorder = recorder
+        self._longest = longest
         self._monitors: dict[str, ProtocolMonitor] = {}
         self._ingresses: list[VirtualIngress] = []
         self._moment_s = float("-inf")
@@ -70,11 +83,21 @@ class Invariants:
 
     def monitor(self, ingress: str) -> ProtocolMonitor:
         """The watcher of what an ingress says; it also tells the recorder."""
-        return self._monitors.setdefault(ingress, ProtocolMonitor(self._recorder))
+        if ingress not in self._monitors:
+            waits = WaitMonitor(self._loop, self._longest)
+            self._monitors[ingress] = ProtocolMonitor(
+                self._loop, self._recorder, waits, self._clocks
+            )
+        return self._monitors[ingress]
 
     def watch(self, ingress: VirtualIngress) -> None:
         """Check an ingress from now on."""
         self._ingresses.append(ingress)
+
+    def forget(self, ingress: VirtualIngress) -> None:
+        """An ingress has died: there is nothing to check of it any more."""
+        self._ingresses.remove(ingress)
+        self.monitor(ingress.name).died()
 
     # --- after every event ----------------------------------------------------------------------
 
@@ -137,16 +160,19 @@ class Invariants:
             for link in ingress.fleet.client.links:
                 assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
                 if link.host.is_answering:
+                    assert not link.num_lost, (
+                        f"{link.num_lost} messages of {ingress.name} to {link.host!r} were lost"
+                    )
                     _check_view(ingress, link)
 
 
 def _is_idle(host: VirtualHost, now_s: float) -> bool:
     """Whether an engine has nothing to do, and has had the time to say so."""
-    since_s = host.idle_since_s
+    since_s = host.core.idle_since_s
     is_quiet = since_s is not None and now_s - since_s > _QUIET_S
     # Of one that is cut off frames are missing, until its connections break when that is over; of
     # one that has just died nobody has heard yet.
-    return is_quiet and host.is_alive and not host.is_frozen and not host.is_cut
+    return is_quiet and host.is_answering and host.inbox.is_empty
 
 
 def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
@@ -177,6 +203,8 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
             for v in pools.decode_views()
             if v.incarnation == host.incarnation
         ]
+    if snapshot.draining:
+        truth = []
     assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
 
 
@@ -201,18 +229,35 @@ class Expectations:
 
     Args:
         options: How requests were placed, what went wrong and who left.
-        decoding: The replicas that decode, as in a fault plan.
-        reservation_timeout_s: Shortest of any engine.
+        pools: The replicas.
+        longest: How long a request waits at most.
     """
 
     def __init__(
-        self, options: SimulationOptions, decoding: Sequence[str], reservation_timeout_s: float
+        self, options: SimulationOptions, pools: Sequence[PoolSpec], longest: Waits
     ) -> None:
+        self._longest_s = longest.until_first_token_s
         self._most_queued = options.router.max_queued_requests
+        reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
-        # When each replica that decodes may first have been lost.
-        self._lost_s = [_first_loss_s(options.faults.entries_for(name)) for name in decoding]
+        faults = options.faults
+        # When each replica that decodes may first have been lost, or taken nothing new.
+        decoding = [
+            (faults.entries_for(f"{spec.role}/{rank}"), spec)
+            for spec in pools
+            if spec.role != "prefill"
+            for rank in range(spec.replicas)
+        ]
+        self._lost_s = [_first_loss_s(entries, spec) for entries, spec in decoding]
+        self._closed_s = [
+            min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
+            for lost_s, (entries, _) in zip(self._lost_s, decoding, strict=True)
+        ]
+        self._first_ingress_s = min(
+            (f.at_s for f in faults.faults if f.kind == "kill" and f.target.startswith(INGRESS)),
+            default=float("inf"),
+        )
 
     def check(
         self,
@@ -230,15 +275,23 @@ class Expectations:
         Raises:
             AssertionError: It did not.
         """
-        lost = [lost_s <= record.finished_s for lost_s in self._lost_s]
+        times_s = record.token_times_s
+        heard_s = (times_s[0] if len(times_s) else record.finished_s) - record.arrival_s
+        assert heard_s <= self._longest_s, f"{record.request_id} heard nothing for {heard_s:.1f} s"
+        lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
+        closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
+        # One that has just come knows of no engine yet.
+        has_new_ingress = self._first_ingress_s <= record.finished_s
         may = {
             OK: True,
             ABORTED: number in self._aborts,
+            INGRESS_LOST: has_new_ingress,
+            NO_INGRESS: has_new_ingress,
             "BadRequestError": not has_room,
             "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
-            "SaturatedError": any(lost) or self._num_beside(record, records) > self._most_queued,
-            "NotReadyError": all(lost),
-            "ReplicaLostError": any(lost),
+            "SaturatedError": any(closed) or self._num_beside(record, records) > self._most_queued,
+            "NotReadyError": all(closed) or has_new_ingress,
+            "ReplicaLostError": lost,
         }
         assert may.get(record.outcome, False), (
             f"{record.request_id} ended with {record.outcome} after "
@@ -252,15 +305,25 @@ class Expectations:
         return sum(r.arrival_s <= moment_s <= r.finished_s for r in records) - 1
 
 
-def _first_loss_s(faults: Sequence[Fault]) -> float:
+def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     """When a replica may first have been given up: infinity if never."""
-    silences = [f for f in faults if f.kind in {"freeze", "partition"}]
-    silent_s = sum(f.window.end_s - f.window.start_s for f in silences)
-    # Connections that live through a partition break when it is over.
-    losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition"}]
+    silences = [f for f in faults if f.kind in {"freeze", "partition", "mute"}]
+    silent_s = sum(map(_length_s, silences))
+    # Connections that live through lost messages break when they come through again.
+    losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
+    losses_s += [f.at_s + spec.drain_timeout_s for f in faults if f.kind == "replace"]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
+    # One that hangs for so long says so, and whoever has no token yet goes elsewhere.
+    losses_s += [f.at_s for f in faults if f.kind == "hang" and _length_s(f) >= SILENCE_S]
+    stuck = [f for f in faults if f.kind in {"freeze", "hang"}]
+    if sum(map(_length_s, stuck)) >= spec.step_timeout_s:
+        losses_s.extend(f.at_s for f in stuck)
     return min(losses_s, default=float("inf"))
+
+
+def _length_s(fault: Fault) -> float:
+    return fault.window.end_s - fault.window.start_s
 
 
 def check_tokens(

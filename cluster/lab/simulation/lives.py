@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.lab.simulation.client import QUIET_S, SILENCE_S
 from cluster.lab.simulation.host import VirtualHost
+from cluster.lab.simulation.parent import VirtualParent
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
 from kv_transfer.keys import KeyRing
@@ -40,6 +41,7 @@ class _Place:
     name: str
     spec: PoolSpec
     host: VirtualHost | None = None
+    parent: VirtualParent | None = None
     silent_since_s: float | None = None
     # What waits until its frozen process goes on.
     at_thaw: list[Callable[[_Place], None]] = field(default_factory=list)
@@ -79,20 +81,31 @@ class Lives:
         self.hosts: list[VirtualHost] = []
         self.living: dict[str, VirtualHost] = {}
         # What a process does itself, and a frozen one does later.
-        self._own_doing = (self._drop_link, self._heal)
+        self._own_doing = (self._drop_link, self._heal, self._unclog)
 
     @property
     def names(self) -> list[str]:
         """Pool and rank of every replica, as in a fault plan."""
         return [place.name for place in self._places]
 
+    @property
+    def unsettled(self) -> list[str]:
+        """Places where no replica runs now, or one that is to be replaced."""
+        return [p.name for p in self._places if p.parent is None or p.parent.is_draining]
+
     async def find(self) -> list[Member]:
         """See `Discovery`: an actor answers although its engine stands still, but not if cut off.
 
-        Whoever asks one that is cut off waits for it in vain.
+        Whoever asks one that is cut off waits for it in vain. One that is to be replaced is not
+        listed any more.
         """
-        answering = [host for host in self.living.values() if not host.is_cut]
-        is_whole = len(answering) == len(self.living)
+        listed = [
+            place.host
+            for place in self._places
+            if place.host is not None and place.parent is not None and not place.parent.is_draining
+        ]
+        answering = [host for host in listed if not host.is_cut]
+        is_whole = len(answering) == len(listed)
         latency_s = self._options.network.latency_s
         await asyncio.sleep(2 * latency_s if is_whole else DESCRIBE_TIMEOUT_S)
         # Who has died meanwhile has answered before.
@@ -118,25 +131,33 @@ class Lives:
             at = functools.partial(self._at, place)
             for kill_s in faults.kills():
                 at(kill_s, self._kill)
+            for replace_s in faults.replacements():
+                at(replace_s, self._replace)
             for drop_s in faults.link_drops():
                 at(drop_s, self._drop_link)
             for window in faults.freezes():
                 at(window.start_s, self._freeze)
                 at(window.end_s, self._thaw)
-            for window in faults.partitions():
+            for window in faults.silences():
                 at(window.start_s, self._fall_silent)
+            for window in faults.gaps():
                 at(window.end_s, self._heal)
+            for window in faults.clogs():
+                at(window.end_s, self._unclog)
+            for window in (*faults.freezes(), *faults.hangs()):
+                at(window.start_s, functools.partial(self._watch, until_s=window.end_s))
 
     def _start(self, place: _Place) -> None:
         """Bring up an engine in a place; it is ready at once."""
         spec, options = place.spec, self._options
         faults = options.faults.for_target(place.name)
         run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
+        config = msgspec.structs.replace(spec.engine, keys=KEYS, role=spec.role)
         host = VirtualHost(
             name=place.name,
             role=spec.role,
             incarnation=f"{place.name.replace('/', '-')}.{next(self._incarnations)}",
-            config=msgspec.structs.replace(spec.engine, keys=KEYS, role=spec.role),
+            config=config,
             device=VirtualDevice(
                 timing=spec.timing,
                 facts=spec.facts,
@@ -150,6 +171,10 @@ class Lives:
             network=self._network,
         )
         place.host = host
+        place.parent = VirtualParent(host, self._network, spec, functools.partial(self._end, place))
+        for window in (*faults.freezes(), *faults.hangs()):
+            if window.holds(self._loop.time()):
+                place.parent.watch(window.end_s)
         place.silent_since_s = None
         place.at_thaw.clear()
         if faults.is_frozen(self._loop.time()):
@@ -165,24 +190,45 @@ class Lives:
             self._loop.call_at(when_s, self._act, place, action)
 
     def _act(self, place: _Place, action: Callable[[_Place], None]) -> None:
-        self._recorder.event(action.__name__.strip("_"), place.name)
+        self._recorder.event(_name(action), place.name)
         if place.host is not None and place.host.is_frozen and action in self._own_doing:
             place.at_thaw.append(action)
         else:
             action(place)
 
     def _kill(self, place: _Place) -> None:
-        host = place.host
-        if host is None or not host.is_alive:
+        if place.host is not None:
+            self._end(place, place.host, 0.0)
+
+    def _end(self, place: _Place, host: VirtualHost, last_words_s: float) -> None:
+        """An engine ends, for whatever reason; another one takes its place.
+
+        Its connections break `last_words_s` later than those of one that is killed.
+        """
+        if place.host is not host:
             return
         host.kill()
         self._network.detach(host)
         del self.living[host.incarnation]
-        place.host = None
+        place.host = place.parent = None
         latency_s = self._options.network.latency_s
-        self._loop.call_later(latency_s, self._lose, host.incarnation, "its connection broke")
+        self._loop.call_later(
+            last_words_s + latency_s, self._lose, host.incarnation, "its connection broke"
+        )
         down_s = self._options.restart_s + place.spec.timing.warm_up_s()
         self._loop.call_later(down_s, self._start, place)
+
+    def _replace(self, place: _Place) -> None:
+        if place.parent is not None:
+            place.parent.replace()
+
+    def _watch(self, place: _Place, *, until_s: float) -> None:
+        if place.parent is not None:
+            place.parent.watch(until_s)
+
+    def _unclog(self, place: _Place) -> None:
+        if place.host is not None:
+            place.host.unclog()
 
     def _drop_link(self, place: _Place) -> None:
         if place.host is not None:
@@ -231,3 +277,9 @@ class Lives:
         if host.is_frozen:
             # The heartbeats of its KV connections have stopped as well.
             self._network.break_kv_connections(host)
+
+
+def _name(action: Callable[[_Place], None]) -> str:
+    """What an action is called in the log."""
+    named = action.func if isinstance(action, functools.partial) else action
+    return named.__name__.strip("_")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+UNIX_S = 1_000_000_000.0
+"""What a wall clock shows at virtual zero, in Unix seconds: late enough to be set back by years."""
+
 
 class _Handle(asyncio.TimerHandle):
     """A callback that is due."""

@@ -14,16 +14,25 @@ from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
 from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
 
 if TYPE_CHECKING:
+    from cluster.lab.simulation.clocks import Clocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.network import KVHost
     from cluster.lab.simulation.recorder import Recorder
+    from cluster.lab.simulation.waits import WaitMonitor
     from kv_transfer.keys import KeyRing
     from kv_transfer.messages import ToConsumer, ToProducer
     from replicas.messages import ClientMessage, EngineEvent, RequestMode
 
 _MILLISECOND_S = 0.001
 """Leases are told in whole milliseconds."""
+
+_TOO_OLD = "is too old"
+"""What a refusal for the age of a ticket says; see `KeyRing.unseal`."""
+_TELL_S = 1.0
+"""Within this time an ingress knows that an engine hangs: heartbeats say it."""
+_NO_TIME = float("-inf")
+"""A clock at which no ticket is too old: that is for the producer's own to say."""
 
 
 @dataclass(slots=True)
@@ -32,6 +41,7 @@ class _Asked:
 
     host: VirtualHost
     mode: RequestMode
+    asked_s: float
     epoch: int = -1
     is_activated: bool = False
 
@@ -39,24 +49,34 @@ class _Asked:
 class ProtocolMonitor:
     """What one ingress and the engines say to each other; it passes everything on.
 
-    A request is on an engine once, its tickets have rising epochs, it is activated once, and when
-    it ends at the ingress no engine goes on with it: each has said its last word or was told.
+    A request is on an engine once, is not sent to one that hangs, its tickets have rising epochs,
+    it is activated once, and when it ends at the ingress no engine goes on with it: each has said
+    its last word or was told. A new ticket is too old for nobody whose clock is right.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(
+        self, loop: VirtualLoop, recorder: Recorder, waits: WaitMonitor, clocks: Clocks
+    ) -> None:
+        self._loop = loop
         self._recorder = recorder
+        self._waits = waits
+        self._clocks = clocks
         self._asked: dict[str, dict[str, _Asked]] = {}
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
         """A message was sent."""
         self._recorder.sent(host, message)
+        self._waits.sent(host, message)
         match message:
             case AddRequest():
                 asked = self._asked.setdefault(message.request.request_id, {})
                 assert host.incarnation not in asked, (
                     f"{message.request.request_id} was sent to {host.incarnation} twice"
                 )
-                asked[host.incarnation] = _Asked(host, message.mode)
+                assert host.core.stuck_s <= _TELL_S, (
+                    f"{message.request.request_id} was sent to {host!r}, which hangs"
+                )
+                asked[host.incarnation] = _Asked(host, message.mode, self._loop.time())
             case LoadKV():
                 reserved = self._reserved(host, message.request_id)
                 assert message.epoch > reserved.epoch, f"an old ticket: {message}"
@@ -76,6 +96,9 @@ class ProtocolMonitor:
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """An event has arrived."""
         self._recorder.arrived(host, event)
+        self._waits.arrived(host, event)
+        if isinstance(event, Refused) and _TOO_OLD in event.message:
+            self._check_age(host, event)
         if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
             self._end(host, event.request_id)
         elif isinstance(event, KVLoaded) and event.failure is None:
@@ -86,8 +109,18 @@ class ProtocolMonitor:
 
     def lost(self, incarnation: str) -> None:
         """The connection to an engine is gone; the engine will notice."""
+        self._waits.lost(incarnation)
         for asked in self._asked.values():
             asked.pop(incarnation, None)
+
+    def died(self) -> None:
+        """The ingress is gone; engines will notice."""
+        self._waits.died()
+        self._asked.clear()
+
+    def began(self, request_id: str) -> None:
+        """A request has come to the ingress."""
+        self._waits.began(request_id)
 
     def ended(self, request_id: str) -> None:
         """A request has ended at the ingress.
@@ -95,6 +128,7 @@ class ProtocolMonitor:
         Raises:
             AssertionError: An engine goes on with it.
         """
+        self._waits.ended(request_id)
         asked = self._asked.pop(request_id, {})
         left = {a.host.incarnation: a.mode for a in asked.values()}
         assert not left, f"{request_id} has ended, but nobody told these engines: {left}"
@@ -103,6 +137,13 @@ class ProtocolMonitor:
         """Which engines have a request, for a person."""
         asked = self._asked.get(request_id, {})
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
+
+    def _check_age(self, host: VirtualHost, refused: Refused) -> None:
+        """A ticket was refused for its age: the clocks, or the time that it took, allow that."""
+        asked = self._asked.get(refused.request_id, {}).get(host.incarnation)
+        assert asked is None or self._clocks.may_expire(asked.asked_s, self._loop.time()), (
+            f"{host!r} takes a ticket of {asked.asked_s:.6f} s for too old: {refused.message}"
+        )
 
     def _reserved(self, host: VirtualHost, request_id: str) -> _Asked:
         asked = self._asked.get(request_id, {}).get(host.incarnation)
@@ -152,7 +193,7 @@ class LeaseMonitor:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
 
     def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
-        ticket = self._keys.unseal(fetch.ticket, self._loop.time())
+        ticket = self._keys.unseal(fetch.ticket, _NO_TIME)
         return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
             fetch.transfer_id,
             host.incarnation,

@@ -86,21 +86,21 @@ class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
     Args:
-        host: The engine's end, which may be cut off.
+        is_shut: Whether nothing gets through now.
 
     Attributes:
         num_on_way: Messages that were sent and have not arrived.
     """
 
-    def __init__(self, network: Network, host: KVHost) -> None:
+    def __init__(self, network: Network, is_shut: Callable[[], bool]) -> None:
         self._network = network
-        self._host = host
+        self._is_shut = is_shut
         self._last_s = float("-inf")
         self.num_on_way = 0
 
     def send(self, deliver: Callable[..., None], *args: object) -> None:
-        """Call `deliver` when the message arrives; never if the host is cut off at either time."""
-        if self._host.is_cut:
+        """Call `deliver` when the message arrives; never if it is shut at either time."""
+        if self._is_shut():
             return
         loop = self._network.loop
         self._last_s = max(self._last_s, loop.time() + self._network.delay_s())
@@ -109,7 +109,7 @@ class Channel:
 
     def _arrive(self, deliver: Callable[..., None], args: tuple[object, ...]) -> None:
         self.num_on_way -= 1
-        if not self._host.is_cut:
+        if not self._is_shut():
             deliver(*args)
 
 
@@ -134,6 +134,11 @@ class Network:
     def delay_s(self) -> float:
         """How long the next control message takes."""
         return self._config.latency_s + self._up_to_s(self._config.jitter_s)
+
+    @property
+    def longest_delay_s(self) -> float:
+        """How long a control message takes at most."""
+        return self._config.latency_s + self._config.jitter_s
 
     def attach(self, host: KVHost) -> None:
         """Let a host's KV connector be found."""

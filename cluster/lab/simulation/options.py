@@ -10,6 +10,7 @@ from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
+from replicas.launch import step_timeout_s
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
@@ -24,6 +25,7 @@ class PoolSpec(NamedTuple):
         timing: What their steps cost.
         facts: What the modelled device and the served model are.
         transfer: Deadlines and sizes of its KV transfers.
+        drain_timeout_s: How long requests may go on in a replica that is to be replaced.
     """
 
     role: Role
@@ -32,6 +34,12 @@ class PoolSpec(NamedTuple):
     timing: StepTiming
     facts: ModelFacts
     transfer: TransferConfig = TransferConfig()
+    drain_timeout_s: float = 600.0
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long a step may take before its parent ends a replica."""
+        return step_timeout_s(self.engine, self.timing.warm_up_s())
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -177,8 +177,8 @@ class Recorder:
             name=host.name,
             role=host.role,
             num_slots=description.dp_groups * description.slots_per_group,
-            busy_s=host.busy_s,
-            num_steps=host.num_turns,
+            busy_s=host.core.busy_s,
+            num_steps=host.core.num_turns,
             slot_busy_s=host.slot_busy_s,
             # Where KV comes from elsewhere, hits are counted and the prompt is not.
             num_prompt_tokens=sum(max(g.prompt_tokens - g.prefix_cache_hits, 0) for g in groups),

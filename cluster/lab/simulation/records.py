@@ -18,6 +18,10 @@ OK: Final = "ok"
 """The outcome of a request that got every token it asked for."""
 ABORTED: Final = "aborted"
 """The outcome of a request whose client went away."""
+INGRESS_LOST: Final = "ingress_lost"
+"""The outcome of a request whose ingress died: its client saw the connection break."""
+NO_INGRESS: Final = "no_ingress"
+"""The outcome of a request that came when no ingress was there."""
 
 NO_TIMES: Final = np.empty(0, dtype=np.float64)
 """Token times of a request that got no token. Shared: never write to it."""

@@ -23,7 +23,7 @@ from cluster.lab.simulation.simulator import Simulation
 from cluster.lab.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas.config import EngineConfig
-from replicas.faults import Fault, FaultKind, FaultPlan
+from replicas.faults import INGRESS, Fault, FaultKind, FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.virtual_engine import ModelFacts
 
@@ -41,7 +41,18 @@ EOS_TOKEN_IDS = (0, 2)
 _BYTES_PER_BLOCK = 16 * BLOCK_TOKENS
 _KINDS: tuple[FaultKind, ...] = (
     "kill", "freeze", "freeze", "slow", "drop_link", "corrupt", "corrupt", "partition",
+    "hang", "hang", "deaf", "mute", "clog", "clock", "replace", "replace",
 )  # fmt: skip
+_INGRESS_KINDS: tuple[FaultKind, ...] = ("kill", "kill", "clock")
+_INSTANTS = frozenset({"kill", "drop_link", "replace"})
+_STUCK_KINDS: tuple[FaultKind, ...] = (
+    "hang", "hang", "deaf", "deaf", "mute", "clog",
+)  # fmt: skip
+_STUCK_SPAN_S = 60.0
+_ENDLESS = frozenset({"freeze", "partition", "hang", "mute", "deaf"})
+"""What may last for ever: whoever waits for the replica gives it up, or its parent ends it."""
+_SHIFTS_S = (-3600.0, -180.0, -5.0, 5.0, 180.0, 3600.0)
+"""Less and more than clocks may differ by, and than a ticket is good for."""
 _DAMAGES_S = (0.5, 5.0, 15.0)
 _SILENCES_S = (0.05, 0.5, 2.0, 4.5, 5.5, 8.0, 15.0)
 """Shorter and longer than the 5 s after which a silent engine is given up."""
@@ -54,6 +65,8 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         lanes: DP groups of each.
         num_blocks: KV blocks of a lane, null block included.
         max_num_waiting: Most sequences that wait; None is unbounded.
+        step_timeout_s: How long a step may take before the replica's parent ends it.
+        drain_timeout_s: How long requests may go on in a replica that is to be replaced.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -68,6 +81,8 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     caching: bool = True
     prefill_streak: int = 1
     reservation_timeout_s: float = 60.0
+    step_timeout_s: float = 300.0
+    drain_timeout_s: float = 600.0
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,6 +278,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         prefill_steps_per_decode_step=pool.prefill_streak,
         kv_connector=None if pool.role == "both" else "p2p",
         reservation_timeout_s=pool.reservation_timeout_s,
+        step_timeout_s=pool.step_timeout_s,
     )
     facts = ModelFacts(
         max_position_embeddings=4096,
@@ -274,7 +290,15 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         supports_chunked_prefill=True,
         supports_prefix_caching=True,
     )
-    return PoolSpec(pool.role, pool.replicas, engine, scenario.timing, facts, scenario.transfer)
+    return PoolSpec(
+        pool.role,
+        pool.replicas,
+        engine,
+        scenario.timing,
+        facts,
+        scenario.transfer,
+        pool.drain_timeout_s,
+    )
 
 
 def _describe(error: BaseException) -> str:
@@ -310,8 +334,11 @@ class _Dice:
         is_calm = self._happens(0.15)
         requests = self._requests()
         faults: tuple[Fault, ...] = ()
+        ingresses = self._pick(1, 1, 2)
         if not is_calm and self._happens(0.8):
-            faults = self._faults(pools, [r.arrival_s for r in requests])
+            faults = self._faults(pools, ingresses, [r.arrival_s for r in requests])
+        if not is_calm and self._happens(0.08):
+            faults = self._rolling_update(pools, requests[0].arrival_s)
         transfer, timing = self._transfer(), self._timing()
         if is_split and not is_calm and self._happens(0.2):
             # Long prefill steps, short leases, and producers that stand still for longer than that.
@@ -322,7 +349,7 @@ class _Dice:
             seed=self._seed,
             max_model_len=min(self._pick(500, 500, 500, 500, 200), longest),
             pools=pools,
-            ingresses=self._pick(1, 1, 2),
+            ingresses=ingresses,
             router=self._router(),
             network=NetworkConfig(latency_s=1e-4) if is_calm else self._network(),
             transfer=transfer,
@@ -335,9 +362,13 @@ class _Dice:
         order = self._pick("decode_first", "prefill_first")
         router = msgspec.structs.replace(scenario.router, order=order)
         scenario = msgspec.structs.replace(scenario, router=router)
-        if is_split and not is_calm and order == "prefill_first" and self._happens(0.3):
-            return self._with_lost_consumers(scenario)
-        return scenario
+        if is_calm:
+            return scenario
+        if is_split and order == "prefill_first" and self._happens(0.3):
+            scenario = self._with_lost_consumers(scenario)
+        elif self._happens(0.3):
+            scenario = self._with_stuck_engines(scenario)
+        return self._with_set_clocks(scenario) if self._happens(0.2) else scenario
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)
@@ -358,6 +389,8 @@ class _Dice:
             caching=self._happens(0.8),
             prefill_streak=self._pick(1, 3),
             reservation_timeout_s=self._pick(2.0, 20.0, 60.0),
+            step_timeout_s=self._pick(6.0, 20.0, 300.0),
+            drain_timeout_s=self._pick(0.5, 5.0, 60.0),
         )
 
     def _router(self) -> RouterConfig:
@@ -392,7 +425,7 @@ class _Dice:
             chunk_bytes=chunk_bytes,
             window_bytes=chunk_bytes * self._pick(1, 2, 8),
             max_inflight_bytes=chunk_bytes * self._pick(2, 64),
-            max_bytes_per_call=_BYTES_PER_BLOCK * self._pick(1, 4, 1024),
+            copy_s=self._pick(1e-6, 0.01, 1.0),
         )
 
     def _timing(self) -> ScenarioTiming:
@@ -444,38 +477,69 @@ class _Dice:
         return int(self._rng.integers(1, most + 1))
 
     def _faults(
-        self, pools: Sequence[ScenarioPool], arrivals_s: Sequence[float]
+        self, pools: Sequence[ScenarioPool], ingresses: int, arrivals_s: Sequence[float]
     ) -> tuple[Fault, ...]:
         """Faults soon after an arrival: that is when they meet something."""
-        targets = [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
+        targets = _replicas(pools)
         senders = [target for target in targets if target.startswith("prefill")]
         busy_until_s: dict[tuple[str, str], float] = {}
         faults: list[Fault] = []
         num_faults = int(self._rng.integers(1, 12))
         delays_s = self._rng.exponential(0.3, num_faults)
         for at_s in sorted(self._rng.choice(arrivals_s, num_faults) + delays_s):
-            kind = self._pick(*_KINDS)
-            # Only what sends KV can damage it.
-            target = self._pick(*(senders if kind == "corrupt" and senders else targets))
+            if self._happens(0.08):
+                kind, target = self._pick(*_INGRESS_KINDS), f"{INGRESS}/{self._below(ingresses)}"
+            else:
+                kind = self._pick(*_KINDS)
+                # Only what sends KV can damage it.
+                target = self._pick(*(senders if kind == "corrupt" and senders else targets))
             if busy_until_s.get((target, kind), -1.0) >= at_s:
                 continue
-            duration: float | None = None
-            if kind not in {"kill", "drop_link"}:
-                choices_s = _DAMAGES_S if kind == "corrupt" else _SILENCES_S
-                duration = self._pick(*choices_s) * (0.9 + 0.2 * float(self._rng.random()))
-                busy_until_s[target, kind] = at_s + duration
-                if kind in {"freeze", "partition"} and self._happens(0.06):
-                    duration, busy_until_s[target, kind] = None, float("inf")
-            faults.append(
-                Fault(
-                    at_s=float(at_s),
-                    target=target,
-                    kind=kind,
-                    duration_s=duration,
-                    factor=self._pick(2.0, 10.0) if kind == "slow" else 1.0,
-                )
-            )
+            fault = self._fault(float(at_s), target, kind)
+            busy_until_s[target, kind] = fault.window.end_s
+            faults.append(fault)
+            if kind == "replace" and self._happens(0.3):
+                # Told to end, it may have reasons of its own not to.
+                faults.append(Fault(at_s=float(at_s), target=target, kind="cling"))
+                busy_until_s[target, "replace"] = float("inf")
         return tuple(faults)
+
+    def _fault(self, at_s: float, target: str, kind: FaultKind) -> Fault:
+        duration_s: float | None = None
+        if kind not in _INSTANTS:
+            choices_s = _DAMAGES_S if kind in {"corrupt", "clock", "cling"} else _SILENCES_S
+            duration_s = self._pick(*choices_s) * (0.9 + 0.2 * float(self._rng.random()))
+            if kind in _ENDLESS and self._happens(0.06):
+                duration_s = None
+        return Fault(
+            at_s=at_s,
+            target=target,
+            kind=kind,
+            duration_s=duration_s,
+            factor=self._pick(2.0, 10.0) if kind == "slow" else 1.0,
+            shift_s=self._pick(*_SHIFTS_S) if kind == "clock" else 0.0,
+        )
+
+    def _rolling_update(self, pools: Sequence[ScenarioPool], at_s: float) -> tuple[Fault, ...]:
+        """Every replica is replaced, one after the other, under load."""
+        faults = []
+        for pool in pools:
+            for rank in range(pool.replicas):
+                at_s += float(self._rng.exponential(1.5))
+                faults.append(Fault(at_s=at_s, target=f"{pool.role}/{rank}", kind="replace"))
+        return tuple(faults)
+
+    def _with_set_clocks(self, scenario: Scenario) -> Scenario:
+        """The wall clock of all is set, as where all run on one host, and set right again later."""
+        ingresses = [f"{INGRESS}/{rank}" for rank in range(scenario.ingresses)]
+        at_s = scenario.requests[-1].arrival_s * float(self._rng.random())
+        shift_s = self._pick(*_SHIFTS_S)
+        clocks = tuple(
+            Fault(at_s=at_s, target=target, kind="clock", duration_s=20.0, shift_s=shift_s)
+            for target in [*_replicas(scenario.pools), *ingresses]
+        )
+        others = tuple(fault for fault in scenario.faults if fault.kind != "clock")
+        return msgspec.structs.replace(scenario, faults=(*others, *clocks))
 
     def _stopped_producers(
         self, pools: Sequence[ScenarioPool], arrivals_s: Sequence[float]
@@ -515,11 +579,41 @@ class _Dice:
             restart_s=0.1,
         )
 
+    def _with_stuck_engines(self, scenario: Scenario) -> Scenario:
+        """Engines that say nothing, or nothing useful, for so long that others have to step in.
+
+        Requests go on coming all the while.
+        """
+        targets = _replicas(scenario.pools)
+        stretch = _STUCK_SPAN_S / max(scenario.requests[-1].arrival_s, 1e-3)
+        requests = tuple(
+            msgspec.structs.replace(request, arrival_s=request.arrival_s * stretch)
+            for request in scenario.requests
+        )
+        faults = []
+        at_s = 0.0
+        for target in self._rng.permutation(targets)[: self._pick(1, 2, 3)]:
+            at_s += float(self._rng.exponential(2.0))
+            kind = self._pick(*_STUCK_KINDS)
+            # Nobody else notices one that is deaf: whoever asks waits as long as he may.
+            longest_s = 30.0 if kind == "clog" else None
+            duration_s = self._pick(90.0 if kind == "deaf" else 12.0, 30.0, longest_s)
+            faults.append(Fault(at_s=at_s, target=str(target), kind=kind, duration_s=duration_s))
+        return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
+
     def _happens(self, share: float) -> bool:
         return bool(self._rng.random() < share)
 
+    def _below(self, limit: int) -> int:
+        return int(self._rng.integers(limit))
+
     def _pick(self, *choices: _T) -> _T:
         return choices[int(self._rng.integers(len(choices)))]
+
+
+def _replicas(pools: Sequence[ScenarioPool]) -> list[str]:
+    """Every replica, as in a fault plan."""
+    return [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
 
 
 def _blocks(number: int, num_prompt_tokens: int, prefix: int, num_shared: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """A whole cluster under a virtual clock: workload in, records out, the same for the same seed.
 
-Owner of the run: ingresses, the requests under way, the chance that the seed gives. The code that
+Owner of the run: the requests under way, the chance that the seed gives. The code that
 decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
 core, scheduler, block pool, KV transfer. Modelled are the device's time
 (`replicas.generators.simulated`), the network (`network`), and what Ray Serve does: restarts
@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
-from cluster.lab.simulation.client import SILENCE_S, VirtualClient
-from cluster.lab.simulation.ingress import VirtualIngress
+from cluster.lab.simulation.client import SILENCE_S
+from cluster.lab.simulation.clocks import Clocks
+from cluster.lab.simulation.ingresses import Ingresses, raise_failure
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
 from cluster.lab.simulation.lives import KEYS, Lives
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
-from cluster.lab.simulation.records import ABORTED, OK, SimulationResult
-from cluster.routing.fleet import Fleet
-from cluster.routing.metrics import RouterMetrics
-from cluster.routing.router import Router
-from cluster.routing.tickets import TicketOffice
+from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
+from cluster.lab.simulation.waits import longest_waits
+from replicas.faults import INGRESS
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 
@@ -38,13 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.workloads.request import Workload
-    from replicas.messages import EngineSnapshot
-
-    OnSnapshot = Callable[[str, EngineSnapshot], None]
-    OnDead = Callable[[str, str], None]
-    OnMoves = Callable[[str, bool], None]
 
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses and engines meet."""
@@ -75,8 +69,16 @@ class Simulation:
         self.network = Network(self.loop, options.network, self._rng)
         self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
         self.lives = Lives(
-            self._pools, options, self.network, self.recorder, self._lose, self._hush
+            self._pools,
+            options,
+            self.network,
+            self.recorder,
+            lambda incarnation, reason: self.ingresses.lose(incarnation, reason),  # noqa: PLW0108
+            lambda incarnation: self.ingresses.hush(incarnation),  # noqa: PLW0108 - not made yet
         )
+        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
+        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
+        self._longest_waits = longest_waits(options.router, self._pools)
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
@@ -85,46 +87,22 @@ class Simulation:
                 self.lives.hosts,
                 self.recorder,
                 LeaseMonitor(self.loop, lease_s, KEYS),
+                self._longest_waits,
+                Clocks(options.faults, self._names, longest.rendezvous_s + longest.lease_s),
             )
-        self._transfer_ids = itertools.count(1)
-        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
-        longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
-        # The wall clock here is the virtual one, which the engines' `unix_epoch_s` of 0 says too.
-        tickets = TicketOffice(KEYS, longest, self._new_transfer_id, self.loop.time)
-        self.ingresses = [
-            self._make_ingress(f"ingress/{i}", tickets) for i in range(options.ingresses)
-        ]
+        self.ingresses = Ingresses(
+            options, self.network, self.recorder, self.lives, longest, self._invariants
+        )
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
-        if self._invariants is not None:
-            for ingress in self.ingresses:
-                self._invariants.watch(ingress)
+        # Which ingress has taken a request, by number.
+        self._taken: dict[int, VirtualIngress] = {}
         self._num_done = 0
 
-    def _make_ingress(self, name: str, tickets: TicketOffice) -> VirtualIngress:
-        observer = self._invariants.monitor(name) if self._invariants else self.recorder
-
-        def make_client(
-            on_snapshot: OnSnapshot, on_dead: OnDead, on_moves: OnMoves
-        ) -> VirtualClient:
-            def on_dead_or_lost(incarnation: str, reason: str) -> None:
-                on_dead(incarnation, reason)
-                self._on_lost(name, incarnation)
-
-            hosts = self.lives.living
-            return VirtualClient(
-                name,
-                self.network,
-                hosts,
-                observer,
-                on_snapshot=on_snapshot,
-                on_dead=on_dead_or_lost,
-                on_moves=on_moves,
-            )
-
-        fleet = Fleet(make_client)
-        metrics = RouterMetrics("simulated")
-        return VirtualIngress(name, fleet, Router(fleet, self._options.router, metrics, tickets))
+    @property
+    def _names(self) -> list[str]:
+        """Every replica and ingress, as in a fault plan."""
+        return [*self.lives.names, *(f"{INGRESS}/{i}" for i in range(self._options.ingresses))]
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -160,18 +138,15 @@ class Simulation:
         self.lives.start()
         hosts = self.lives.hosts
         self._max_model_len = min(h.engine.description.max_model_len for h in hosts)
-        following = [
-            self.loop.create_task(ingress.fleet.follow(self.lives)) for ingress in self.ingresses
-        ]
-        for follower in following:
-            follower.add_done_callback(_raise_failure)
+        self.ingresses.start()
         await asyncio.sleep(-self.loop.time())
         self.lives.schedule_faults()
+        self.ingresses.schedule_faults()
         tasks: list[asyncio.Task[None]] = []
         for i, request in enumerate(self._workload.requests):
             await asyncio.sleep(request.arrival_s - self.loop.time())
             task = self.loop.create_task(self._request(i))
-            task.add_done_callback(_raise_failure)
+            task.add_done_callback(raise_failure)
             if self._invariants is not None:
                 self._watch_deadline(i, task)
             abort_s = self._options.aborts.get(i)
@@ -188,21 +163,30 @@ class Simulation:
             self._check_requests()
         for host in hosts:
             host.finish()
-        for follower in following:
-            follower.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        living = self.ingresses.living
+        left = [task for ingress in living for task in ingress.tasks]
+        for ingress in living:
+            ingress.die()
+        await asyncio.gather(*left, return_exceptions=True)
         return end_s
 
     async def _drain(self) -> None:
-        """Let every fault pass, and wait until every engine that runs has given everything back."""
+        """Let every fault pass, and wait until every engine that runs has given everything back.
+
+        And until every replica that ended has a successor.
+        """
         ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
         last_s = max((s for s in ends_s if s != float("inf")), default=0.0)
         await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
-        deadline_s = self.loop.time() + _DRAIN_S
-        while held := self._held():
-            assert self.loop.time() < deadline_s, f"still held after {_DRAIN_S:g} s: {held}"
+        # What a hung engine holds is free when its parent ends it.
+        drain_s = _DRAIN_S + max(spec.step_timeout_s for spec in self._pools)
+        deadline_s = self.loop.time() + drain_s
+        while (held := self._held()) or self.lives.unsettled:
+            assert self.loop.time() < deadline_s, (
+                f"after {drain_s:g} s still held: {held}; and not there: {self.lives.unsettled}"
+            )
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
 
@@ -219,7 +203,7 @@ class Simulation:
     def _hang(self, i: int, task: asyncio.Task[None]) -> None:
         """A request has lasted too long: tell who waits for what."""
         assert self._invariants is not None
-        ingress = self.ingresses[i % len(self.ingresses)]
+        ingress = self._taken[i]
         raise AssertionError(
             f"r{i} has lasted {self._options.deadline_s:g} s and waits in {waits_for(task)}; "
             f"it is on {self._invariants.monitor(ingress.name).waits_for(f'r{i}')}; "
@@ -229,11 +213,7 @@ class Simulation:
     def _check_requests(self) -> None:
         """Every request ended once, rightly, and with the right tokens."""
         options = self._options
-        expectations = Expectations(
-            options,
-            [name for name in self.lives.names if not name.startswith("prefill/")],
-            min(spec.engine.reservation_timeout_s for spec in self._pools),
-        )
+        expectations = Expectations(options, self._pools, self._longest_waits)
         records = self.recorder.records()
         assert len(records) == len(self._workload.requests)
         facts = self._pools[0].facts
@@ -254,7 +234,16 @@ class Simulation:
     async def _request(self, i: int) -> None:
         """One request, from its arrival to its one end."""
         entry = self.recorder.arrive(i, self._workload.requests[i])
-        ingress = self.ingresses[i % len(self.ingresses)]
+        ingress = self.ingresses.take(i)
+        if ingress is None:
+            self.recorder.end(entry, NO_INGRESS)
+            return
+        self._taken[i] = ingress
+        task = asyncio.current_task()
+        assert task is not None
+        ingress.run(task)
+        if self._invariants is not None:
+            self._invariants.monitor(ingress.name).began(entry.request_id)
         try:
             request = self._engine_request(i, entry.request_id)
 
@@ -268,7 +257,7 @@ class Simulation:
         except ServingError as error:
             self.recorder.end(entry, type(error).__name__)
         except asyncio.CancelledError:
-            self.recorder.end(entry, ABORTED)
+            self.recorder.end(entry, ABORTED if ingress.is_alive else INGRESS_LOST)
             raise
         else:
             self.recorder.end(entry, OK)
@@ -294,27 +283,3 @@ class Simulation:
             ignore_eos=True,
         )
         return EngineRequest(request_id, prompt, sampling)
-
-    def _new_transfer_id(self) -> bytes:
-        return next(self._transfer_ids).to_bytes(16, "little")
-
-    def _lose(self, incarnation: str, reason: str) -> None:
-        """Every connection to an engine is over."""
-        for ingress in self.ingresses:
-            ingress.fleet.client.lose(incarnation, reason)
-
-    def _hush(self, incarnation: str) -> None:
-        """Nobody has heard of an engine for a while."""
-        for ingress in self.ingresses:
-            ingress.fleet.client.hush(incarnation)
-
-    def _on_lost(self, ingress: str, incarnation: str) -> None:
-        self.recorder.event("lost", ingress, incarnation)
-        if self._invariants is not None:
-            self._invariants.monitor(ingress).lost(incarnation)
-
-
-def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Let what a request raised by mistake end the run at once, not when it is awaited."""
-    if not task.cancelled():
-        task.result()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SPIN_S = 80e-6
 """The operating system wakes a sleeper up to this late; the rest is spent looking at the clock."""
+_SLEEP_S = 3600.0
+"""Longest sleep at a time: a device may hang for ever, which no system call takes."""
 
 
 class DeviceClock(Protocol):
@@ -45,10 +47,9 @@ class WallClock:
     def spend(self, seconds: float) -> None:
         """See `DeviceClock.spend`; nothing where `seconds` is not positive."""
         deadline_s = time.monotonic() + seconds
-        if seconds > _SPIN_S:
-            time.sleep(seconds - _SPIN_S)
-        while time.monotonic() < deadline_s:
-            pass
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if left_s > _SPIN_S:
+                time.sleep(min(left_s - _SPIN_S, _SLEEP_S))
 
 
 @contextlib.contextmanager
@@ -70,7 +71,7 @@ class SimulatedMesh:
     Args:
         timing: What each step costs.
         clock: Where that time goes.
-        faults: What is wrong with this replica; a device knows of being slow only.
+        faults: What is wrong with this replica; a device knows of being slow and of hanging.
         plan_clock: Tells the faults' time from the clock's.
         jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
         seed: Of the jitter.
@@ -94,9 +95,10 @@ class SimulatedMesh:
         self._random = random.Random(seed)
 
     def busy(self, device_s: float) -> contextlib.AbstractContextManager[None]:
-        """Make the body take `device_s`, times what faults and jitter make of it."""
-        return busy(self.clock, device_s * self._factor())
+        """Make the body take `device_s`, times what faults and jitter make of it.
 
-    def _factor(self) -> float:
-        slow = self._faults.slow_factor(self._plan_clock.plan_s(self.clock.now_s()))
-        return step_factor(slow, self._jitter, self._random)
+        A device that hangs takes until it answers again.
+        """
+        plan_s = self._plan_clock.plan_s(self.clock.now_s())
+        factor = step_factor(self._faults.slow_factor(plan_s), self._jitter, self._random)
+        return busy(self.clock, max(device_s * factor, self._faults.hang_left_s(plan_s)))

@@ -45,8 +45,12 @@ def connect(port, *, source="127.0.0.1", receive_bytes=None):
     client.settimeout(30)
     if receive_bytes is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    client.bind((source, 0))
-    client.connect(("127.0.0.1", port))
+    try:
+        client.bind((source, 0))
+        client.connect(("127.0.0.1", port))
+    except OSError:
+        client.close()
+        raise
     return client
 
 

@@ -56,7 +56,7 @@ async def longest_stall_s(stop):
 
 async def attack(service, path, body):
     """Sends a body while 32 clients stream; the answer, and the loop's longest stall."""
-    app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES)
+    app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0)
     streams = [Client(app) for _ in range(32)]
     ask = {"prompt": "hi", "stream": True}
     tasks = [asyncio.create_task(c.request("POST", "/v1/completions", ask)) for c in streams]
@@ -183,7 +183,9 @@ def test_when_as_many_texts_are_encoded_as_may_be_the_next_one_is_told_to_wait(m
             return decode(*args, **kwargs)
 
         monkeypatch.setattr(service.tokenizer, "decode", slow)
-        app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES)
+        app = create_app(
+            service, version="1", max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0
+        )
         body = {"tokens": [7] * 5000}
 
         def ask():

@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from cluster.routing import fleet
+from kv_transfer.keys import KeyRing
 from tests.cluster.engines import make_member, until
 
 with warnings.catch_warnings():
@@ -30,8 +31,9 @@ class Directory:
 
 
 @pytest.fixture
-def replica():
-    made = deployments.IngressReplica(ARGS, [bytes(16)])
+def replica(as_replica):
+    as_replica(KeyRing((bytes(16),)))
+    made = deployments.IngressReplica(ARGS)
     made._directory = Directory()
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -146,17 +147,19 @@ def test_connections_that_lived_through_a_partition_break_before_anything_passes
     links = ClientLinks(EngineFaults(ReplicaFaults([partition]), clock))
     with connections() as (endpoint, dialled, _):
         links.add(endpoint)
-        assert not links.is_open()
+        assert not links.hears()
+        assert not links.speaks()
         dialled.setblocking(False)
         with pytest.raises(BlockingIOError):
             dialled.recv(1)
-        while not links.is_open():
+        while not links.speaks():
             time.sleep(0.01)
         assert time.monotonic() >= now_s + 1.0
         assert dialled.recv(1) == b"", "broken by then"
     with connections() as (endpoint, dialled, accepted):
         links.add(endpoint)
-        assert links.is_open()
+        assert links.hears()
+        assert links.speaks()
         accepted.sendall(b"x")
         assert dialled.recv(1) == b"x", "once only"
 
@@ -170,8 +173,43 @@ class ScriptedLinks:
     def add(self, endpoint):
         pass
 
-    def is_open(self):
+    def hears(self):
         return self._answers.pop(0)
+
+    speaks = hears
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"), [("deaf", (False, True)), ("mute", (True, False)), ("clog", (True, True))]
+)
+def test_a_link_may_be_cut_one_way(kind, answers):
+    now_s = time.monotonic()
+    window = fault(now_s - 5.0, kind, duration_s=5.5)
+    links = ClientLinks(EngineFaults(ReplicaFaults([window]), PlanClock()))
+    with connections() as (endpoint, dialled, accepted):
+        links.add(endpoint)
+        assert (links.hears(), links.speaks()) == answers
+        assert (time.monotonic() >= now_s + 0.5) is (kind == "clog"), "only that is waited for"
+        while time.monotonic() < now_s + 0.6:
+            time.sleep(0.01)
+        assert (links.hears(), links.speaks()) == (True, True)
+        if kind == "clog":
+            accepted.sendall(b"x")
+            assert dialled.recv(1) == b"x", "nothing was lost"
+        else:
+            assert dialled.recv(1) == b"", "what was lost is told by a break"
+
+
+def test_a_wall_clock_is_wrong_for_as_long_as_the_plan_says():
+    now_s = time.monotonic()
+    windows = (
+        fault(now_s - 5.0, "clock", duration_s=10.0, shift_s=-180.0),
+        fault(now_s - 50.0, "clock", duration_s=10.0, shift_s=3600.0),
+    )
+    faults = EngineFaults(ReplicaFaults(windows), PlanClock())
+    assert faults.unix_now_s() - time.time() == pytest.approx(-180.0, abs=1.0)
+    healed = EngineFaults(ReplicaFaults(windows[1:]), PlanClock())
+    assert healed.unix_now_s() == pytest.approx(time.time(), abs=1.0)
 
 
 def plain_router(context):
@@ -369,6 +407,76 @@ def test_a_killed_engine_dies_once_and_not_again_after_its_restart(start_s):
         drive(run_again(handle))
     finally:
         handle.stop()
+
+
+@pytest.mark.process
+def test_an_engine_that_clings_is_killed_by_whoever_stops_it():
+    handle = start_engine(config(fault(0, "cling"), epoch_unix_s=time.time()))
+    os.kill(handle.description.pid, signal.SIGTERM)
+    handle.stop()
+    assert handle.wait() == -signal.SIGKILL
+
+
+@pytest.mark.process
+def test_a_hung_device_is_told_of_while_it_hangs_and_costs_no_token(start_s):
+    moves = []
+
+    async def run(handle):
+        def note(_incarnation, does):
+            moves.append(does)
+
+        async with connected(handle, on_moves=note) as client:
+            for number in itertools.count():
+                await assert_serves(handle, client, f"r{number}")
+                if False in moves:
+                    break
+            await assert_serves(handle, client)
+            assert moves[-1] is True
+            await assert_idle(handle, client)
+
+    with engine(fault(0.5, "hang", duration_s=12.0), start_s=start_s) as handle:
+        drive(run(handle))
+        assert handle.is_alive
+
+
+@pytest.mark.process
+def test_messages_wait_before_a_full_inbox_and_none_is_lost(start_s):
+    slowest_s = 0.0
+    end_s = time.monotonic() + start_s + 4.0
+
+    async def run(handle):
+        nonlocal slowest_s
+        async with connected(handle, on_dead=lambda *args: pytest.fail(str(args))) as client:
+            for number in itertools.count():
+                began_s = time.monotonic()
+                await assert_serves(handle, client, f"r{number}")
+                slowest_s = max(slowest_s, time.monotonic() - began_s)
+                if began_s > end_s:
+                    break
+            await assert_idle(handle, client)
+
+    with engine(fault(0.0, "clog", duration_s=3.0), start_s=start_s) as handle:
+        drive(run(handle))
+    assert slowest_s > 2.0, "it did wait"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["deaf", "mute"])
+def test_a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(start_s, kind):
+    lost = asyncio.Event()
+
+    async def run(handle):
+        async with connected(handle, on_dead=lambda *_: lost.set()) as client:
+            stream = open_stream(client, handle, "cut", ENDLESS)
+            with pytest.raises(EngineDeadError):
+                await read(stream)
+            assert lost.is_set()
+            await connect(client, handle)
+            await assert_serves(handle, client)
+            await assert_idle(handle, client)
+
+    with engine(fault(0.5, kind, duration_s=3.0), start_s=start_s) as handle:
+        drive(run(handle))
 
 
 @pytest.mark.process

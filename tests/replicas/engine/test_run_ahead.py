@@ -472,7 +472,7 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     connector.cancelled.add("d")
     assert core.core.begin_run(10.5) is None, "the connector has something to do"
     core.core._connector = None
-    core.core.handle(b"a", Activate("d", []), 0.0)
+    core.core.handle(seq.client, Activate("d", []), 0.0)
     assert core.core.begin_run(10.5) is None, "the activated one has its prompt to compute"
 
 

@@ -106,7 +106,7 @@ def virtual_worker(
         clock=clock,
         faults=faults,
         models_kv=models_kv,
-        settings=connector_settings(config, name, 0.0),
+        settings=connector_settings(config, name, lambda: 0.0, clock.now_s),
         make_transport=Wire(net or Net(), name).make,
         notify=lambda: None,
     )

@@ -23,7 +23,7 @@ from cluster.lab.simulation.scenario import (
 from cluster.lab.simulation.shrink import Shrinker
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.server import EngineServer
-from replicas.faults import Fault
+from replicas.faults import KINDS, Fault
 from replicas.virtual_engine import VirtualEngine
 
 NUM_EVENTS = 60_000
@@ -65,9 +65,9 @@ def test_random_scenarios_break_no_invariant(sweep):
     assert not failures
     # Everything that may happen does.
     outcomes = sum((Counter(outcome.outcomes) for _, outcome in sweep), Counter())
-    assert set(outcomes) == {
+    assert set(outcomes) - {"no_ingress"} == {
         "ok", "aborted", "BadRequestError", "NotReadyError", "QueueTimeoutError",
-        "ReplicaLostError", "SaturatedError",
+        "ReplicaLostError", "SaturatedError", "ingress_lost",
     }  # fmt: skip
     assert outcomes["ok"] > 0.3 * outcomes.total()
     assert outcomes.total() == sum(len(scenario.requests) for scenario, _ in sweep)
@@ -75,7 +75,9 @@ def test_random_scenarios_break_no_invariant(sweep):
 
 def test_scenarios_reach_the_corners(sweep):
     kinds = {fault.kind for scenario, _ in sweep for fault in scenario.faults}
-    assert kinds == {"kill", "freeze", "slow", "drop_link", "corrupt", "partition"}
+    assert kinds == set(KINDS)
+    killed = {f.target.split("/")[0] for s, _ in sweep for f in s.faults if f.kind == "kill"}
+    assert {"prefill", "decode", "ingress"} <= killed
     log = [event for _, outcome in sweep for event in outcome.log]
     assert {"lost", "start", "kill", "freeze", "thaw", "abort", "activate", "load"} <= {
         event.kind for event in log

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
 from cluster.lab.simulation.client import NOTICE_S, VirtualClient
 from cluster.lab.simulation.host import VirtualHost
+from cluster.lab.simulation.lives import KEYS
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.network import Network, NetworkConfig
 from replicas.engine.server import SNAPSHOT_S
@@ -49,7 +51,8 @@ class Bench:
             timing=spec.timing, facts=spec.facts, faults=plan, models_kv=True, run_ahead=run_ahead
         )
         self.host = VirtualHost(
-            name="both/0", role="both", incarnation="both-0.1", config=spec.engine,
+            name="both/0", role="both", incarnation="both-0.1",
+            config=msgspec.structs.replace(spec.engine, keys=KEYS),
             device=device, faults=plan, network=self.network,
         )  # fmt: skip
         self.network.attach(self.host)
@@ -121,7 +124,7 @@ def test_an_idle_host_has_nothing_to_do():
     num_events = bench.loop.num_events
     bench.run(5000.0)
     assert bench.loop.num_events < num_events + 10
-    assert (bench.host.num_turns, bench.host.busy_s) == (0, 0.0)
+    assert (bench.host.core.num_turns, bench.host.core.busy_s) == (0, 0.0)
 
 
 def test_turns_follow_each_other_and_each_sends_its_frame():
@@ -134,7 +137,7 @@ def test_turns_follow_each_other_and_each_sends_its_frame():
         (first_s, 1), (second_s, 1), (second_s + decode_turn_s(42), 1),
     ]  # fmt: skip
     assert [type(e) for at_s, e in bench.heard if at_s == first_s] == [Accepted, TokenOutput]
-    assert bench.host.num_turns == 3
+    assert bench.host.core.num_turns == 3
 
 
 def test_a_run_of_steps_is_one_frame_with_the_times_of_its_steps():
@@ -149,7 +152,7 @@ def test_a_run_of_steps_is_one_frame_with_the_times_of_its_steps():
     times_s = bench.client.token_times_s["r"]
     assert times_s[-1] == pytest.approx(last_s - LATENCY_S, abs=1e-12)
     assert len(times_s) == bench.tokens("r")[-1][1]
-    assert bench.host.num_turns == 6
+    assert bench.host.core.num_turns == 6
 
 
 def test_a_message_ends_a_run_at_the_end_of_its_step():
@@ -330,7 +333,7 @@ def test_seconds_of_work_and_of_taken_slots_are_counted():
     bench.run()
     bench.host.finish()
     worked_s = prefill_turn_s(40) + decode_turn_s(41) + decode_turn_s(42)
-    assert bench.host.busy_s == pytest.approx(worked_s, rel=1e-12)
+    assert bench.host.core.busy_s == pytest.approx(worked_s, rel=1e-12)
     # From the frame that shows the slot as taken, to the one that shows it as free.
     assert bench.host.slot_busy_s == pytest.approx(worked_s - prefill_turn_s(40), rel=1e-12)
 

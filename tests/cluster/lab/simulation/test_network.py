@@ -75,7 +75,7 @@ def call_at(net, when_s, callback, *args):
 
 def test_a_message_takes_the_latency():
     net = network()
-    channel, log = Channel(net, Host(net, "a")), []
+    channel, log = Channel(net, lambda: False), []
     call_at(net, 1.0, channel.send, lambda *args: log.append((net.loop.time(), args)), "x", 1)
     run(net)
     assert log == [(1.25, ("x", 1))]
@@ -83,7 +83,7 @@ def test_a_message_takes_the_latency():
 
 def test_jitter_delays_and_never_reorders():
     net = network(jitter_s=5.0)
-    channel, log = Channel(net, Host(net, "a")), []
+    channel, log = Channel(net, lambda: False), []
     for i in range(30):
         call_at(net, 0.1 * i, channel.send, lambda i=i: log.append((i, net.loop.time())))
     run(net)
@@ -96,7 +96,7 @@ def test_jitter_delays_and_never_reorders():
 def test_both_directions_and_other_connections_do_not_wait_for_each_other():
     net = network(jitter_s=5.0)
     host, order = Host(net, "a"), []
-    for name, channel in [(i, Channel(net, host)) for i in range(20)]:
+    for name, channel in [(i, Channel(net, lambda: host.is_cut)) for i in range(20)]:
         channel.send(order.append, name)
     run(net)
     assert sorted(order) == list(range(20)) != order
@@ -104,7 +104,7 @@ def test_both_directions_and_other_connections_do_not_wait_for_each_other():
 
 def test_what_is_on_its_way_is_counted():
     net = network()
-    channel = Channel(net, Host(net, "a"))
+    channel = Channel(net, lambda: False)
     channel.send(lambda: None)
     channel.send(lambda: None)
     assert channel.num_on_way == 2
@@ -116,7 +116,7 @@ def test_what_is_on_its_way_is_counted():
 def test_a_cut_loses_what_is_sent_and_what_arrives(cut_s):
     net = network()
     host = Host(net, "a")
-    channel, log = Channel(net, host), []
+    channel, log = Channel(net, lambda: host.is_cut), []
     for at_s, is_cut in zip(cut_s, (True, False), strict=True):
         call_at(net, at_s, setattr, host, "is_cut", is_cut)
     for at_s in (0.125, 1.0, 1.5):
@@ -219,7 +219,7 @@ def test_without_chance_nothing_is_drawn():
     net = network()
     a, b = Host(net, "a"), Host(net, "b")
     before = str(net._rng.bit_generator.state)
-    Channel(net, a).send(lambda: None)
+    Channel(net, lambda: a.is_cut).send(lambda: None)
     net.to_producer(a, b.kv_endpoint, "fetch")
     net.to_consumer(b, b"a", "data", np.zeros(3, np.uint8), 3)
     run(net)

@@ -1,0 +1,215 @@
+"""The core thread of an engine process in the simulator: it takes what came, steps, sends.
+
+Owner of the turn that is under way, and of what is known of those before. It does in virtual time
+what `replicas.engine.process.EngineProcess` does in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Protocol
+
+from replicas.virtual_engine import Turn
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from cluster.lab.simulation.inbox import VirtualInbox
+    from cluster.lab.simulation.loop import VirtualLoop
+    from replicas.engine.server import Frames
+    from replicas.virtual_engine import VirtualEngine
+
+HEARTBEAT_S = 0.25
+"""`replicas.engine.process.HEARTBEAT_S`; of these only those are sent that say something new."""
+_FIRST_S = 8.0
+"""How long an engine's first turn may take before it says that it stalls; it has at most 2,048
+tokens here. `replicas.engine.pulse`."""
+_FACTOR = 4.0
+"""And how many times as long as the longest before it any other; `replicas.engine.pulse.FACTOR`."""
+_NO_TURN = Turn([], None)
+
+
+class Process(Protocol):
+    """The process that a core thread is part of."""
+
+    def call_at(
+        self, when_s: float, callback: Callable[..., object], *args: object
+    ) -> asyncio.TimerHandle:
+        """Let something happen in it at a virtual time; never if it is dead by then."""
+
+    def do(self, callback: Callable[..., object], *args: object) -> None:
+        """Let something happen in it now; later if it is frozen."""
+
+    def send(self, frames: Frames, step_times_s: list[float]) -> None:
+        """Send frames; `step_times_s` of their steps, if they are of more than one."""
+
+    def beat(self) -> None:
+        """Send every client a heartbeat."""
+
+
+class VirtualCore:
+    """See the module docstring.
+
+    Attributes:
+        busy_s: Seconds that its device and its core have worked.
+        num_turns: Steps that have ended.
+        idle_since_s: Since when it has had nothing to do; None while it has.
+        is_stepping: Whether the engine decides about a turn at this moment.
+    """
+
+    def __init__(
+        self, process: Process, engine: VirtualEngine, inbox: VirtualInbox, loop: VirtualLoop
+    ) -> None:
+        self.busy_s = 0.0
+        self.num_turns = 0
+        self.idle_since_s: float | None = None
+        self.is_stepping = False
+        self._process = process
+        self._engine = engine
+        self._inbox = inbox
+        self._loop = loop
+        self._turn = _NO_TURN
+        self._num_steps = 0
+        self._turn_started_s = 0.0
+        self._longest_turn_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = False
+        self._is_woken = False
+        self._has_stalled = False
+
+    # --- views ---------------------------------------------------------------------------------
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a turn is under way."""
+        return bool(self._turn.end_times_s)
+
+    @property
+    def pulse(self) -> int:
+        """What beats tell its parent of; see `replicas.engine.pulse.Pulse.count`."""
+        return 2 * self.num_turns + self.is_working
+
+    @property
+    def stuck_s(self) -> float:
+        """How long the present turn has lasted beyond the longest that it may; 0 if it has not.
+
+        That is told by the turns before it, and less is not to be seen from outside.
+        """
+        if not self.is_working:
+            return 0.0
+        allowed_s = max(_FIRST_S, _FACTOR * self._longest_turn_s)
+        return max(self._loop.time() - self._turn_started_s - allowed_s, 0.0)
+
+    def thaw(self) -> None:
+        """The process goes on after a freeze: only now it is idle, if it is."""
+        if self.idle_since_s is not None:
+            self.idle_since_s = self._loop.time()
+
+    def finish(self) -> None:
+        """Count to the end of the run: nobody waits for what is left of a turn."""
+        if self.is_working:
+            self.busy_s += self._loop.time() - self._turn_started_s
+
+    # --- turns ---------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has come: begin a turn soon, or end the present one at its next step."""
+        self.idle_since_s = None
+        if self.is_stepping:
+            self._is_woken = True
+        elif self._turn.end_times_s:
+            self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
+        elif not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._process.do, self._begin)
+
+    def _begin(self) -> None:
+        self._is_due = False
+        self.idle_since_s = None
+        if self.is_working:
+            return  # Two reasons for one turn; one of them waited while the process was frozen.
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now_s = self._loop.time()
+        for client, message in self._inbox.take():
+            if message is None:
+                self._engine.client_gone(client, now_s)
+            else:
+                self._engine.take(client, message, now_s)
+        self.is_stepping, self._is_woken = True, False
+        turn = self._engine.begin(now_s)
+        self.is_stepping = False
+        if not turn.end_times_s:
+            self._process.send(self._engine.end(turn, 0, now_s), [])
+            self._sleep()
+            return
+        self._turn, self._turn_started_s = turn, now_s
+        self._num_steps = len(turn.end_times_s)
+        if turn.half is not None:
+            self._timer = self._process.call_at(turn.end_times_s[-1], self._go_on)
+            self._beat_at_stall()
+            return
+        self._timer = self._process.call_at(turn.end_times_s[-1], self._end)
+        self._beat_at_stall()
+        deadline_s = self._engine.next_deadline_s() if self._num_steps > 1 else None
+        if deadline_s is not None:
+            self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
+
+    def _go_on(self) -> None:
+        """The forward pass is over: its tokens leave, transfers next, then the end."""
+        self.is_stepping = True
+        self._turn, frames = self._engine.go_on(self._turn, self._loop.time())
+        self.is_stepping = False
+        self._process.send(frames, [])
+        self._timer = self._process.call_at(self._turn.end_times_s[-1], self._end)
+        self._beat_at_stall()
+
+    def _beat_at_stall(self) -> None:
+        """If the present turn is to be told as one that takes too long, tell it then."""
+        stalls_s, end_s = self._engine.stalls_at_s(), self._turn.end_times_s[-1]
+        if stalls_s is None or self._num_steps > 1 or self._has_stalled:
+            return
+        if stalls_s + HEARTBEAT_S < end_s:
+            self._process.call_at(stalls_s + HEARTBEAT_S, self._beat_stalled, self.num_turns)
+
+    def _beat_stalled(self, turn: int) -> None:
+        """Say so with every heartbeat, until the turn ends after all."""
+        if turn == self.num_turns and self._turn.end_times_s:
+            self._has_stalled = True
+            self._process.beat()
+            self._process.call_at(self._loop.time() + HEARTBEAT_S, self._beat_stalled, turn)
+
+    def _cut_turn(self, num_steps: int) -> None:
+        """Let the present turn end after so many steps, if it has more."""
+        if num_steps >= self._num_steps:
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        self._num_steps = num_steps
+        self._timer = self._process.call_at(self._turn.end_times_s[num_steps - 1], self._end)
+
+    def _end(self) -> None:
+        turn, num_steps = self._turn, self._num_steps
+        self._turn, self._timer = _NO_TURN, None
+        now_s = self._loop.time()
+        self.busy_s += now_s - self._turn_started_s
+        self._longest_turn_s = max(self._longest_turn_s, now_s - self._turn_started_s)
+        self.num_turns += num_steps
+        frames = self._engine.end(turn, num_steps, now_s)
+        self._process.send(frames, turn.end_times_s[:num_steps] if num_steps > 1 else [])
+        if self._has_stalled:
+            self._has_stalled = False
+            self._process.beat()
+        self._begin()
+
+    def _sleep(self) -> None:
+        """Nothing to do: until a message, or a deadline."""
+        if len(self._inbox) or self._is_woken:
+            self.wake()
+            return
+        self.idle_since_s = self._loop.time()
+        deadline_s = self._engine.next_deadline_s()
+        if deadline_s is not None:
+            self._timer = self._process.call_at(max(deadline_s, self._loop.time()), self._begin)

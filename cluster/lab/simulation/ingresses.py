@@ -1,0 +1,177 @@
+"""The ingresses of a simulated cluster: their starts and deaths, and who takes a request.
+
+Owner of every ingress. It does what Ray Serve and HAProxy do: one that died has a successor, and
+meanwhile the others take its share of what comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from cluster.lab.simulation.client import VirtualClient
+from cluster.lab.simulation.ingress import VirtualIngress
+from cluster.lab.simulation.lives import KEYS
+from cluster.lab.simulation.loop import UNIX_S
+from cluster.routing.fleet import Fleet
+from cluster.routing.metrics import RouterMetrics
+from cluster.routing.router import Router
+from cluster.routing.tickets import TicketOffice
+from replicas.faults import INGRESS
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from cluster.lab.simulation.invariants import Invariants
+    from cluster.lab.simulation.lives import Lives
+    from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.options import SimulationOptions
+    from cluster.lab.simulation.recorder import Recorder
+    from kv_transfer.config import TransferConfig
+    from replicas.faults import ReplicaFaults
+    from replicas.messages import EngineSnapshot
+
+    OnSnapshot = Callable[[str, EngineSnapshot], None]
+    OnDead = Callable[[str, str], None]
+    OnMoves = Callable[[str, bool], None]
+
+
+class Ingresses:
+    """See the module docstring.
+
+    Args:
+        lives: Who the engines are.
+        transfer: How long a ticket has to be good for.
+        invariants: Watches each of them; None without checks.
+    """
+
+    def __init__(
+        self,
+        options: SimulationOptions,
+        network: Network,
+        recorder: Recorder,
+        lives: Lives,
+        transfer: TransferConfig,
+        invariants: Invariants | None,
+    ) -> None:
+        self._options = options
+        self._network = network
+        self._loop = network.loop
+        self._recorder = recorder
+        self._lives = lives
+        self._transfer = transfer
+        self._invariants = invariants
+        self._transfer_ids = itertools.count(1)
+        self._starts = itertools.count(options.ingresses)
+        # By rank; one that died stays until it has a successor.
+        self._ingresses = [self._make(rank, rank) for rank in range(options.ingresses)]
+
+    # --- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Let all of them look for engines."""
+        for ingress in self._ingresses:
+            self._follow(ingress)
+
+    def schedule_faults(self) -> None:
+        """Let the fault plan begin."""
+        for rank in range(len(self._ingresses)):
+            for kill_s in self._faults(rank).kills():
+                self._loop.call_at(kill_s, self._kill, rank)
+
+    def lose(self, incarnation: str, reason: str) -> None:
+        """Every connection to an engine is over."""
+        for ingress in self.living:
+            ingress.fleet.client.lose(incarnation, reason)
+
+    def hush(self, incarnation: str) -> None:
+        """Nobody has heard of an engine for a while."""
+        for ingress in self.living:
+            ingress.fleet.client.hush(incarnation)
+
+    def _kill(self, rank: int) -> None:
+        ingress = self._ingresses[rank]
+        if ingress.is_alive:
+            self._recorder.event("kill", ingress.name)
+            ingress.die()
+            if self._invariants is not None:
+                self._invariants.forget(ingress)
+            self._loop.call_later(self._options.restart_s, self._restart, rank)
+
+    def _restart(self, rank: int) -> None:
+        ingress = self._ingresses[rank] = self._make(rank, next(self._starts))
+        self._recorder.event("start", ingress.name)
+        self._follow(ingress)
+
+    def _follow(self, ingress: VirtualIngress) -> None:
+        follower = self._loop.create_task(ingress.fleet.follow(self._lives))
+        follower.add_done_callback(raise_failure)
+        ingress.run(follower)
+
+    # --- who there is --------------------------------------------------------------------------
+
+    @property
+    def living(self) -> list[VirtualIngress]:
+        """Those whose process exists, by rank."""
+        return [ingress for ingress in self._ingresses if ingress.is_alive]
+
+    def take(self, number: int) -> VirtualIngress | None:
+        """Who takes the request of a number; None if nobody is there."""
+        living = self.living
+        return living[number % len(living)] if living else None
+
+    # --- one of them ---------------------------------------------------------------------------
+
+    def _make(self, rank: int, start: int) -> VirtualIngress:
+        name = f"{INGRESS}/{start}"
+        observer = self._invariants.monitor(name) if self._invariants else self._recorder
+
+        def make_client(
+            on_snapshot: OnSnapshot, on_dead: OnDead, on_moves: OnMoves
+        ) -> VirtualClient:
+            def on_dead_or_lost(incarnation: str, reason: str) -> None:
+                on_dead(incarnation, reason)
+                self._on_lost(name, incarnation)
+
+            hosts = self._lives.living
+            return VirtualClient(
+                name,
+                self._network,
+                hosts,
+                observer,
+                on_snapshot=on_snapshot,
+                on_dead=on_dead_or_lost,
+                on_moves=on_moves,
+            )
+
+        faults = self._faults(rank)
+
+        def unix_now_s() -> float:
+            """The wall clock, wrong where the plan says so."""
+            return UNIX_S + self._loop.time() + faults.clock_shift_s(self._loop.time())
+
+        fleet = Fleet(make_client)
+        tickets = TicketOffice(KEYS, self._transfer, self._new_transfer_id, unix_now_s)
+        router = Router(fleet, self._options.router, RouterMetrics("simulated"), tickets)
+        ingress = VirtualIngress(name, fleet, router)
+        if self._invariants is not None:
+            self._invariants.watch(ingress)
+        return ingress
+
+    def _faults(self, rank: int) -> ReplicaFaults:
+        return self._options.faults.for_target(f"{INGRESS}/{rank}")
+
+    def _new_transfer_id(self) -> bytes:
+        return next(self._transfer_ids).to_bytes(16, "little")
+
+    def _on_lost(self, ingress: str, incarnation: str) -> None:
+        self._recorder.event("lost", ingress, incarnation)
+        if self._invariants is not None:
+            self._invariants.monitor(ingress).lost(incarnation)
+
+
+def raise_failure(task: asyncio.Task[None]) -> None:
+    """Let what a task raised by mistake end the run at once, not when it is awaited."""
+    if not task.cancelled():
+        task.result()

@@ -1,0 +1,102 @@
+"""The parent of an engine process in the simulator: what a pool replica's actor does with it.
+
+Owner of the end of one start of a replica: it ends an engine that hangs, and drains and ends one
+that is to be replaced. When an engine hangs, the production's `HangWatch` says; whether it is
+drained, the engine itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas.launch import LOOK_S, HangWatch, stop_timeout_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.network import Network
+    from cluster.lab.simulation.options import PoolSpec
+
+_POLL_S = 0.2
+"""How often an engine that drains is looked at."""
+
+
+class VirtualParent:
+    """See the module docstring.
+
+    Args:
+        host: Its engine.
+        spec: What the replica is, and how long it may take for what.
+        end: Called when the engine ends, with the host and how long its connections outlive it.
+
+    Attributes:
+        is_draining: Whether the engine is to be replaced, and takes nothing new.
+    """
+
+    def __init__(
+        self,
+        host: VirtualHost,
+        network: Network,
+        spec: PoolSpec,
+        end: Callable[[VirtualHost, float], None],
+    ) -> None:
+        self.is_draining = False
+        self._host = host
+        self._loop = network.loop
+        self._longest_delay_s = network.longest_delay_s
+        self._watch = HangWatch(spec.step_timeout_s)
+        self._watches_until_s = float("-inf")
+        self._drain_timeout_s = spec.drain_timeout_s
+        self._stop_s = stop_timeout_s(spec.engine)
+        self._end = end
+
+    # --- an engine that may hang ---------------------------------------------------------------
+
+    def watch(self, until_s: float) -> None:
+        """Look at its beats until a virtual time: where nothing is wrong nothing would be seen."""
+        if self._watches_until_s <= self._loop.time():
+            self._loop.call_later(LOOK_S, self._look)
+        self._watches_until_s = max(self._watches_until_s, until_s + LOOK_S)
+
+    def _look(self) -> None:
+        host = self._host
+        if not host.is_alive:
+            return
+        if self._watch.look([] if host.is_frozen else [host.core.pulse]) is not None:
+            self._end(host, 0.0)
+        elif self._loop.time() < self._watches_until_s:
+            self._loop.call_later(LOOK_S, self._look)
+
+    # --- an engine that is to be replaced ------------------------------------------------------
+
+    def replace(self) -> None:
+        """Drain the engine, wait for its requests, end it. Idempotent."""
+        if self.is_draining:
+            return
+        self.is_draining = True
+        self._host.do(self._host.drain)
+        self._loop.call_later(_POLL_S, self._await_idle, self._loop.time() + self._drain_timeout_s)
+
+    def _await_idle(self, deadline_s: float) -> None:
+        host = self._host
+        if not host.is_alive:
+            return
+        # What a turn gives is known when it begins, and told when it ends.
+        is_idle = host.engine.is_drained and not host.core.is_working
+        if self._loop.time() >= deadline_s or (is_idle and not host.is_frozen):
+            self._await_end(self._loop.time() + self._stop_s)
+        else:
+            self._loop.call_later(_POLL_S, self._await_idle, deadline_s)
+
+    def _await_end(self, kill_s: float) -> None:
+        """It has been told to end; one that does not is killed after its time."""
+        if not self._host.is_alive:
+            return
+        if not self._host.clings:
+            # What it has said reaches clients before its connections close.
+            self._end(self._host, self._longest_delay_s)
+        elif self._loop.time() >= kill_s:
+            self._end(self._host, 0.0)
+        else:
+            self._loop.call_later(_POLL_S, self._await_end, kill_s)

@@ -1,0 +1,182 @@
+"""How long a request waits at most, and a watcher that holds every request to it.
+
+`longest_waits` is the one place that says it, as a function of the configuration: whatever a
+request waits for has a deadline in production, and a request that waits longer waits for nothing.
+An engine that works has as long as its work takes; that is no wait.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.lab.simulation.client import SILENCE_S
+from cluster.routing.leg import ANSWER_S, FIRST_TOKEN_S
+from replicas.launch import LOOK_S
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    NotGreeted,
+    Refused,
+    TokenOutput,
+    UtilityResult,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from cluster.config.schema import RouterConfig
+    from cluster.lab.simulation.host import VirtualHost
+    from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.options import PoolSpec
+    from replicas.messages import ClientMessage, EngineEvent
+
+_SLACK_S = 0.1
+"""What news takes on the network, and an engine to look at its clock."""
+
+
+class Waits(NamedTuple):
+    """Seconds that a request waits at most, each time that it waits.
+
+    Attributes:
+        slot_s: For a decode slot, before an engine is asked.
+        answer_s: For an engine that was asked to say yes or no.
+        first_token_s: For a prefill engine that said yes.
+        hand_over_s: For KV that is computed to be where it is decoded from, or given up.
+        num_attempts: Engines that are tried for each step of a request, and how often it begins
+            again.
+    """
+
+    slot_s: float
+    answer_s: float
+    first_token_s: float
+    hand_over_s: float
+    num_attempts: int
+
+    @property
+    def until_first_token_s(self) -> float:
+        """From the arrival of a request until its client has a token, or knows that none comes."""
+        n = self.num_attempts
+        reserve_s = self.slot_s + n * self.answer_s
+        prefill_s = n * (self.answer_s + self.first_token_s)
+        return n * (reserve_s + prefill_s + self.hand_over_s)
+
+
+def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
+    """What a configuration promises to every request.
+
+    Args:
+        router: How requests are placed.
+        pools: The engines, with the deadlines of their steps and hand-overs.
+    """
+    # One that falls silent is given up; one that hangs is ended by its parent, who looks now and
+    # then and needs a look to see a hang begin.
+    stuck_s = max(SILENCE_S, *(spec.step_timeout_s + 2 * LOOK_S for spec in pools))
+    transfers = [spec.transfer for spec in pools]
+    transfer_s = max(
+        t.rendezvous_s + t.no_progress_s + t.no_data_s + t.closing_s for t in transfers
+    )
+    return Waits(
+        slot_s=router.queue_timeout_s,
+        answer_s=ANSWER_S,
+        first_token_s=FIRST_TOKEN_S,
+        hand_over_s=stuck_s + transfer_s,
+        num_attempts=router.max_attempts,
+    )
+
+
+class _Wait(NamedTuple):
+    """What a request waits for.
+
+    Attributes:
+        engine: Incarnation of the engine that it waits for, if it is one.
+        alarm: Rings when that takes too long.
+    """
+
+    engine: str | None
+    alarm: asyncio.TimerHandle
+
+
+class WaitMonitor:
+    """Holds every request of one ingress to `longest_waits`, by the messages that it sees.
+
+    Owner: of what each request waits for now.
+    """
+
+    def __init__(self, loop: VirtualLoop, longest: Waits) -> None:
+        self._loop = loop
+        self._longest = longest
+        self._waits: dict[str, _Wait] = {}
+
+    def began(self, request_id: str) -> None:
+        """A request has come, or has to begin again."""
+        self._wait(request_id, "a slot", self._longest.slot_s)
+
+    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
+        """A message was sent."""
+        if isinstance(message, AddRequest):
+            request_id = message.request.request_id
+            self._wait(request_id, "an answer", self._longest.answer_s, host)
+        elif isinstance(message, Activate) and any(message.token_ids):
+            self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
+        elif isinstance(message, Activate):
+            self.ended(message.request_id)
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self._give_up(request_id, host.incarnation)
+
+    def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
+        """An event has arrived."""
+        if isinstance(event, UtilityResult | NotGreeted):
+            return
+        request_id = event.request_id
+        wait = self._waits.get(request_id)
+        if wait is None or wait.engine != host.incarnation:
+            return
+        if isinstance(event, Accepted) and host.role == "prefill":
+            self._wait(request_id, "a first token", self._longest.first_token_s, host)
+        elif isinstance(event, Refused) or (
+            host.role == "prefill" and isinstance(event, TokenOutput)
+        ):
+            # Whoever is asked next is asked at once, or there is a slot to wait for.
+            self.began(request_id)
+        else:
+            # From here on it waits for what the engine computes.
+            self.ended(request_id)
+
+    def lost(self, incarnation: str) -> None:
+        """The connection to an engine is gone."""
+        for request_id in list(self._waits):
+            self._give_up(request_id, incarnation)
+
+    def ended(self, request_id: str) -> None:
+        """A request waits for nothing any more."""
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            wait.alarm.cancel()
+
+    def died(self) -> None:
+        """The ingress is gone."""
+        for request_id in list(self._waits):
+            self.ended(request_id)
+
+    def _give_up(self, request_id: str, incarnation: str) -> None:
+        """Nothing comes of what a request waits for from an engine."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.engine == incarnation:
+            self.began(request_id)
+
+    def _wait(
+        self, request_id: str, what: str, longest_s: float, host: VirtualHost | None = None
+    ) -> None:
+        self.ended(request_id)
+        alarm = self._loop.call_later(
+            longest_s + _SLACK_S, self._ring, request_id, what, longest_s, host
+        )
+        self._waits[request_id] = _Wait(None if host is None else host.incarnation, alarm)
+
+    def _ring(self, request_id: str, what: str, longest_s: float, host: VirtualHost | None) -> None:
+        whom = "" if host is None else f" of {host!r}"
+        raise AssertionError(f"{request_id} has waited {longest_s:g} s for {what}{whom}")

@@ -1,0 +1,115 @@
+"""Take memory that processes share, now and all of it, or say how much there is.
+
+A file in memory takes pages as they are written. Where these are short by then, the kernel ends
+some process, or the one that writes gets SIGBUS: at any time, and nobody says what was asked for.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kv_transfer.errors import SharedMemoryError
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
+)
+"""Limit and use of a control group, of version 2 and 1, and where it says what it can drop."""
+
+
+def reserve(descriptor: int, num_bytes: int, *, purpose: str, advice: str) -> None:
+    """Give a memfd its size and all of its memory.
+
+    Args:
+        descriptor: The memfd, still empty.
+        num_bytes: Its size.
+        purpose: What it is for, as the error says it.
+        advice: What to do when it cannot be had.
+
+    Raises:
+        SharedMemoryError: The host, or this process's control group, has not that much left, or
+            the kernel refuses; says both numbers.
+    """
+    # Asking for more than there is would not fail: the kernel would kill some process.
+    require(num_bytes, purpose=purpose, advice=advice)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        available, where = available_bytes()
+        problem = f"{error.strerror}, with {available} bytes available {where}"
+        raise _shortage(num_bytes, purpose, problem, advice) from error
+
+
+def require(num_bytes: int, *, purpose: str, advice: str) -> None:
+    """Refuse to ask for more memory than there is.
+
+    Args:
+        num_bytes: How much will be asked for.
+        purpose: As for ``reserve``.
+        advice: As for ``reserve``.
+
+    Raises:
+        SharedMemoryError: There is less; says both numbers.
+    """
+    available, where = available_bytes()
+    if num_bytes > available:
+        problem = f"only {available} bytes are available {where}"
+        raise _shortage(num_bytes, purpose, problem, advice)
+
+
+def _shortage(num_bytes: int, purpose: str, problem: str, advice: str) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"no {num_bytes} bytes of shared memory for {purpose}: {problem}; {advice}"
+    )
+
+
+def available_bytes(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Return how much can be had without memory being taken from a process, and who says so.
+
+    Args:
+        proc: Where the kernel tells of the host and of this process.
+        cgroups: Where it tells of control groups.
+    """
+    left = [(_host_bytes(proc), "on this host")]
+    left += [(num_bytes, f"in control group {name}") for name, num_bytes in _groups(proc, cgroups)]
+    return min(left)
+
+
+def _host_bytes(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        if name == "MemAvailable":
+            return int(value.removesuffix("kB")) << 10
+    raise OSError(errno.ENODATA, "the host does not say how much memory is available")
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
+    """Yield what each limited control group around this process has left."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in {"", "memory"}:
+            continue
+        root = cgroups / controllers
+        # A container may see its own group as the root, whatever its path is elsewhere.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            left = _left_bytes(folder)
+            if left < sys.maxsize:
+                yield str(folder), left
+            if folder == root:
+                break
+
+
+def _left_bytes(folder: Path) -> int:
+    for limit_name, used_name, stat_name, droppable_name in _CGROUP_FILES:
+        try:
+            limit, used = (int((folder / x).read_text()) for x in (limit_name, used_name))
+            stat = dict(x.split() for x in (folder / stat_name).read_text().splitlines())
+        except (OSError, ValueError):  # No such file, or "max".
+            continue
+        return max(0, limit - used + int(stat.get(droppable_name, 0)))
+    return sys.maxsize

@@ -1,0 +1,98 @@
+"""Secure the TCP side of a KV endpoint: who may connect, and what others can read of it.
+
+With ``network`` "encrypted" both ends prove with CurveZMQ that they hold a secret of the
+deployment, and nobody else can read or change what goes between them. With "plain" a ticket is all
+that a consumer shows. Neither is about neighbours: they meet at a Unix socket of their user.
+"""
+
+import zmq
+
+from kv_transfer.addresses import check_listen_host
+from kv_transfer.connector import ConnectorSettings
+from kv_transfer.curve import Doorkeeper, secure_client, secure_server, server_public_key
+from kv_transfer.errors import AddressError, ServerKeyError, TransferError
+from kv_transfer.transport import WireCounters
+
+_CURVE_BYTES = 33
+"""What CurveZMQ adds to a frame; libzmq counts it as part of the frame's size."""
+
+_KEY = "#"
+"""Between an address and the public key of whoever listens there, where it has one."""
+
+
+def address_of(endpoint: str) -> str:
+    """Return what ZMQ connects to: an endpoint without the key that it may come with."""
+    return endpoint.partition(_KEY)[0]
+
+
+def bind_far(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: WireCounters) -> str:
+    """Bind where the settings say; what is bound to the socket later is not secured.
+
+    Args:
+        router: The socket, not bound to TCP yet.
+        settings: The engine's.
+        counters: Where those that are turned away are counted.
+
+    Returns:
+        The endpoint to tell consumers.
+
+    Raises:
+        TransferError: The address is a wildcard or a name, beyond loopback although there is no
+            secret, or cannot be bound.
+    """
+    bind, keys = settings.bind, settings.keys
+    try:
+        if bind.startswith("ipc://"):
+            router.bind(bind)
+            return _last(router)
+        host, _, _ = bind.removeprefix("tcp://").rpartition(":")
+        check_listen_host(host, has_secrets=bool(keys.secrets))
+        if settings.network == "plain" or not keys.secrets:
+            router.bind(bind)
+            return _last(router)
+        Doorkeeper(router.context, keys, counters.count_denied)
+        secure_server(router, keys, settings.incarnation)
+        _make_room(router)
+        router.bind(bind)
+        return f"{_last(router)}{_KEY}{server_public_key(keys, settings.incarnation)}"
+    except (zmq.ZMQError, AddressError) as error:
+        raise TransferError(f"cannot bind KV transfer to {bind!r}: {error}") from error
+
+
+def connect_far(
+    dealer: zmq.Socket[bytes], endpoint: str, settings: ConnectorSettings, producer: str
+) -> None:
+    """Connect to a producer's TCP endpoint.
+
+    Args:
+        dealer: The socket.
+        endpoint: From the producer's ticket.
+        settings: This engine's.
+        producer: The incarnation that has to answer.
+
+    Raises:
+        ServerKeyError: The producer has another deployment's key, or none although this engine
+            wants what travels to be encrypted.
+        zmq.ZMQError: It is no address.
+    """
+    address, _, key = endpoint.partition(_KEY)
+    if key:
+        secure_client(dealer, settings.keys, producer, key)
+        _make_room(dealer)
+    elif settings.network != "plain":
+        raise ServerKeyError(
+            f"engine {producer} sends KV in plain and this one takes it encrypted only: give both "
+            "pools the same kv_network"
+        )
+    dealer.connect(address)
+
+
+def _make_room(secured: zmq.Socket[bytes]) -> None:
+    """Let frames be as long as before they were encrypted, where there is a limit."""
+    limit = int(secured.get(zmq.MAXMSGSIZE))
+    if limit >= 0:
+        secured.set(zmq.MAXMSGSIZE, limit + _CURVE_BYTES)
+
+
+def _last(router: zmq.Socket[bytes]) -> str:
+    return router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -1,0 +1,182 @@
+"""KV over the network: who may connect at all, and what can be read on the way."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+import zmq
+
+from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.keys import KeyRing
+from kv_transfer.messages import encode
+from kv_transfer.transports.far import address_of
+from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_engine, make_ticket, run_until
+from tests.kv_transfer.insiders import dial
+from tests.kv_transfer.test_messages import FETCH
+from tests.kv_transfer.test_zmq import NUM_TOKENS, PATIENT, SOURCE, TARGET, wait_until
+
+OTHERS = KeyRing((b"a secret of another deployment",))
+
+
+@contextmanager
+def engines(producer: str = "encrypted", consumer: str = "encrypted") -> Iterator[list[FakeEngine]]:
+    made = []
+    try:
+        for seed, (name, network) in enumerate((("P", producer), ("D", consumer))):
+            io = FakeIO(10, seed=seed)
+            made.append(make_engine(name, io, config=PATIENT, network=network))
+        yield made
+    finally:
+        for engine in made:
+            engine.worker.close(5.0)
+
+
+def offer(producer: FakeEngine, endpoint: str):
+    """Have a request ready at the producer; returns its ticket."""
+    ticket = make_ticket("r", endpoint, NUM_TOKENS)
+    producer.add(ticket)
+    producer.save("r", SOURCE, NUM_TOKENS)
+    producer.step()
+    return ticket
+
+
+def move(both: list[FakeEngine], endpoint: str) -> None:
+    both[1].load(offer(both[0], endpoint), TARGET)
+    run_until(lambda: "r" in both[1].ended, both)
+
+
+def far(engine: FakeEngine) -> str:
+    return engine.worker.endpoints[0]
+
+
+def answers(dealer: zmq.Socket, producer: FakeEngine, ticket, wait_s: float) -> bool:
+    fetch = msgspec.structs.replace(
+        FETCH, transfer_id=ticket.transfer_id, ticket=KEYS.seal(ticket), consumer="D"
+    )
+    dealer.send(encode(fetch))
+    for _ in range(int(wait_s / 0.1)):
+        producer.step()
+        if dealer.poll(100):
+            return True
+    return False
+
+
+def test_a_stolen_ticket_is_worth_nothing_without_a_secret() -> None:
+    with engines() as (producer, _), zmq.Context() as context:
+        ticket = offer(producer, far(producer))
+        with context.socket(zmq.DEALER) as thief:
+            thief.linger = 0
+            thief.connect(address_of(far(producer)))
+            assert not answers(thief, producer, ticket, 2.0)
+        with context.socket(zmq.DEALER) as insider:
+            insider.linger = 0
+            dial(insider, far(producer))
+            assert answers(insider, producer, ticket, 20.0)
+
+
+def test_who_knows_the_public_key_alone_is_turned_away_and_counted() -> None:
+    public, secret = zmq.curve_keypair()
+    with engines() as (producer, _), zmq.Context() as context:
+        ticket = offer(producer, far(producer))
+        with context.socket(zmq.DEALER) as thief:
+            thief.linger = 0
+            address, _, key = far(producer).partition("#")
+            thief.set(zmq.CURVE_SERVERKEY, key.encode())
+            thief.set(zmq.CURVE_PUBLICKEY, public)
+            thief.set(zmq.CURVE_SECRETKEY, secret)
+            thief.connect(address)
+            assert not answers(thief, producer, ticket, 1.0)
+        wait_until(lambda: producer.stats.num_denied > 0, "it was counted")
+
+
+class Wiretap:
+    """Passes on what two ends of a TCP connection say, and writes it down."""
+
+    def __init__(self, to: str) -> None:
+        host, _, port = address_of(to).removeprefix("tcp://").rpartition(":")
+        self._to = host, int(port)
+        self.heard = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                there = socket.create_connection(self._to)
+                for ends in ((near, there), (there, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.heard += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("network", ["encrypted", "plain"])
+def test_what_the_network_hears_of_kv_and_tickets(network: str) -> None:
+    with engines(network, network) as both:
+        tap = Wiretap(far(both[0]))
+        _, separator, key = far(both[0]).partition("#")
+        endpoint = f"tcp://127.0.0.1:{tap.port}{separator}{key}"
+        move(both, endpoint)
+        tap.close()
+        assert "r" in both[1].received
+        kv = both[0].io.blocks[0].read_rows(SOURCE, 0, 1).tobytes()[:64]
+        sealed = KEYS.seal(make_ticket("r", endpoint, NUM_TOKENS))
+        is_heard = [secret in tap.heard for secret in (kv, sealed)]
+        # In plain it is heard, which says that the encrypted case looks for the right thing.
+        assert is_heard == [network == "plain"] * 2
+
+
+def test_an_engine_that_takes_kv_encrypted_only_takes_none_in_plain() -> None:
+    with engines("plain", "encrypted") as both:
+        move(both, far(both[0]))
+        assert both[1].reasons == {"r": FailureReason.PEER_DEAD}
+
+
+def test_an_engine_that_takes_plain_kv_takes_it_encrypted_too() -> None:
+    with engines("encrypted", "plain") as both:
+        move(both, far(both[0]))
+        assert both[1].received == {"r"}
+
+
+def test_a_producer_whose_key_is_not_its_incarnations_is_not_asked() -> None:
+    with engines() as both:
+        # The endpoint of another process of the deployment, under this one's name.
+        other = make_engine("P2", FakeIO(10), config=PATIENT)
+        try:
+            key = far(other).partition("#")[2]
+            move(both, f"{address_of(far(both[0]))}#{key}")
+        finally:
+            other.worker.close(5.0)
+        assert both[1].reasons == {"r": FailureReason.PEER_DEAD}
+
+
+@pytest.mark.parametrize("network", ["encrypted", "plain"])
+def test_without_a_secret_only_loopback_is_bound(network: str) -> None:
+    made = make_engine("P", FakeIO(4), keys=KeyRing(), network=network)
+    made.worker.close(5.0)
+    with pytest.raises(TransferError, match="without a secret"):
+        make_engine("P", FakeIO(4), bind="tcp://10.0.0.1:*", keys=KeyRing(), network=network)
+
+
+def test_two_deployments_do_not_speak() -> None:
+    producer = make_engine("P", FakeIO(10), config=PATIENT, keys=OTHERS)
+    consumer = make_engine("D", FakeIO(10), config=PATIENT)
+    try:
+        consumer.load(make_ticket("r", far(producer), NUM_TOKENS), TARGET)
+        run_until(lambda: "r" in consumer.ended, [consumer])
+        assert consumer.reasons == {"r": FailureReason.PEER_DEAD}
+    finally:
+        for engine in (producer, consumer):
+            engine.worker.close(5.0)
