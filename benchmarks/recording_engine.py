@@ -161,11 +161,10 @@ class _Process(process.EngineProcess):
         server: EngineServer,
         inbox: process.Inbox,
         outbox: process.Outbox,
-        pulse: process.Pulse,
         on_drained: Callable[[], None],
     ) -> None:
         seen = _CoreInbox(inbox), _CoreOutbox(outbox)
-        super().__init__(server, *seen, pulse, on_drained)  # type: ignore[arg-type]
+        super().__init__(server, *seen, on_drained)  # type: ignore[arg-type]
 
 
 class _ReceiverInbox:
