@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     )
     from replicas.streams import EngineStream, Inbox
 
-SILENCE_S = 5.0
-"""An engine that sends nothing for so long is given up; `replicas.dealer.SILENCE_S`."""
-QUIET_S = 2.0
-"""And gets nothing new after so long; `replicas.dealer.QUIET_S`."""
 NOTICE_S = 0.25
 """An engine finds within a heartbeat that a client is gone."""
 

@@ -11,10 +11,10 @@ import gc
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING
 
-from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.monitors import ProtocolMonitor
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
 from cluster.lab.simulation.waits import WaitMonitor
+from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.lab.simulation.client import QUIET_S, SILENCE_S
 from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.parent import VirtualParent
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
 from kv_transfer.keys import KeyRing
+from replicas.dealer import QUIET_S, SILENCE_S
 from replicas.virtual_engine import VirtualDevice
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
-from cluster.lab.simulation.client import SILENCE_S
 from cluster.lab.simulation.clocks import Clocks
 from cluster.lab.simulation.ingresses import Ingresses, raise_failure
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
@@ -28,6 +27,7 @@ from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
 from cluster.lab.simulation.waits import longest_waits
+from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams

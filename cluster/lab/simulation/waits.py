@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.lab.simulation.client import SILENCE_S
 from cluster.routing.leg import ANSWER_S, FIRST_TOKEN_S
+from replicas.dealer import SILENCE_S
 from replicas.launch import LOOK_S
 from replicas.messages import (
     Abort,

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cluster.lab.simulation.client import NOTICE_S, SILENCE_S
+from cluster.lab.simulation.client import NOTICE_S
 from cluster.lab.simulation.options import SimulationOptions
 from cluster.lab.simulation.records import ABORTED, OK
 from cluster.lab.workloads.request import TraceRequest, Workload
@@ -15,6 +15,7 @@ from cluster.routing.fleet import DESCRIBE_TIMEOUT_S, DISCOVERY_S
 from kv_transfer.config import TransferConfig
 from replicas import dealer
 from replicas.config import SimulatedMeshConfig
+from replicas.dealer import SILENCE_S
 from replicas.engine import process
 from tests.cluster.lab.simulation.clusters import (
     BLOCK_SIZE,
