@@ -52,7 +52,6 @@ from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
 from replicas.errors import EngineError, UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
-from replicas.tcp import watch_by_tcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +72,18 @@ _SEND_HWM = 100_000
 _RECEIVE_HWM = 64
 """Messages of one connection that may wait behind the inbox.
 
-Such a socket must have no ZMQ heartbeats, see `replicas.tcp`."""
+Such a socket must have no ZMQ heartbeats: libzmq ends the process ("!_io_error") when a connection
+breaks on which it had stopped reading, for its queue was full, and a heartbeat is due or waits to
+be answered."""
+_KEEPALIVE = {
+    "TCP_KEEPALIVE": 1,
+    "TCP_KEEPALIVE_IDLE": 1,
+    "TCP_KEEPALIVE_INTVL": 1,
+    "TCP_KEEPALIVE_CNT": 5,
+}
+"""So that the kernel breaks an idle connection whose other end has vanished, in 6 s.
+
+Never TCP_MAXRT: it breaks one, too, whose other end lives and has no room, as a clogged engine."""
 _MAX_THROWN_AWAY = 10_000
 _MAX_SILENT_BYTES = 1024
 """Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
@@ -126,7 +136,6 @@ class Door:
         # A client that reconnects under its identity takes over from its own dead connection.
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.MAXMSGSIZE, max_message_bytes)
-        watch_by_tcp(socket)
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
         socket.bind(f"tcp://{self._host}:*")
@@ -430,7 +439,9 @@ def _open_sockets(
 ) -> tuple[Receiver, Sender]:
     inbox, outbox = queues
     links = ClientLinks(faults)
-    from_clients = door.bind(max_client_message_bytes(core.max_model_len), RCVHWM=_RECEIVE_HWM)
+    from_clients = door.bind(
+        max_client_message_bytes(core.max_model_len), RCVHWM=_RECEIVE_HWM, **_KEEPALIVE
+    )
     to_clients = door.bind(
         _MAX_SILENT_BYTES,
         RCVHWM=0,
