@@ -23,6 +23,10 @@ QUIET_S = 2.0
 """An engine that sends nothing for so long (it sends heartbeats every 0.25 s) gets nothing new."""
 SILENCE_S = 5.0
 """And one that sends nothing for so long counts as dead."""
+MAX_WAITING_MESSAGES = 4096
+"""Messages that may wait to be sent to one engine, behind all that it and both kernels take."""
+NO_ROOM = f"it takes nothing: {MAX_WAITING_MESSAGES} messages wait for it"
+"""What has become of an engine with which that is used up."""
 NOT_GREETED = "it does not know this client any more, and has dropped its requests"
 """What has become of an engine that answers so, to whoever has requests on it."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
@@ -85,6 +89,6 @@ def _make(
         raise
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_WAITING_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     return socket

@@ -83,8 +83,7 @@ class EngineLog(logging.Handler):
             if not self._poll.poll(0):
                 raise BlockingIOError
             os.write(self._fd, _cut(line) + b"\n")
-        # Whatever it is: a call with wrong arguments is a line that is lost, not an engine.
-        except Exception:
+        except Exception:  # noqa: BLE001 - a call with wrong arguments may fail in every way
             self.num_lost += 1
         else:
             self.num_lost = 0

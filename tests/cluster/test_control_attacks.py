@@ -15,11 +15,12 @@ import zmq
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import NOT_GREETED, connect_dealers
+from replicas.dealer import MAX_WAITING_MESSAGES, NO_ROOM, NOT_GREETED, connect_dealers
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import start_engine
 from replicas.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Accepted,
     Activate,
     AddRequest,
@@ -33,6 +34,7 @@ from tests.cluster.control_attacker import Knowledge
 from tests.cluster.engines import (
     KEYS,
     Rig,
+    ScriptedEngine,
     engine_config,
     prompts,
     rig,
@@ -358,18 +360,47 @@ def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engi
             lost = []
             client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
             await client.connect(seen)
-            request = EngineRequest("vanished", prompts(1)[0], sampling(4000))
-            stream = client.open_stream(seen.incarnation, "vanished", AddRequest(request))
-            while not isinstance(await stream.get(), TokenOutput):
-                pass
+            # More than it can be through with before it notices.
+            for n, prompt in enumerate(prompts(24)):
+                request = AddRequest(EngineRequest(f"vanished{n}", prompt, sampling(4000)))
+                stream = client.open_stream(seen.incarnation, f"vanished{n}", request)
             before = num_aborted(await witness.engine_metrics(decode))
             inward.is_hole = outward.is_hole = True
 
             with pytest.raises(EngineDeadError, match="sent nothing"):
                 await to_the_end(stream)
             await until_idle(witness, decode)
-            assert num_aborted(await witness.engine_metrics(decode)) == before + 1
+            assert num_aborted(await witness.engine_metrics(decode)) > before
             assert len(lost) == 1
+            await client.close()
+
+    drive(scenario())
+
+
+def test_an_engine_that_takes_nothing_is_lost_before_it_costs_memory():
+    chunk = Abort(["x" * 256] * 64)
+
+    async def scenario():
+        async with ScriptedEngine("decode", "deaf", lambda _: []) as engine:
+            lost = []
+            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
+            await client.connect(engine.member.description)
+            engine.stop_reading()
+            request = AddRequest(EngineRequest("first", [5], sampling(2)))
+            stream = client.open_stream("deaf", "first", request)
+            num_sent = 0
+            while not lost:
+                with contextlib.suppress(EngineDeadError):
+                    last = client.open_stream("deaf", f"r{num_sent}", chunk)
+                num_sent += 1
+                assert num_sent <= 4 * MAX_WAITING_MESSAGES
+                # The other end's heartbeats are heard, and the queue is sent from.
+                await asyncio.sleep(0.0)
+            assert lost == [NO_ROOM]
+            for ended in (stream, last):
+                with pytest.raises(EngineDeadError, match="takes nothing"):
+                    await to_the_end(ended)
+            assert not client.incarnations
             await client.close()
 
     drive(scenario())
