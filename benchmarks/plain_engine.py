@@ -5,7 +5,7 @@ python -m benchmarks.plain_engine      (then as `python -m replicas.engine.proce
 
 from __future__ import annotations
 
-from replicas.engine import process
+from replicas.engine import process, sockets
 
 
 def nothing(*_: object) -> None:
@@ -13,5 +13,5 @@ def nothing(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    vars(process).update(secure_server=nothing)
+    vars(sockets).update(secure_server=nothing)
     process.main()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from benchmarks.fitted_timing import Copy, EngineRecord, Turn
-from replicas.engine import process, worker
+from replicas.engine import process, sockets, worker
 from replicas.engine.executor import UniProcExecutor
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.messages import AddRequest, EngineFrame, TokenOutput
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.fault_injection import ClientLinks
-    from replicas.engine.inbox import InboxItem
+    from replicas.engine.inbox import Inbox, InboxItem
     from replicas.engine.server import EngineServer
+    from replicas.engine.sockets import Outbox
     from replicas.engine.step import ScheduledBatch
 
 
@@ -125,7 +126,7 @@ class _Executor(UniProcExecutor):
 class _CoreInbox:
     """The inbox as the core thread sees it: the first look of a turn may wait."""
 
-    def __init__(self, inbox: process.Inbox) -> None:
+    def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self.get_nowait = inbox.get_nowait
 
@@ -144,7 +145,7 @@ class _CoreInbox:
 class _CoreOutbox:
     """The outbox as the core thread sees it."""
 
-    def __init__(self, outbox: process.Outbox) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
 
     def put(self, item: tuple[bytes, EngineFrame]) -> None:
@@ -159,8 +160,8 @@ class _Process(process.EngineProcess):
     def __init__(
         self,
         server: EngineServer,
-        inbox: process.Inbox,
-        outbox: process.Outbox,
+        inbox: Inbox,
+        outbox: Outbox,
         on_drained: Callable[[], None],
     ) -> None:
         seen = _CoreInbox(inbox), _CoreOutbox(outbox)
@@ -170,7 +171,7 @@ class _Process(process.EngineProcess):
 class _ReceiverInbox:
     """The inbox as the receiving thread sees it."""
 
-    def __init__(self, inbox: process.Inbox) -> None:
+    def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
 
     def put_message(self, item: InboxItem, num_bytes: int) -> None:
@@ -178,11 +179,11 @@ class _ReceiverInbox:
         self._inbox.put_message(item, num_bytes)
 
 
-class _Receiver(process.Receiver):
+class _Receiver(sockets.Receiver):
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        inbox: process.Inbox,
+        inbox: Inbox,
         links: ClientLinks,
     ) -> None:
         super().__init__(socket, _ReceiverInbox(inbox), links)  # type: ignore[arg-type]

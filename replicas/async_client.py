@@ -22,6 +22,7 @@ from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import (
     CONNECT_S,
     HELLO_S,
+    NO_ROOM,
     NOT_GREETED,
     QUIET_S,
     SILENCE_S,
@@ -237,7 +238,7 @@ class _EngineLink:
                     raise EngineDeadError("connection lost") from None
 
     def send(self, message: ClientMessage) -> None:
-        """Queue a message; lost if the engine is."""
+        """Queue a message; lost if the engine is, which it counts as when the queue is full."""
         if self._is_closed:
             return
         raw = encode(message)
@@ -248,7 +249,15 @@ class _EngineLink:
                 frame = EngineFrame(self.description.incarnation, [refusal])
                 asyncio.get_running_loop().call_soon(self._take, frame)
                 return
-        self._input.send(raw)
+        # Done at once, in either way.
+        error = self._input.send(raw, zmq.NOBLOCK).exception()
+        if isinstance(error, zmq.Again):
+            # One that has not answered yet, or does not let us in, is greeted again until it does.
+            if self._first_frame.is_set():
+                # Later: the stream that this message starts is to end with the others.
+                asyncio.get_running_loop().call_soon(self._on_lost, self, NO_ROOM)
+        elif error is not None:
+            raise error
 
     async def call(self, message: Utility) -> UtilityResult:
         """Send a utility call and wait for its result.

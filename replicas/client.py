@@ -7,6 +7,7 @@ starts an engine process and owns it (offline `LLM`). The asynchronous one is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -48,11 +49,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from replicas.config import EngineConfig
-    from replicas.messages import ClientMessage, EngineEvent, EngineRequest
+    from replicas.messages import EngineEvent, EngineRequest
 
 
 _MAX_IDS_PER_ABORT = 128
 """So that an abort of any number of requests is made of messages that an engine reads."""
+_LOOK_MS = 250
+"""Who waits for an engine looks this often whether it lives."""
 
 
 class EngineClient(Protocol):
@@ -187,6 +190,7 @@ class SyncMPClient:
         self._input, output = connect_dealers(
             self._context, secrets.token_bytes(8), self._handle.description, self._handle.keys
         )
+        self._input.set(zmq.SNDTIMEO, _LOOK_MS)
         self._greeted = threading.Event()
         self._reader = threading.Thread(
             target=self._read, args=(output,), name="engine-outputs", daemon=True
@@ -200,7 +204,7 @@ class SyncMPClient:
         raw = encode(AddRequest(request))
         refusal = too_large(self._handle.description, request.request_id, len(raw))
         if refusal is None:
-            self._input.send(raw)
+            self._send(raw)
         else:
             self._events.put(refusal)
 
@@ -208,7 +212,7 @@ class SyncMPClient:
         """See `EngineClient`."""
         self._live.difference_update(request_ids)
         for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
-            self._send(Abort(request_ids[start : start + _MAX_IDS_PER_ABORT]))
+            self._send(encode(Abort(request_ids[start : start + _MAX_IDS_PER_ABORT])))
 
     def get_outputs(self) -> list[TokenOutput]:
         """See `EngineClient`.
@@ -247,19 +251,23 @@ class SyncMPClient:
         self._input.close(linger=0)
         self._context.term()
 
-    def _send(self, message: ClientMessage) -> None:
-        self._input.send(encode(message))
+    def _send(self, raw: bytes) -> None:
+        """Queue a message; waits for room, for as long as the engine is heard."""
+        while self._reader.is_alive():
+            with contextlib.suppress(zmq.Again):
+                self._input.send(raw)
+                return
 
     def _greet(self) -> None:
         deadline_s = time.monotonic() + CONNECT_S
         while not self._greeted.wait(HELLO_S):
-            self._send(Hello(PROTOCOL_VERSION))
+            self._send(encode(Hello(PROTOCOL_VERSION)))
             if time.monotonic() > deadline_s or not self._handle.is_alive:
                 raise EngineDeadError("the engine started but did not answer")
 
     def _call(self, method: str) -> object:
         call_id = next(self._call_ids)
-        self._send(Utility(call_id, method))
+        self._send(encode(Utility(call_id, method)))
         passed: list[EngineEvent] = []
         while True:
             event = self._next_event()
@@ -284,7 +292,7 @@ class SyncMPClient:
         heard_s = time.monotonic()
         try:
             while self._handle.is_alive and time.monotonic() - heard_s < SILENCE_S:
-                if not socket.poll(250):
+                if not socket.poll(_LOOK_MS):
                     continue
                 heard_s = time.monotonic()
                 frame = decode_engine_frame(socket.recv())

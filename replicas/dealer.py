@@ -10,7 +10,6 @@ from kv_transfer.curve import secure_client
 from kv_transfer.errors import ServerKeyError
 from replicas.codec import MAX_FRAME_BYTES, max_client_message_bytes
 from replicas.messages import Refused
-from replicas.tcp import watch_by_tcp
 
 if TYPE_CHECKING:
     from kv_transfer.keys import KeyRing
@@ -24,6 +23,10 @@ QUIET_S = 2.0
 """An engine that sends nothing for so long (it sends heartbeats every 0.25 s) gets nothing new."""
 SILENCE_S = 5.0
 """And one that sends nothing for so long counts as dead."""
+MAX_WAITING_MESSAGES = 4096
+"""Messages that may wait to be sent to one engine, behind all that it and both kernels take."""
+NO_ROOM = f"it takes nothing: {MAX_WAITING_MESSAGES} messages wait for it"
+"""What has become of an engine with which that is used up."""
 NOT_GREETED = "it does not know this client any more, and has dropped its requests"
 """What has become of an engine that answers so, to whoever has requests on it."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
@@ -36,8 +39,8 @@ def connect_dealers(
 ) -> tuple[SocketT, SocketT]:
     """Connect to both sockets of an engine: the one that takes messages, the one that sends frames.
 
-    Each drops a connection whose peer is silent; the first leaves that to TCP, for the engine stops
-    reading when it has too much to do, see `replicas.tcp`. The second is always read.
+    Only the second drops a connection whose peer is silent: the engine does not read the first for
+    as long as it has too much to do. Whoever hears nothing on the second has to close both.
 
     Args:
         context: Decides whether the sockets are synchronous or asynchronous.
@@ -49,7 +52,6 @@ def connect_dealers(
         ServerKeyError: The engine holds none of these.
     """
     to_engine, from_engine = (_make(context, identity, description, keys) for _ in range(2))
-    watch_by_tcp(to_engine)
     from_engine.setsockopt(zmq.RCVHWM, 0)
     from_engine.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     from_engine.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
@@ -87,6 +89,6 @@ def _make(
         raise
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, MAX_WAITING_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     return socket

@@ -227,30 +227,16 @@ def start_engine(
             on that address; carries the reason.
     """
     config = _with_secret(config, host)
-    incarnation = secrets.token_hex(8)
-    read_fd, write_fd = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", _ENGINE],
-            stdin=subprocess.PIPE,
-            pass_fds=(write_fd,),
-            env={**KERNEL_LIMITS, **child_environment(config, env)},
-        )
-    except BaseException:
-        os.close(read_fd)
-        raise
-    finally:
-        os.close(write_fd)
-    assert process.stdin is not None
+    process, reports, ready_fd = _spawn(config, env)
     arguments = EngineArguments(
         config=config,
-        incarnation=incarnation,
+        incarnation=secrets.token_hex(8),
         host=host,
-        ready_fd=write_fd,
+        ready_fd=ready_fd,
         stop_timeout_s=stop_timeout_s(config),
     )
-    reports = _Reports(read_fd)
     try:
+        assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(arguments) + b"\n")
         process.stdin.flush()
         ready = _await_ready(reports, process, progress, config.start_timeout_s)
@@ -268,6 +254,26 @@ def start_engine(
         daemon=True,
     ).start()
     return handle
+
+
+def _spawn(
+    config: EngineConfig, env: Mapping[str, str] | None
+) -> tuple[subprocess.Popen[bytes], _Reports, int]:
+    """Start a process that waits for its arguments; with its reports, and where it writes them."""
+    read_fd, write_fd = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", _ENGINE],
+            stdin=subprocess.PIPE,
+            pass_fds=(write_fd,),
+            env={**KERNEL_LIMITS, **child_environment(config, env)},
+        )
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return process, _Reports(read_fd), write_fd
 
 
 def _with_secret(config: EngineConfig, host: str) -> EngineConfig:

@@ -27,7 +27,7 @@ tenth of Python's default, as a peer with nothing to do waits with it."""
 def prepare_process() -> None:
     """Keep freed buffers, and allow as many descriptors as the system does, within reason."""
     _keep_heap()
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
 
 
@@ -47,8 +47,8 @@ def _keep_heap() -> None:
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
-def _raise_descriptor_limit() -> None:
-    """Make a shortage unlikely.
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as the system does, at most 65,536.
 
     Why: libzmq aborts the process when it cannot accept on a Unix socket for want of one.
     """

@@ -78,19 +78,23 @@ class EngineLog(logging.Handler):
         num_held = self._limit.admit((record.pathname, record.lineno), time.monotonic())
         if num_held is None:
             return
+        try:
+            line = self._told(record, num_held).encode(errors="replace")
+            if not self._poll.poll(0):
+                raise BlockingIOError
+            os.write(self._fd, _cut(line) + b"\n")
+        except Exception:  # noqa: BLE001 - a call with wrong arguments may fail in every way
+            self.num_lost += 1
+        else:
+            self.num_lost = 0
+
+    def _told(self, record: logging.LogRecord, num_held: int) -> str:
         line = self.format(record)
         if num_held:
             line += f" (and {num_held} more like this)"
         if self.num_lost:
             line += f" ({self.num_lost} lines before it could not be written)"
-        try:
-            if not self._poll.poll(0):
-                raise BlockingIOError
-            os.write(self._fd, _cut(line.encode(errors="replace")) + b"\n")
-        except OSError:
-            self.num_lost += 1
-        else:
-            self.num_lost = 0
+        return line
 
 
 def log_to_standard_error() -> None:

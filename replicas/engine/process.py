@@ -27,16 +27,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from kv_transfer.addresses import check_listen_host
-from kv_transfer.curve import Doorkeeper, secure_server
 from kv_transfer.errors import KVTransferError
-from replicas.codec import decode_client_message, encode, max_client_message_bytes
+from kv_transfer.transports.process import raise_descriptor_limit
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import ClientLinks, EngineFaults, SignalSender, engine_faults
 from replicas.engine.inbox import (
     DRAIN,
-    GONE,
     STOP,
     WAKE,
     ClientGone,
@@ -50,231 +47,26 @@ from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
 from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
-from replicas.errors import EngineError, UnreadableMessageError
-from replicas.messages import EngineFrame, NotGreeted
-from replicas.tcp import watch_by_tcp
+from replicas.engine.sockets import FORGET, Door, Receiver, Sender
+from replicas.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from replicas.engine.inbox import InboxItem, Said
+    from replicas.engine.inbox import Said
+    from replicas.engine.sockets import Outbox
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.25
-"""A client that gets nothing else gets an empty frame this often."""
 BEAT_S = 0.25
 """The parent gets a beat this often, unless nothing in this process moves."""
 MAX_MESSAGES_PER_STEP = 4096
 """Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
-_SEND_HWM = 100_000
-_RECEIVE_HWM = 64
-"""Messages of one connection that may wait behind the inbox.
-
-Such a socket must have no ZMQ heartbeats, see `replicas.tcp`."""
-_MAX_THROWN_AWAY = 10_000
-_MAX_SILENT_BYTES = 1024
-"""Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
-_ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
-
 
 _START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
 """What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
-
-
-class _Forget(msgspec.Struct, frozen=True):
-    """The core has dropped all of a client's requests: it may be greeted again."""
-
-
-_FORGET = _Forget()
-Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame | _Forget] | None"]
-
-
-class Door:
-    """Where clients may connect: makes the two sockets, for clients of the deployment alone.
-
-    Owner of the context and of the thread that checks who connects.
-
-    Args:
-        arguments: What the parent says.
-
-    Raises:
-        AddressError: The address is not one that an engine may listen on.
-        ServerKeyError: There is no secret.
-    """
-
-    def __init__(self, arguments: EngineArguments) -> None:
-        # With a secret always: without one no socket of this door can be made.
-        check_listen_host(arguments.host, has_secrets=True)
-        self.incarnation = arguments.incarnation
-        self._host, self._keys = arguments.host, arguments.config.keys
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        Doorkeeper(self.context, self._keys, self._on_denied)
-
-    def bind(self, max_message_bytes: int, **options: int) -> zmq.Socket[bytes]:
-        """A socket that listens on a free port.
-
-        Args:
-            max_message_bytes: A connection that brings more at once is closed.
-            **options: Further ones of ZMQ's, by name.
-        """
-        socket = self.context.socket(zmq.ROUTER)
-        secure_server(socket, self._keys, self.incarnation)
-        socket.set(zmq.LINGER, 0)
-        # A client that reconnects under its identity takes over from its own dead connection.
-        socket.set(zmq.ROUTER_HANDOVER, 1)
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
-        watch_by_tcp(socket)
-        for name, value in options.items():
-            socket.set(getattr(zmq, name), value)
-        socket.bind(f"tcp://{self._host}:*")
-        return socket
-
-    def _on_denied(self) -> None:
-        logger.warning("turned away a connection without a key of this deployment")
-
-
-class Receiver(threading.Thread):
-    """Reads client messages into the inbox; owns the input socket.
-
-    Args:
-        socket: The input socket.
-        inbox: Where they go; while it is full nothing is read.
-        links: Whether they get through.
-    """
-
-    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, links: ClientLinks) -> None:
-        super().__init__(name="engine-receiver", daemon=True)
-        self._inbox = inbox
-        self._links = links
-        self._socket = socket
-        self.endpoint = _endpoint(self._socket)
-        links.add(self.endpoint)
-
-    def run(self) -> None:
-        """Receive until the context is terminated."""
-        try:
-            while True:
-                frames = self._socket.recv_multipart()
-                if self._links.hears():
-                    self._take(frames)
-        except zmq.ContextTerminated:
-            self._socket.close(linger=0)
-
-    def _take(self, frames: list[bytes]) -> None:
-        if len(frames) != 2:
-            logger.warning("dropped a message of %d parts", len(frames))
-            return
-        client, raw = frames
-        try:
-            item: InboxItem = client, decode_client_message(raw)
-        except UnreadableMessageError as error:
-            logger.warning("cannot read a message of %d bytes: %s", len(raw), error)
-            if error.request_id is None:
-                return
-            item = client, Unreadable(error.request_id, str(error))
-        self._inbox.put_message(item, max(len(raw), 1))
-
-
-class Sender(threading.Thread):
-    """Sends frames and heartbeats; owns the output socket and the set of reachable clients.
-
-    A client that cannot be reached has missed a frame: it gets nothing more until the core, which
-    is told, has dropped its requests.
-
-    Args:
-        socket: The output socket.
-        incarnation: The engine's.
-        queues: What is to be sent, and where the core is told who is gone.
-        links: Whether frames get through.
-    """
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        incarnation: str,
-        queues: tuple[Outbox, Inbox],
-        links: ClientLinks,
-        pulse: Pulse,
-    ) -> None:
-        super().__init__(name="engine-sender", daemon=True)
-        self._outbox, self._inbox = queues
-        self._links = links
-        self._pulse = pulse
-        self._heartbeat = EngineFrame(incarnation)
-        # Those that were greeted; and those that the core does not know yet to be gone.
-        self._last_sent_s: dict[bytes, float] = {}
-        self._given_up: set[bytes] = set()
-        self._socket = socket
-        self.endpoint = _endpoint(self._socket)
-        links.add(self.endpoint)
-
-    def run(self) -> None:
-        """Send until None comes."""
-        while True:
-            try:
-                item = self._outbox.get(timeout=HEARTBEAT_S)
-            except queue.Empty:
-                self._send_heartbeats()
-                continue
-            if item is None:
-                self._socket.close(linger=500)
-                return
-            self._take(*item)
-            self._send_heartbeats()
-
-    def _take(self, client: bytes, frame: EngineFrame | _Forget) -> None:
-        if isinstance(frame, _Forget):
-            self._given_up.discard(client)
-            self._last_sent_s.pop(client, None)
-        elif frame.events and isinstance(frame.events[0], NotGreeted):
-            # It may be anybody: nothing is kept of it, and nothing is owed to it.
-            if client not in self._given_up and self._links.speaks():
-                self._is_sent(client, encode(frame))
-        elif client not in self._given_up:
-            self._send(client, encode(frame))
-
-    def _send(self, client: bytes, raw: bytes) -> None:
-        """Send something to a client that was greeted."""
-        if not self._links.speaks():
-            return
-        if self._is_sent(client, raw):
-            self._last_sent_s[client] = time.monotonic()
-        else:
-            # One that is still connecting has no requests yet, and says Hello again.
-            self._last_sent_s.pop(client, None)
-            self._given_up.add(client)
-            self._inbox.put((client, GONE))
-
-    def _throw_away(self) -> None:
-        """Read what clients say here, where they have nothing to say, lest it piles up."""
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_MAX_THROWN_AWAY):
-                self._socket.recv_multipart(zmq.NOBLOCK)
-
-    def _is_sent(self, client: bytes, raw: bytes) -> bool:
-        """Whether it is on its way; not if nobody is connected, or reads, under that name."""
-        try:
-            self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
-                raise
-            return False
-        return True
-
-    def _send_heartbeats(self) -> None:
-        self._throw_away()
-        now_s = time.monotonic()
-        due = [c for c, last_s in self._last_sent_s.items() if now_s - last_s >= HEARTBEAT_S]
-        if not due:
-            return
-        # This thread lives on when the core thread hangs in a device call.
-        stalled_s = self._pulse.stalled_s(now_s)
-        raw = encode(msgspec.structs.replace(self._heartbeat, stalled_s=stalled_s))
-        for client in due:
-            self._send(client, raw)
 
 
 class EngineProcess:
@@ -352,7 +144,7 @@ class EngineProcess:
                 pass
             case ClientGone():
                 self._server.client_gone(client)
-                self._outbox.put((client, _FORGET))
+                self._outbox.put((client, FORGET))
             case Unreadable(request_id, problem):
                 self._server.take_unreadable(client, request_id, problem)
             case Drain():
@@ -367,6 +159,8 @@ class EngineProcess:
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
     log_to_standard_error()
+    # Whoever can connect costs one, before it has proved anything.
+    raise_descriptor_limit()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     # Not for processes of ours, a compiler for one: the parent takes its end for ours.
     os.set_inheritable(arguments.ready_fd, False)
@@ -404,7 +198,11 @@ def main() -> None:
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
-            receiver, sender = _open_sockets(door, core, (inbox, outbox), faults)
+            links = ClientLinks(faults)
+            receiver = Receiver(door.open_input(core.max_model_len), inbox, links)
+            sender = Sender(
+                door.open_output(), door.incarnation, (outbox, inbox), links, core.pulse
+            )
         except _START_ERRORS as error:
             tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)
@@ -423,24 +221,6 @@ def main() -> None:
         outbox.put(None)
         sender.join(timeout=1.0)
         door.context.term()
-
-
-def _open_sockets(
-    door: Door, core: EngineCore, queues: tuple[Inbox, Outbox], faults: EngineFaults
-) -> tuple[Receiver, Sender]:
-    inbox, outbox = queues
-    links = ClientLinks(faults)
-    from_clients = door.bind(max_client_message_bytes(core.max_model_len), RCVHWM=_RECEIVE_HWM)
-    to_clients = door.bind(
-        _MAX_SILENT_BYTES,
-        RCVHWM=0,
-        SNDHWM=_SEND_HWM,
-        ROUTER_MANDATORY=1,
-        HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
-        HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
-    )
-    receiver = Receiver(from_clients, inbox, links)
-    return receiver, Sender(to_clients, door.incarnation, (outbox, inbox), links, core.pulse)
 
 
 def _die_with_thread(args: threading.ExceptHookArgs) -> None:
@@ -481,10 +261,6 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
     # happens to the parent, nothing of it is to be left.
     time.sleep(3 * timeout_s if faults.clings() else timeout_s)
     os._exit(1)
-
-
-def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 if __name__ == "__main__":

@@ -384,6 +384,10 @@ class ScriptedEngine:
         self._output.close(linger=0)
         self._context.term()
 
+    def stop_reading(self) -> None:
+        """Take no message any more, and go on sending heartbeats."""
+        self._tasks[0].cancel()
+
     def received(self, kind: type[ClientMessage]) -> list[ClientMessage]:
         """Messages of one kind so far."""
         return [message for message in self.messages if isinstance(message, kind)]

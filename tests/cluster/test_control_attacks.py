@@ -15,11 +15,12 @@ import zmq
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import NOT_GREETED, connect_dealers
+from replicas.dealer import MAX_WAITING_MESSAGES, NO_ROOM, NOT_GREETED, connect_dealers
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import start_engine
 from replicas.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Accepted,
     Activate,
     AddRequest,
@@ -33,6 +34,7 @@ from tests.cluster.control_attacker import Knowledge
 from tests.cluster.engines import (
     KEYS,
     Rig,
+    ScriptedEngine,
     engine_config,
     prompts,
     rig,
@@ -106,8 +108,13 @@ class Streams:
             self.num_done += 1
 
 
+def num_aborted(metrics):
+    return sum(group.requests_finished.get("abort", 0) for group in metrics.groups)
+
+
 async def assert_harmless(engines, make_known, *, is_answered=False):
     async with rig(*engines) as made:
+        aborted = [num_aborted(await made.engine_metrics(engine)) for engine in engines]
         async with Streams(made) as streams:
             before = streams.num_done
             for engine in engines:
@@ -115,11 +122,9 @@ async def assert_harmless(engines, make_known, *, is_answered=False):
                 assert bool(await attacked(known)) == is_answered
             await until(lambda: streams.num_done >= before + NUM_STREAMS, "streams go on")
         assert all(engine.handle.is_alive for engine in engines)
-        for incarnation in (engine.incarnation for engine in engines):
-            metrics = await made.client.metrics(incarnation)
-            aborted = sum(g.requests_finished.get("abort", 0) for g in metrics.groups)
+        for engine, before in zip(engines, aborted, strict=True):
             # The attacker's own are dropped with it, or fail; nobody else's are.
-            assert is_answered or aborted == 0
+            assert is_answered or num_aborted(await made.engine_metrics(engine)) == before
         assert not made.lost
         await until_idle(made, *engines)
 
@@ -150,11 +155,13 @@ class Tap:
 
     Attributes:
         recorded: The bytes of each connection, in the direction of the engine.
+        is_hole: Whether everything vanishes, both ways, and every connection stays.
     """
 
     def __init__(self, endpoint: str):
         self._target = endpoint.removeprefix("tcp://").rsplit(":", 1)
         self.recorded: list[bytearray] = []
+        self.is_hole = False
         self.pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self._tasks: set[asyncio.Task] = set()
 
@@ -186,7 +193,8 @@ class Tap:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
                 kept += data
-                writer.write(data)
+                if not self.is_hole:
+                    writer.write(data)
 
     def cut(self):
         """Every connection breaks."""
@@ -342,6 +350,60 @@ def test_a_request_that_cannot_be_read_is_refused_by_name(engines):
 async def to_the_end(stream):
     while True:
         await stream.get()
+
+
+def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engines):
+    decode = engines[1]
+
+    async def scenario():
+        async with tapped(decode) as (seen, inward, outward), rig(decode) as witness:
+            lost = []
+            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
+            await client.connect(seen)
+            # More than it can be through with before it notices.
+            for n, prompt in enumerate(prompts(24)):
+                request = AddRequest(EngineRequest(f"vanished{n}", prompt, sampling(4000)))
+                stream = client.open_stream(seen.incarnation, f"vanished{n}", request)
+            before = num_aborted(await witness.engine_metrics(decode))
+            inward.is_hole = outward.is_hole = True
+
+            with pytest.raises(EngineDeadError, match="sent nothing"):
+                await to_the_end(stream)
+            await until_idle(witness, decode)
+            assert num_aborted(await witness.engine_metrics(decode)) > before
+            assert len(lost) == 1
+            await client.close()
+
+    drive(scenario())
+
+
+def test_an_engine_that_takes_nothing_is_lost_before_it_costs_memory():
+    chunk = Abort(["x" * 256] * 64)
+
+    async def scenario():
+        async with ScriptedEngine("decode", "deaf", lambda _: []) as engine:
+            lost = []
+            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
+            await client.connect(engine.member.description)
+            engine.stop_reading()
+            request = AddRequest(EngineRequest("first", [5], sampling(2)))
+            stream = client.open_stream("deaf", "first", request)
+            num_sent = 0
+            while not lost:
+                with contextlib.suppress(EngineDeadError):
+                    last = client.open_stream("deaf", f"r{num_sent}", chunk)
+                num_sent += 1
+                assert num_sent <= 4 * MAX_WAITING_MESSAGES
+                # The other end's heartbeats are heard, and the queue is sent from.
+                await asyncio.sleep(0.0)
+            assert lost == [NO_ROOM]
+            for ended in (stream, last):
+                with pytest.raises(EngineDeadError, match="takes nothing"):
+                    await to_the_end(ended)
+            assert not client.incarnations
+            await client.close()
+
+    drive(scenario())
 
 
 def test_a_client_that_the_engine_has_given_up_is_told_so_and_comes_back(engines):

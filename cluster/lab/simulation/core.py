@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from replicas.virtual_engine import VirtualEngine
 
 HEARTBEAT_S = 0.25
-"""`replicas.engine.process.HEARTBEAT_S`; of these only those are sent that say something new."""
+"""`replicas.engine.sockets.HEARTBEAT_S`; of these only those are sent that say something new."""
 _FIRST_S = 8.0
 """How long an engine's first turn may take before it says that it stalls; it has at most 2,048
 tokens here. `replicas.engine.pulse`."""

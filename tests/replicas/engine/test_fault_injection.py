@@ -29,20 +29,28 @@ from replicas.engine.fault_injection import (
     schedule_signals,
 )
 from replicas.engine.inbox import Inbox
-from replicas.engine.process import Receiver, Sender
 from replicas.engine.pulse import Pulse
+from replicas.engine.sockets import Receiver, Sender
 from replicas.errors import EngineDeadError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.tokens import expected_tokens
 from replicas.launch import start_engine
-from replicas.messages import Abort, AddRequest, EngineFrame, EngineRequest, TokenOutput
+from replicas.messages import (
+    MAX_REQUEST_ID_CHARS,
+    Abort,
+    AddRequest,
+    EngineFrame,
+    EngineRequest,
+    TokenOutput,
+)
 from replicas.sampling_params import SamplingParams
 from tests.models import model_folder
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
 
 PROMPT = list(range(20, 90))
+NUM_BEHIND = 2560
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
 ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0, seed=0)
 STOP, CONTINUE, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
@@ -458,6 +466,32 @@ def test_messages_wait_before_a_full_inbox_and_none_is_lost(start_s):
     with engine(fault(0.0, "clog", duration_s=3.0), start_s=start_s) as handle:
         drive(run(handle))
     assert slowest_s > 2.0, "it did wait"
+
+
+@pytest.mark.process
+@pytest.mark.timeout(400)
+def test_a_connection_that_is_not_read_for_long_stays_and_brings_everything(start_s):
+    long = Abort(["x" * MAX_REQUEST_ID_CHARS] * 128)
+    clogged_s = time.time() + start_s
+    lost = []
+
+    async def run(handle):
+        async with connected(handle, on_dead=lambda *args: lost.append(args)) as client:
+            await asyncio.sleep(max(clogged_s + 0.5 - time.time(), 0.0))
+            streams = []
+            for number in range(64):
+                streams.append(open_stream(client, handle, f"r{number}"))
+                for _ in range(NUM_BEHIND // 64):
+                    client.send(handle.description.incarnation, long)
+            for stream in streams:
+                assert await read(stream) == right_tokens(handle, 4)
+            assert time.time() > clogged_s + 9.0, "they did wait"
+            await assert_idle(handle, client)
+
+    with engine(fault(0.0, "clog", duration_s=9.0), start_s=start_s) as handle:
+        asyncio.run(asyncio.wait_for(run(handle), 300.0))
+    assert not lost
+    assert NUM_BEHIND * len(encode(long)) > 64 << 20, "more than queues and the kernel take"
 
 
 @pytest.mark.process

@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from replicas.engine.inbox import GONE, WAKE, Inbox
-from replicas.engine.process import _FORGET, Sender
 from replicas.engine.pulse import Pulse
+from replicas.engine.sockets import FORGET, Sender
 from replicas.messages import Abort, EngineFrame, NotGreeted
 
 A = b"a"
@@ -59,12 +59,20 @@ class Socket:
     def __init__(self):
         self.is_cut = False
         self.sent = []
+        self.num_waiting = 0
+        self.num_looks = 0
 
     def getsockopt_string(self, _option):
         return ""
 
     def recv_multipart(self, _flags):
-        raise zmq.Again
+        self.num_looks += 1
+        if not self.num_waiting:
+            raise zmq.Again
+        self.num_waiting -= 1
+
+    def close(self, linger):
+        pass
 
     def send_multipart(self, frames, flags):
         if self.is_cut:
@@ -83,7 +91,7 @@ class Links:
 @pytest.fixture
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
-    monkeypatch.setattr("replicas.engine.process.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 0.0)
     return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links(), Pulse())
 
 
@@ -99,7 +107,7 @@ def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_
     sender._take(A, EngineFrame("e"))
     sender._send_heartbeats()
     assert len(socket.sent) == 2, "neither what comes after a gap nor heartbeats"
-    sender._take(A, _FORGET)
+    sender._take(A, FORGET)
     sender._send_heartbeats()
     assert len(socket.sent) == 2
     sender._take(A, EngineFrame("e"))
@@ -111,3 +119,30 @@ def test_a_stranger_gets_one_answer_and_no_heartbeats(sender):
     sender._take(A, EngineFrame("e", [NotGreeted()]))
     sender._send_heartbeats()
     assert len(sender._socket.sent) == 1
+
+
+def test_what_clients_say_to_the_output_socket_delays_no_frame(sender):
+    socket, outbox = sender._socket, sender._outbox
+    socket.num_waiting = 5000
+    for _ in range(10):
+        outbox.put((A, EngineFrame("e")))
+    outbox.put(None)
+    sender.run()
+    assert len(socket.sent) >= 10
+    assert 0 < socket.num_looks <= 1000
+
+
+def test_the_output_socket_is_looked_at_as_often_as_heartbeats_go(sender, monkeypatch):
+    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 1000.0)
+    for _ in range(10):
+        sender._take(A, EngineFrame("e"))
+        sender._send_heartbeats()
+    assert sender._socket.num_looks == 1
+
+
+def test_whatever_is_said_to_the_output_socket_is_read_in_the_end(sender, monkeypatch):
+    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 1000.0)
+    sender._socket.num_waiting = 5000
+    for _ in range(100):
+        sender._send_heartbeats()
+    assert sender._socket.num_waiting == 0

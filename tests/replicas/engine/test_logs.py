@@ -77,6 +77,22 @@ def test_a_full_disk_costs_lines_and_nothing_else():
         assert log.num_lost == 3
 
 
+class Unspeakable:
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"), [("%d", (1, 2)), ("%d", ("one",)), ("%s", (Unspeakable(),))]
+)
+def test_a_call_with_wrong_arguments_costs_its_line_and_nothing_else(pipe, text, arguments):
+    read_fd, write_fd = pipe
+    log = EngineLog(write_fd)
+    log.handle(logging.LogRecord("x", logging.WARNING, "file.py", 1, text, arguments, None))
+    log.handle(record("next"))
+    assert os.read(read_fd, 1 << 16).endswith(b"next (1 lines before it could not be written)\n")
+
+
 def test_a_long_line_keeps_its_beginning_and_its_end(pipe):
     read_fd, write_fd = pipe
     EngineLog(write_fd).handle(record("begin " + "é" * 9000 + " end"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from replicas import async_client
 from replicas.async_client import AsyncMPClient
 from replicas.client import SyncMPClient
 from replicas.codec import decode_engine_frame, encode
-from replicas.dealer import connect_dealers
+from replicas.dealer import MAX_WAITING_MESSAGES, connect_dealers
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import start_engine
 from replicas.messages import (
@@ -198,6 +200,20 @@ def test_engine_that_cannot_start_says_why(changes, words):
         assert word in str(caught.value)
 
 
+def test_an_engine_may_have_more_connections_than_its_parents_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        handle = start_engine(config())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        allowed, most = resource.prlimit(handle.description.pid, resource.RLIMIT_NOFILE)
+        assert allowed == min(most, 65536)
+    finally:
+        handle.stop()
+
+
 def test_engine_ends_with_its_parent():
     code = (
         "import sys, msgspec\n"
@@ -252,6 +268,44 @@ def test_frozen_engine_counts_as_dead(doomed, monkeypatch):
     ends, reason = dead_streams(doomed, lambda pid: os.kill(pid, signal.SIGSTOP))
     assert {type(error) for error in ends[4:]} == {EngineDeadError}
     assert "sent nothing" in reason
+
+
+def test_a_synchronous_client_waits_for_an_engine_that_takes_nothing(monkeypatch):
+    monkeypatch.setattr("replicas.client.SILENCE_S", 60.0)
+    client = SyncMPClient(config())
+    long = ["x" * 256] * 32
+
+    def send():
+        for _ in range(3 * MAX_WAITING_MESSAGES):
+            client.abort(long)
+
+    try:
+        os.kill(client.description.pid, signal.SIGSTOP)
+        sender = threading.Thread(target=send)
+        sender.start()
+        sender.join(5.0)
+        assert sender.is_alive()
+        os.kill(client.description.pid, signal.SIGCONT)
+        sender.join(60.0)
+        assert not sender.is_alive()
+        client.add_request(EngineRequest("r", PROMPT, SHORT))
+        assert client.get_outputs()
+    finally:
+        client.shutdown()
+
+
+def test_a_synchronous_client_waits_for_no_engine_that_is_gone(monkeypatch):
+    client = SyncMPClient(config())
+    monkeypatch.setattr("replicas.client.SILENCE_S", 1.0)
+    try:
+        os.kill(client.description.pid, signal.SIGSTOP)
+        for _ in range(3 * MAX_WAITING_MESSAGES):
+            client.abort(["x" * 256] * 32)
+        with pytest.raises(EngineDeadError):
+            drain_outputs(client)
+    finally:
+        os.kill(client.description.pid, signal.SIGKILL)
+        client.shutdown()
 
 
 def drain_outputs(client):

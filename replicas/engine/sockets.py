@@ -1,0 +1,276 @@
+"""An engine's two sockets to its clients, and the threads that own them.
+
+Both sockets let in only clients of the engine's deployment (`kv_transfer.curve`). Clients that are
+gone (their connection broke, or they do not read) are the core's to forget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from kv_transfer.addresses import check_listen_host
+from kv_transfer.curve import Doorkeeper, secure_server
+from replicas.codec import decode_client_message, encode, max_client_message_bytes
+from replicas.engine.inbox import GONE, Inbox, Unreadable
+from replicas.errors import UnreadableMessageError
+from replicas.messages import EngineFrame, NotGreeted
+
+if TYPE_CHECKING:
+    from replicas.engine.fault_injection import ClientLinks
+    from replicas.engine.inbox import InboxItem
+    from replicas.engine.pulse import Pulse
+    from replicas.engine.reports import EngineArguments
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+"""A client that gets nothing else gets an empty frame this often."""
+_SEND_HWM = 100_000
+"""Frames that may wait for one client; one that is further behind counts as gone."""
+_RECEIVE_HWM = 64
+"""Messages of one connection that may wait behind the inbox.
+
+Such a socket must have no ZMQ heartbeats: libzmq ends the process ("!_io_error") when a connection
+breaks on which it had stopped reading, for its queue was full, and a heartbeat is due or waits to
+be answered."""
+_KEEPALIVE = {
+    "TCP_KEEPALIVE": 1,
+    "TCP_KEEPALIVE_IDLE": 1,
+    "TCP_KEEPALIVE_INTVL": 1,
+    "TCP_KEEPALIVE_CNT": 5,
+}
+"""So that the kernel breaks an idle connection whose other end has vanished, in 6 s.
+
+Never TCP_MAXRT: it breaks one, too, whose other end lives and has no room, as a clogged engine."""
+_MAX_THROWN_AWAY = 64
+"""Messages on the output socket that are read between two frames, lest a flood delays these."""
+_MAX_SILENT_BYTES = 1024
+"""Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
+_ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """The core has dropped all of a client's requests: it may be greeted again."""
+
+
+FORGET = Forget()
+Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame | Forget] | None"]
+
+
+class Door:
+    """Where clients may connect: makes the two sockets, for clients of the deployment alone.
+
+    Owner of the context and of the thread that checks who connects.
+
+    Args:
+        arguments: What the parent says.
+
+    Raises:
+        AddressError: The address is not one that an engine may listen on.
+        ServerKeyError: There is no secret.
+    """
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        # With a secret always: without one no socket of this door can be made.
+        check_listen_host(arguments.host, has_secrets=True)
+        self.incarnation = arguments.incarnation
+        self._host, self._keys = arguments.host, arguments.config.keys
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        Doorkeeper(self.context, self._keys, self._on_denied)
+
+    def open_input(self, max_model_len: int) -> zmq.Socket[bytes]:
+        """The socket that takes messages.
+
+        Args:
+            max_model_len: Of the engine; bounds the messages.
+        """
+        return self._bind(
+            max_client_message_bytes(max_model_len), RCVHWM=_RECEIVE_HWM, **_KEEPALIVE
+        )
+
+    def open_output(self) -> zmq.Socket[bytes]:
+        """The socket that sends frames."""
+        return self._bind(
+            _MAX_SILENT_BYTES,
+            # What bounds it here is that it is read: it has heartbeats, see `_RECEIVE_HWM`.
+            RCVHWM=0,
+            SNDHWM=_SEND_HWM,
+            ROUTER_MANDATORY=1,
+            HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
+            HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
+        )
+
+    def _bind(self, max_message_bytes: int, **options: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.ROUTER)
+        secure_server(socket, self._keys, self.incarnation)
+        socket.set(zmq.LINGER, 0)
+        # A client that reconnects under its identity takes over from its own dead connection.
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        # A connection that brings more at once is closed.
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+        for name, value in options.items():
+            socket.set(getattr(zmq, name), value)
+        socket.bind(f"tcp://{self._host}:*")
+        return socket
+
+    def _on_denied(self) -> None:
+        logger.warning("turned away a connection without a key of this deployment")
+
+
+class Receiver(threading.Thread):
+    """Reads client messages into the inbox; owns the input socket.
+
+    Args:
+        socket: The input socket.
+        inbox: Where they go; while it is full nothing is read.
+        links: Whether they get through.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, links: ClientLinks) -> None:
+        super().__init__(name="engine-receiver", daemon=True)
+        self._inbox = inbox
+        self._links = links
+        self._socket = socket
+        self.endpoint = _endpoint(self._socket)
+        links.add(self.endpoint)
+
+    def run(self) -> None:
+        """Receive until the context is terminated."""
+        try:
+            while True:
+                frames = self._socket.recv_multipart()
+                if self._links.hears():
+                    self._take(frames)
+        except zmq.ContextTerminated:
+            self._socket.close(linger=0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            logger.warning("dropped a message of %d parts", len(frames))
+            return
+        client, raw = frames
+        try:
+            item: InboxItem = client, decode_client_message(raw)
+        except UnreadableMessageError as error:
+            logger.warning("cannot read a message of %d bytes: %s", len(raw), error)
+            if error.request_id is None:
+                return
+            item = client, Unreadable(error.request_id, str(error))
+        self._inbox.put_message(item, max(len(raw), 1))
+
+
+class Sender(threading.Thread):
+    """Sends frames and heartbeats; owns the output socket and the set of reachable clients.
+
+    A client that cannot be reached has missed a frame: it gets nothing more until the core, which
+    is told, has dropped its requests.
+
+    Args:
+        socket: The output socket.
+        incarnation: The engine's.
+        queues: What is to be sent, and where the core is told who is gone.
+        links: Whether frames get through.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        incarnation: str,
+        queues: tuple[Outbox, Inbox],
+        links: ClientLinks,
+        pulse: Pulse,
+    ) -> None:
+        super().__init__(name="engine-sender", daemon=True)
+        self._outbox, self._inbox = queues
+        self._links = links
+        self._pulse = pulse
+        self._heartbeat = EngineFrame(incarnation)
+        # Those that were greeted; and those that the core does not know yet to be gone.
+        self._last_sent_s: dict[bytes, float] = {}
+        self._given_up: set[bytes] = set()
+        self._next_look_s = 0.0
+        self._socket = socket
+        self.endpoint = _endpoint(self._socket)
+        links.add(self.endpoint)
+
+    def run(self) -> None:
+        """Send until None comes."""
+        while True:
+            try:
+                wait_s = max(self._next_look_s - time.monotonic(), 0.0)
+                item = self._outbox.get(timeout=wait_s)
+            except queue.Empty:
+                self._send_heartbeats()
+                continue
+            if item is None:
+                self._socket.close(linger=500)
+                return
+            self._take(*item)
+            self._send_heartbeats()
+
+    def _take(self, client: bytes, frame: EngineFrame | Forget) -> None:
+        if isinstance(frame, Forget):
+            self._given_up.discard(client)
+            self._last_sent_s.pop(client, None)
+        elif frame.events and isinstance(frame.events[0], NotGreeted):
+            # It may be anybody: nothing is kept of it, and nothing is owed to it.
+            if client not in self._given_up and self._links.speaks():
+                self._is_sent(client, encode(frame))
+        elif client not in self._given_up:
+            self._send(client, encode(frame))
+
+    def _send(self, client: bytes, raw: bytes) -> None:
+        """Send something to a client that was greeted."""
+        if not self._links.speaks():
+            return
+        if self._is_sent(client, raw):
+            self._last_sent_s[client] = time.monotonic()
+        else:
+            # One that is still connecting has no requests yet, and says Hello again.
+            self._last_sent_s.pop(client, None)
+            self._given_up.add(client)
+            self._inbox.put((client, GONE))
+
+    def _throw_away(self, now_s: float) -> None:
+        """Read what clients say here, where they have nothing to say, lest it piles up."""
+        if now_s < self._next_look_s:
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MAX_THROWN_AWAY):
+                self._socket.recv_multipart(zmq.NOBLOCK)
+            return  # There is more: the next look is due at once.
+        self._next_look_s = now_s + HEARTBEAT_S
+
+    def _is_sent(self, client: bytes, raw: bytes) -> bool:
+        """Whether it is on its way; not if nobody is connected, or reads, under that name."""
+        try:
+            self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
+                raise
+            return False
+        return True
+
+    def _send_heartbeats(self) -> None:
+        now_s = time.monotonic()
+        self._throw_away(now_s)
+        due = [c for c, last_s in self._last_sent_s.items() if now_s - last_s >= HEARTBEAT_S]
+        if not due:
+            return
+        # This thread lives on when the core thread hangs in a device call.
+        stalled_s = self._pulse.stalled_s(now_s)
+        raw = encode(msgspec.structs.replace(self._heartbeat, stalled_s=stalled_s))
+        for client in due:
+            self._send(client, raw)
+
+
+def _endpoint(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
