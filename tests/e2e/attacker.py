@@ -1,0 +1,243 @@
+"""Another user of the host who attacks a whole server; run with an `Attack` as JSON on stdin.
+
+It gives up root first, prints how often each thing happened to it, and then holds what it still
+holds until stdin ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_transfer.curve import server_public_key
+from kv_transfer.keys import KeyRing
+from replicas.messages import EngineDescription
+from tests.cluster.control_attacker import Knowledge
+from tests.cluster.control_attacker import attack as speak
+from tests.cluster.edge.http_server import answer, ask, connect, request_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOBODY = 65534
+OTHER = KeyRing((b"a secret of another deployment",))
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+NUM_SLOW, NUM_UNREAD, NUM_OVERSIZED = 300, 16, 16
+HI = {"role": "user", "content": "hi"}
+
+
+class Attack(msgspec.Struct):
+    """What to do, and what the attacker has found out.
+
+    Attributes:
+        name: Which of `ATTACKS`.
+        model: That the server serves.
+        http_port: Its public port.
+        engine_ports: Every TCP port on which an engine listens.
+        recorded: What honest clients sent to an engine, by connection: port and bytes.
+        folder: Of HAProxy's files.
+    """
+
+    name: str
+    model: str
+    http_port: int
+    engine_ports: list[int]
+    recorded: list[tuple[int, bytes]]
+    folder: str
+
+
+# --- the engines' sockets ------------------------------------------------------------------------
+
+
+def engine_sockets(known: Attack) -> Counter[str]:
+    """Words, garbage and what was recorded, at every port of every engine at the same time."""
+    came: Counter[str] = Counter()
+    with ThreadPoolExecutor(len(known.engine_ports)) as threads:
+        for keys in (KeyRing(), OTHER):
+            came["frames"] += sum(threads.map(partial(_speak, keys), known.engine_ports))
+        came["garbage"] += sum(threads.map(_throw_garbage, known.engine_ports))
+        came["replayed"] += sum(threads.map(_replay, known.recorded * 5))
+    return came
+
+
+def _speak(keys: KeyRing, port: int) -> int:
+    endpoint = f"tcp://127.0.0.1:{port}"
+    description = EngineDescription(
+        incarnation="guessed", public_key=server_public_key(OTHER, "guessed"),
+        input_endpoint=endpoint, output_endpoint=endpoint, kv_endpoints=None, kv_layout_hash=None,
+        bytes_per_block=1, model="", max_model_len=1, vocab_size=1, eos_token_ids=[],
+        block_size=32, dp_groups=1, slots_per_group=1, blocks_per_group=1,
+        max_num_batched_tokens=1, pid=0,
+    )  # fmt: skip
+    return speak(Knowledge(description, keys, ["cmpl-1"]))
+
+
+def _throw_garbage(port: int) -> int:
+    dice = random.Random(port)
+    for n in range(200):
+        raw = dice.randbytes(dice.randrange(1, 400))
+        if n % 2:
+            raw = GREETING + b"\x06" + struct.pack(">Q", dice.randrange(1 << 62)) + raw
+        with contextlib.suppress(ConnectionError), contextlib.closing(connect(port)) as client:
+            client.sendall(raw)
+    return 200
+
+
+def _replay(recorded: tuple[int, bytes]) -> int:
+    port, raw = recorded
+    with contextlib.suppress(OSError), contextlib.closing(connect(port)) as client:
+        client.settimeout(2.0)
+        client.sendall(raw)
+        while client.recv(65536):
+            pass
+    return 1
+
+
+# --- HAProxy's files -----------------------------------------------------------------------------
+
+
+def haproxy_files(known: Attack) -> Counter[str]:
+    """Everything that would let another user tell HAProxy what to do."""
+    folder = Path(known.folder)
+    config, admin = folder / "haproxy.cfg", folder / "admin.sock"
+
+    def command() -> None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(admin))
+            client.sendall(b"set maxconn global 1; shutdown sessions server x/y\n")
+
+    acts = (
+        command,
+        lambda: os.listdir(folder),
+        config.read_text,
+        lambda: config.write_text(""),
+        admin.unlink,
+        lambda: (folder / "planted").symlink_to("/etc/passwd"),
+        lambda: folder.rename(folder.with_name("moved")),
+    )
+    return Counter(_outcome(act) for act in acts)
+
+
+def _outcome(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+
+# --- clients that hold what they do not use ------------------------------------------------------
+
+
+def slow_clients(known: Attack) -> Counter[str]:
+    """Slow bodies and headers, bodies without end, and streams that nobody reads."""
+    unread = [connect(known.http_port, receive_bytes=4096) for _ in range(NUM_UNREAD)]
+    body = {
+        "model": known.model, "prompt": "hi", "max_tokens": 8000, "temperature": 0,
+        "ignore_eos": True, "stream": True, "return_token_ids": True, "logprobs": 5,
+    }  # fmt: skip
+    for client in unread:
+        client.sendall(request_bytes(body))
+    _HELD.extend(unread)
+    slow = [connect(known.http_port) for _ in range(NUM_SLOW)]
+    for n, client in enumerate(slow):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "
+        client.sendall(head if n % 3 == 0 else request_bytes(b"{", length=500))
+    end_s = time.monotonic() + 5
+    while time.monotonic() < end_s:
+        for client in slow:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"a")
+        time.sleep(1)
+    came = Counter(f"slow {answer(client)[0]}" for client in slow)
+    with ThreadPoolExecutor(4) as threads:
+        came += Counter(threads.map(lambda n: _oversized(known, n), range(NUM_OVERSIZED)))
+    came["unread 200"] = sum(client.recv(12) == b"HTTP/1.1 200" for client in unread)
+    return came
+
+
+def _oversized(known: Attack, n: int) -> str:
+    with contextlib.closing(connect(known.http_port)) as client:
+        with contextlib.suppress(ConnectionError):
+            if n % 2:
+                client.sendall(request_bytes(b" " * 2**16, length=2**30))
+            else:
+                client.sendall(request_bytes(b"", length=9 * 2**20))
+                for _ in range(9):
+                    client.sendall(b" " * 2**20)
+        return f"oversized {answer(client)[0]}"
+
+
+# --- small bodies that cost much -----------------------------------------------------------------
+
+
+def costly_bodies(known: Attack) -> Counter[str]:
+    """Each of them ten times, from eight clients at a time, and storms of scrapes between them."""
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    empty = {"role": "user", "content": ""}
+    wide = {f"a{i}": i for i in range(300_000)}
+    bodies: dict[str, tuple[str, bytes]] = {
+        "stop-token-ids": (completions, _json(prompt="hi", stop_token_ids=[7] * 1_000_000)),
+        "empty-messages": (chat, _json(messages=[empty] * 20_000)),
+        "deep": (chat, b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+        "wide": (chat, _json(messages=[HI], chat_template_kwargs=wide)),
+        "detokenize": ("/detokenize", _json(tokens=[7] * 200_000)),
+    }
+
+    def post(name: str) -> str:
+        path, raw = bodies[name]
+        return f"{name} {ask(known.http_port, raw, path=path)[0]}"
+
+    with ThreadPoolExecutor(4) as storm, ThreadPoolExecutor(8) as threads:
+        scrapes = storm.map(lambda path: _get(known.http_port, path), ["/metrics", "/kv"] * 150)
+        came = Counter(threads.map(post, [*bodies] * 10))
+        came += Counter(scrapes)
+    return came
+
+
+def _get(port: int, path: str) -> str:
+    with contextlib.closing(connect(port)) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        return f"{path} {answer(client)[0]}"
+
+
+def _json(**body: object) -> bytes:
+    return json.dumps(body).encode()
+
+
+ATTACKS = {
+    attack.__name__: attack
+    for attack in (engine_sockets, haproxy_files, slow_clients, costly_bodies)
+}
+_HELD: list[socket.socket] = []
+
+
+def main() -> None:
+    """Attack, tell, and hold."""
+    known = msgspec.json.decode(sys.stdin.readline(), type=Attack)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    print(json.dumps(ATTACKS[known.name](known)), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
