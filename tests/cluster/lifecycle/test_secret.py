@@ -36,6 +36,7 @@ def test_every_replica_of_an_application_has_the_same_secret_and_another_one_has
 
 def test_secrets_of_a_file_are_read_where_they_are_needed_and_stored_nowhere(store, tmp_path):
     path = tmp_path / "keys"
+    path.touch(mode=0o600)
     path.write_text("00" * 32)
     keys = deployment_keys(resolve({**ARGS, "key_file": str(path)}), "one")
     assert (keys.secrets, store) == ((bytes(32),), {})
