@@ -29,8 +29,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             reading, sending, receiving and writing have one each.
         mapped_chunk_bytes: Aim for what one message tells of where the consumer reads the
             producer's memory, and its window: nothing is in flight there, so that both are larger.
-        use_nixl: Whether payload between hosts goes over NIXL where it need not be encrypted; None:
-            where NIXL is installed and this host has an RDMA device.
+        use_nixl: Whether payload between hosts goes over NIXL, which needs a `plain` network; None:
+            where that is so, NIXL is installed and this host has an RDMA device.
         verify: Whether what is read in another process's memory is compared with digests that the
             owner computed. Payload that travels is always checked.
         max_inflight_bytes: Above this sum over all loads a load's window shrinks to one chunk.

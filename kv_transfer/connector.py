@@ -166,6 +166,9 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
             converting them may lose precision.
         store: The pool of the connectors that have one.
         link_faults: What is made to go wrong with the connections.
+
+    Raises:
+        ValueError: NIXL is asked for, and a network that it does not encrypt is not allowed.
     """
 
     incarnation: str
@@ -178,6 +181,13 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     network: KVNetwork = "encrypted"
     store: StoreConfig | None = None
     link_faults: LinkFaults = field(default_factory=NoLinkFaults)
+
+    def __post_init__(self) -> None:
+        if self.config.use_nixl and self.network != "plain":
+            raise ValueError(
+                f"use_nixl is true and kv_network is {self.network!r}, which NIXL cannot do; "
+                "remove use_nixl, or set kv_network: plain where only engines see the network"
+            )
 
 
 class TransferRequest(Struct, frozen=True, array_like=True):

@@ -92,7 +92,7 @@ def secure_client(
     if server_key.encode() not in known:
         raise ServerKeyError(
             f"engine {incarnation} proves itself with none of this process's secrets: give both "
-            "the same key_file; to rotate, add the new secret behind the old one everywhere first"
+            "the same key_file; to rotate, first deploy another file, the new secret behind the old"
         )
     client = _pairs(keys, _CLIENT_PURPOSE)[0]
     socket.set(zmq.CURVE_SERVERKEY, server_key.encode())

@@ -116,8 +116,9 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         key_file: File of the secrets by which ingresses and engines know each other and that seal
             tickets between the pools, on every host, for one of a Kubernetes Secret: one a line, in
             hexadecimal or base64, at least 16 bytes each; the first proves and seals, each of them
-            is believed. None makes one for each application, and Ray stores it, see
-            `cluster.lifecycle.secret`: give a file on a cluster that others use too.
+            is believed. Serve restarts replicas for another name alone, not for what a file says.
+            None makes one for each application, and Ray stores it, see `cluster.lifecycle.secret`:
+            give a file on a cluster that others use too.
         engine: Fields of every engine's configuration.
         router: How requests are placed.
         ingress: The HTTP edge.

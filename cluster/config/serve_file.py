@@ -101,13 +101,7 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def warning(self) -> str:
         """What whoever serves this file should know of who can reach it; "" for nothing."""
-        host = self.http_options.host
-        if is_loopback(host):
-            return ""
-        return (
-            f"http_options.host is {host}, and there are no API keys: everybody who reaches this "
-            "address can use the model; put a gateway that asks for keys before it"
-        )
+        return public_warning(self.http_options.host)
 
     def override(
         self, *, args: Mapping[str, Any] = _NOTHING, http_options: Mapping[str, Any] = _NOTHING
@@ -131,6 +125,16 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             http_options=convert(http, HttpOptions, "http_options"),
             applications=[msgspec.structs.replace(self.applications[0], args=new_args)],
         )
+
+
+def public_warning(host: str) -> str:
+    """What an `http_options.host` means for who can use the model; "" for a loopback address."""
+    if is_loopback(host):
+        return ""
+    return (
+        f"http_options.host is {host}, and there are no API keys: everybody who reaches this "
+        "address can use the model; put a gateway that asks for keys before it"
+    )
 
 
 def is_loopback(host: str) -> bool:

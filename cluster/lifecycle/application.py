@@ -1,8 +1,7 @@
 """The Serve application of a configuration: one deployment per pool, the ingress in front of them.
 
 What is bound here Serve pickles and checkpoints, and compares when an application is deployed
-again: so it holds no secret, see
-`cluster.lifecycle.secret`.
+again: so it holds no secret, see `cluster.lifecycle.secret`.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<re
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
+_TAKE_OVER = frozenset({"-sf", "-st", "-x"})
 _SOCKET = re.compile(r"^(?P<head>\s*stats socket \S+)(?: mode \d+)?(?P<rest>.*)$")
 _MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)", re.MULTILINE)
 _REPLACED = re.compile(r"^\s*(timeout client|timeout http-request|errorfile 408)\s")
@@ -112,9 +113,24 @@ def protect(config: str, timeout_file: str) -> str:
 
     Source: as `rewrite`; HAProxy 2.8's configuration manual.
     """
+    added = _added(config, timeout_file)
+    ours = {line for lines in added.values() for line in lines}
+    result = []
+    for line in config.splitlines():
+        socket = _SOCKET.match(line)
+        if socket:
+            result.append(f"{socket['head']} mode 600{socket['rest']}")
+        elif line.strip() not in ours and not _REPLACED.match(line):
+            result.append(line)
+        result += [f"    {more}" for more in added.get(line.strip(), ())]
+    return "\n".join(result) + "\n"
+
+
+def _added(config: str, timeout_file: str) -> dict[str, list[str]]:
+    """What `protect` adds, by the section that it is for."""
     found = _MAX_CONNECTIONS.search(config)
     max_connections = int(found[1]) if found else _DEFAULT_MAX_CONNECTIONS
-    added = {
+    return {
         # The kernel would keep eight megabytes of an answer that nobody reads.
         "global": [
             f"tune.sndbuf.client {_SOCKET_BYTES}",
@@ -136,16 +152,6 @@ def protect(config: str, timeout_file: str) -> str:
             "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
         ],
     }
-    ours = {line for lines in added.values() for line in lines}
-    result = []
-    for line in config.splitlines():
-        socket = _SOCKET.match(line)
-        if socket:
-            result.append(f"{socket['head']} mode 600{socket['rest']}")
-        elif line.strip() not in ours and not _REPLACED.match(line):
-            result.append(line)
-        result += [f"    {more}" for more in added.get(line.strip(), ())]
-    return "\n".join(result) + "\n"
 
 
 def files_of(config: str) -> list[Path]:
@@ -237,11 +243,29 @@ def main() -> None:
         sys.exit(f"{SCRIPT_NAME}: no haproxy executable; install ray[serve] on Linux")
     os.umask(0o077)
     if "-f" in arguments[:-1]:
+        path = Path(arguments[arguments.index("-f") + 1])
         try:
-            prepare(Path(arguments[arguments.index("-f") + 1]))
+            prepare(path)
         except UnsafeFileError as error:
             sys.exit(f"{SCRIPT_NAME}: {error}")
+        # One that takes a predecessor's listeners over changes nothing about who reaches them.
+        if not _TAKE_OVER.intersection(arguments):
+            _warn(path.read_text())
     os.execv(binary, [binary, *arguments])
+
+
+def _warn(config: str) -> None:
+    """Say, in the log that Serve keeps of HAProxy, whom the public address lets in.
+
+    `ttserve` warns before it serves a file; Serve's own commands do not.
+    """
+    # Slow to load, and a reload must not wait for it.
+    from cluster.config.serve_file import public_warning
+
+    warning = public_warning(_public_host(config.splitlines()) or "*")
+    if warning:
+        sys.stderr.write(f"{SCRIPT_NAME}: {warning}\n")
+        sys.stderr.flush()
 
 
 def prepare(path: Path) -> None:

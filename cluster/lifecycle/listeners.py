@@ -1,7 +1,8 @@
 """Which sockets this user's clusters listen on, what each is, and whether it may be where it is.
 
-`read_listeners` reads /proc, so it sees the processes of this user alone; `judge` and `judge_ray`
-are pure. `KNOWN_SOCKETS` is the list in SECURITY.md, which a test compares with it.
+`read_listeners` reads /proc, so it sees the processes of this user alone; a socket that no list has
+is reported where a process of a cluster has started its own. `judge` and `judge_ray` are pure.
+`KNOWN_SOCKETS` is the list in SECURITY.md, which a test compares with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cluster.config.serve_file import is_loopback
 from cluster.lifecycle.findings import Finding, Level
@@ -26,9 +27,11 @@ _LISTEN = "0A"
 _ACCEPTS_CONNECTIONS = 0x10000
 _AUTH_VARIABLE = b"RAY_AUTH_MODE="
 _RAY = re.compile(
-    r"^ray::|/ray/core/src/ray/|/ray/dashboard/|/ray/autoscaler/|/ray/_private/|/ray/util/client/"
+    r"^ray::|^ray-dashboard-|/ray/core/src/ray/|/ray/dashboard/|/ray/autoscaler/|/ray/_private/|/ray/util/client/"
     r"|cluster\.lifecycle\.driver"
 )
+_RAY_WORKER_PORTS = range(10002, 20000)
+_FIRST_PORT_OF_KERNEL = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class KnownSocket:
 
 _TCP: frozenset[Family] = frozenset({"tcp"})
 _HAPROXY = re.compile(r"^(\S*/)?haproxy ")
+_FORK_SERVER = re.compile(r"multiprocessing\.forkserver")
+_HTTP_OF_SERVE = re.compile(r"^ray::(ServeReplica:\S*:ingress|ProxyActor)\b")
 _ENGINE = re.compile(r"replicas\.engine\.process")
 
 KNOWN_SOCKETS = (
@@ -60,7 +65,7 @@ KNOWN_SOCKETS = (
         _ENGINE,
         _TCP,
         "loopback, or the address of `args.data_host`",
-        "ingresses and engines that hold the deployment's secrets",
+        "ingresses and engines that hold the deployment's secrets; `plain` KV: who has a ticket",
     ),
     KnownSocket(
         "engine-kv",
@@ -91,6 +96,13 @@ KNOWN_SOCKETS = (
         "the same user",
     ),
     KnownSocket(
+        "http-behind",
+        _HTTP_OF_SERVE,
+        _TCP,
+        "`http_options.host`: an ingress's own port (30000 and up), Serve's Python proxy (8500)",
+        "everybody who reaches the address, past HAProxy's limits: a firewall has to close it",
+    ),
+    KnownSocket(
         "ray",
         _RAY,
         frozenset({"tcp"}),
@@ -117,6 +129,7 @@ class Socket:
         pid: The process that has it.
         command: That process's command line.
         has_token: Whether that process was started with Ray's token authentication.
+        is_below: Whether a process of a cluster has started that process.
     """
 
     family: Family
@@ -124,6 +137,7 @@ class Socket:
     pid: int
     command: str
     has_token: bool
+    is_below: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -137,7 +151,7 @@ class Listener:
 
     Attributes:
         level: "ok"; "note" for one that other hosts reach; "missing" for one that it must not be.
-        socket: Name of a `KnownSocket`.
+        socket: Name of a `KnownSocket`; "unknown" where there is none.
         address: Where it listens.
         pid: The process that has it.
         verdict: What is so.
@@ -153,10 +167,34 @@ class Listener:
 def judge(socket: Socket) -> Listener | None:
     """What a socket is and whether it is expected; None if no cluster's."""
     for known in KNOWN_SOCKETS:
-        if socket.family in known.families and known.process.search(socket.command):
+        if _is_kind(known, socket):
             level, verdict = _verdict(known, socket)
             return Listener(level, known.name, socket.address, socket.pid, verdict)
+    # Python puts a fork server's socket into a folder of its owner's alone.
+    is_pythons = socket.family == "unix" and _FORK_SERVER.search(socket.command)
+    if not is_pythons and (socket.is_below or _is_of_cluster(socket.command)):
+        return Listener("note", "unknown", socket.address, socket.pid, "not expected")
     return None
+
+
+def _is_of_cluster(command: str) -> bool:
+    return any(known.process.search(command) for known in KNOWN_SOCKETS)
+
+
+def _is_kind(known: KnownSocket, socket: Socket) -> bool:
+    if socket.family not in known.families or not known.process.search(socket.command):
+        return False
+    return known.name != "http-behind" or not _may_be_grpc(socket)
+
+
+def _may_be_grpc(socket: Socket) -> bool:
+    """Whether a socket of a process of Serve's that speaks HTTP may be one of Ray's gRPC.
+
+    gRPC binds IPv6, where the kernel has it, and takes ports of the kernel's or of Ray's workers.
+    """
+    host, _, port = socket.address.rpartition(":")
+    is_grpc_port = int(port) in _RAY_WORKER_PORTS or int(port) >= _FIRST_PORT_OF_KERNEL
+    return host.startswith("[") and is_grpc_port
 
 
 def _verdict(known: KnownSocket, socket: Socket) -> tuple[Level, str]:
@@ -164,6 +202,8 @@ def _verdict(known: KnownSocket, socket: Socket) -> tuple[Level, str]:
         return "ok", "this host only"
     if known.name == "http":
         return "note", "other hosts reach it, and there are no API keys; put a gateway before it"
+    if known.name == "http-behind":
+        return "note", "other hosts reach it, past HAProxy's limits; close it with a firewall"
     if known.name != "ray":
         return "note", "other hosts reach it; expected if data_host says so"
     if socket.has_token:
@@ -200,28 +240,60 @@ def read_listeners(root: Path = Path("/proc")) -> tuple[Listener, ...]:
 
 def _sockets(root: Path) -> Iterator[Socket]:
     listening = {**_tcp(root / "net/tcp"), **_tcp(root / "net/tcp6"), **_unix(root / "net/unix")}
+    processes = _processes(root)
+    for pid, process in processes.items():
+        is_below = any(_is_of_cluster(above.command) for above in _above(process, processes))
+        with contextlib.suppress(OSError):
+            has_token = _has_token(root / str(pid))
+            for inode in _inodes(root / str(pid)) & listening.keys():
+                family, address = listening[inode]
+                yield Socket(family, address, pid, process.command, has_token, is_below)
+
+
+class _Process(NamedTuple):
+    parent: int
+    command: str
+
+
+def _processes(root: Path) -> dict[int, _Process]:
+    """Every process by its id."""
+    found = {}
     with contextlib.suppress(OSError):
-        for process in root.iterdir():
-            if process.name.isdigit():
+        for folder in root.iterdir():
+            if folder.name.isdigit():
                 with contextlib.suppress(OSError):
-                    yield from _sockets_of(process, listening)
+                    parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = _Process(
+                        int(parent.split()[1]), command.decode(errors="replace")
+                    )
+    return found
 
 
-def _sockets_of(process: Path, listening: dict[str, tuple[Family, str]]) -> Iterator[Socket]:
-    owned = []
+def _above(process: _Process, processes: dict[int, _Process]) -> Iterator[_Process]:
+    """The processes that a process descends from, the nearest first."""
+    seen = set()
+    while process.parent in processes and process.parent not in seen:
+        seen.add(process.parent)
+        process = processes[process.parent]
+        yield process
+
+
+def _inodes(process: Path) -> set[str]:
+    """The sockets that a process has open."""
+    found = set()
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):
             target = os.readlink(descriptor)
             if target.startswith("socket:["):
-                owned.append(target[len("socket:[") : -1])
-    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.add(target[len("socket:[") : -1])
+    return found
+
+
+def _has_token(process: Path) -> bool:
     variables = (process / "environ").read_bytes().split(b"\0")
     modes = [v.removeprefix(_AUTH_VARIABLE) for v in variables if v.startswith(_AUTH_VARIABLE)]
-    has_token = [mode.lower() for mode in modes] == [b"token"]
-    for inode in owned:
-        if inode in listening:
-            family, address = listening[inode]
-            yield Socket(family, address, int(process.name), command, has_token)
+    return [mode.lower() for mode in modes] == [b"token"]
 
 
 def _tcp(table: Path) -> dict[str, tuple[Family, str]]:

@@ -12,10 +12,14 @@ from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
+_ADVICE = (
+    'Start Ray with the variables of `ttserve environment` (eval "$(ttserve environment)" before '
+    "`ray start`), which name a new folder of your own"
+)
 
 
 class UnsafeFileError(Exception):
-    """Another user could change a file or replace it; the message says what to do."""
+    """Another user could change, replace or make a file; the message says what to do."""
 
 
 def require_private(path: Path) -> None:
@@ -26,11 +30,17 @@ def require_private(path: Path) -> None:
     user lets nobody else in, modes below it do not matter.
 
     Raises:
-        UnsafeFileError: It is not so; names the file or folder, and why.
+        UnsafeFileError: It is not so, or a folder is not there; names the file or folder, and why.
     """
     path = Path(os.path.abspath(path))
     is_closed = False
-    for folder in reversed(_folders(path)):
+    try:
+        folders = _folders(path)
+    except FileNotFoundError as error:
+        raise UnsafeFileError(
+            f"{error.filename} is not there: its folder may have been cleaned away. {_ADVICE}"
+        ) from None
+    for folder in reversed(folders):
         info = folder.lstat()
         _require_owner(folder, info, {0, os.geteuid()})
         if stat.S_ISLNK(info.st_mode):
@@ -73,7 +83,5 @@ def _require_owner(path: Path, info: os.stat_result, owners: set[int]) -> None:
 
 def _unsafe(path: Path, why: str) -> UnsafeFileError:
     return UnsafeFileError(
-        f"{path} {why}, who could then do as they like with what goes through HAProxy. Start Ray "
-        'with the variables of `ttserve environment` (eval "$(ttserve environment)" before '
-        "`ray start`), which name a new folder of your own"
+        f"{path} {why}, who could then do as they like with what goes through HAProxy. {_ADVICE}"
     )

@@ -3,7 +3,8 @@
 It lives in the key-value store of Ray's GCS, where each replica reads it for itself: no
 configuration, init args or logs ever hold it, a deployment's code version does not change with it,
 and the replicas of two versions of an application, during a rolling update, understand each other.
-Whoever can connect to the Ray cluster can read it. On a cluster that others use too, give
+Whoever can connect to the Ray cluster can read it, and it stays what it is as long as that cluster
+lives: nothing but a `key_file` replaces it. On a cluster that others use too, give
 `key_file`: then each process reads the secrets from its own host, and Ray never has them.
 """
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 import secrets
+import stat
 import time
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
     from replicas.messages import EngineDescription, EngineRequest
 
 _random_transfer_id = partial(secrets.token_bytes, 16)
+_NOT_FOR_OTHERS = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
 def key_ring(key_file: str) -> KeyRing:
-    """The secrets of a file.
+    """The secrets of a file, which must be this user's or root's and closed to all others.
+
+    Its group may read it, as a Kubernetes Secret's can with `fsGroup`.
 
     Args:
         key_file: One secret a line, in hexadecimal or base64; the first seals, each of them opens.
@@ -40,7 +45,10 @@ def key_ring(key_file: str) -> KeyRing:
         ClusterConfigError: The file cannot be used; says where and why, and shows nothing of it.
     """
     try:
-        lines = Path(key_file).read_text(encoding="ascii").splitlines()
+        with Path(key_file).open(encoding="ascii") as file:
+            # Of what is open: a path could lead to another file by then.
+            _require_closed(key_file, os.fstat(file.fileno()))
+            lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         # The error of a decoder has what it could not decode.
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
@@ -53,6 +61,20 @@ def key_ring(key_file: str) -> KeyRing:
     if not found:
         raise ClusterConfigError(f"args.key_file: {key_file} holds no secret")
     return KeyRing(tuple(found))
+
+
+def _require_closed(key_file: str, info: os.stat_result) -> None:
+    if info.st_uid not in {0, os.geteuid()}:
+        why = f"belongs to user {info.st_uid}, neither to this one ({os.geteuid()}) nor to root"
+    elif info.st_mode & _NOT_FOR_OTHERS:
+        why = f"has mode {stat.S_IMODE(info.st_mode):04o}: others than its owner can use it"
+    else:
+        return
+    raise ClusterConfigError(
+        f"args.key_file: {key_file} {why}; `chmod 600` it, and put new secrets in if others could "
+        "have read it. Its group may read it and not write: of a Kubernetes Secret take "
+        "`defaultMode: 0440` with `fsGroup`"
+    )
 
 
 def _secret(text: str, where: str) -> bytes:

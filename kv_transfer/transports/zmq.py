@@ -284,8 +284,13 @@ class ZmqTransport:
         is_wanted = config.use_nixl
         if is_wanted is None:
             is_wanted = is_installed() and has_rdma_device()
-        # Nothing encrypts what it carries.
-        if not is_wanted or self._settings.network != "plain":
+        if not is_wanted:
+            return None
+        if self._settings.network != "plain":
+            logger.info(
+                "KV transfer: NIXL and an RDMA device are here and stay unused, as kv_network is "
+                "encrypted and NIXL carries plain text"
+            )
             return None
         try:
             return NixlEnd(

@@ -69,6 +69,7 @@ def test_serve_refuses_a_bad_config_before_anything_starts(run, tmp_path):
 
 def test_serve_refuses_a_bad_key_file_before_anything_starts(run, tmp_path):
     keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
     keys.write_text("too short")
     path = tmp_path / "serve.yaml"
     path.write_text(GOOD.format(model="demo").replace("pools", f"key_file: {keys}, pools"))

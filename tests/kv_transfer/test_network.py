@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.keys import KeyRing
 from kv_transfer.messages import encode
@@ -180,3 +181,21 @@ def test_two_deployments_do_not_speak() -> None:
     finally:
         for engine in (producer, consumer):
             engine.worker.close(5.0)
+
+
+def test_nixl_is_refused_where_kv_must_be_encrypted() -> None:
+    with pytest.raises(ValueError, match="use_nixl is true and kv_network is 'encrypted'"):
+        make_engine("P", FakeIO(10, seed=0), config=TransferConfig(use_nixl=True))
+
+
+def test_nixl_that_is_passed_over_for_encryption_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.transports.zmq.is_installed", lambda: True)
+    monkeypatch.setattr("kv_transfer.transports.zmq.has_rdma_device", lambda: True)
+    caplog.set_level("INFO", "kv_transfer")
+    make_engine("P", FakeIO(10, seed=0)).worker.close(5.0)
+    assert [r.message for r in caplog.records if "NIXL" in r.message] == [
+        "KV transfer: NIXL and an RDMA device are here and stay unused, as kv_network is "
+        "encrypted and NIXL carries plain text"
+    ]

@@ -146,6 +146,28 @@ def test_a_planted_configuration_is_refused(config, shared):
     check_refused(front, f"belongs to user {NOBODY}", is_written=True)
 
 
+def test_a_folder_that_was_cleaned_away_is_named_with_what_to_do(config, shared):
+    folder = shared / "serve" / "node"
+    check_refused(World(folder, config, 1), f"{folder} is not there", is_written=True)
+
+
+@pytest.mark.parametrize(("host", "num_warnings"), [("0.0.0.0", 1), ("127.0.0.1", 0)])
+def test_an_address_that_everybody_reaches_is_warned_of_at_the_start_alone(
+    config, shared, host, num_warnings
+):
+    folder = shared / "serve"
+    folder.mkdir(mode=0o755)
+    # HAProxy only looks at it, and ends.
+    front = World(folder, config.replace("bind 127.0.0.1:", f"bind {host}:"), 1)
+    front.write()
+    try:
+        for more, expected in (((), num_warnings), (("-sf",), 0)):
+            _, errors = front.start("-c", *more).communicate(timeout=20)
+            assert errors.count("there are no API keys") == expected, errors
+    finally:
+        front.close()
+
+
 def check_refused(front, reason, *, is_written=False):
     try:
         if not is_written:

@@ -18,6 +18,8 @@ from cluster.lifecycle.listeners import KNOWN_SOCKETS, Socket, judge, judge_ray,
 REPOSITORY = Path(__file__).resolve().parents[3]
 GCS = "/x/site-packages/ray/core/src/ray/gcs/gcs_server --gcs_server_port=6379"
 
+INGRESS = "ray::ServeReplica:ttserve:ingress"
+
 
 def test_the_security_policy_lists_the_sockets_that_are_known():
     text = (REPOSITORY / "SECURITY.md").read_text()
@@ -41,6 +43,18 @@ def test_the_security_policy_lists_the_sockets_that_are_known():
         ("tcp", "10.0.0.1:6379", GCS, False, "ray", "missing"),
         ("tcp", "127.0.0.1:6379", GCS, False, "ray", "ok"),
         ("tcp", "[::]:1", "ray::ServeReplica:ttserve:decode", False, "ray", "missing"),
+        ("tcp", "0.0.0.0:30000", INGRESS, True, "http-behind", "note"),
+        ("tcp", "127.0.0.1:30000", INGRESS, True, "http-behind", "ok"),
+        ("tcp", "[::]:30001", INGRESS, True, "http-behind", "note"),
+        ("tcp", "0.0.0.0:8500", "ray::ProxyActor", True, "http-behind", "note"),
+        ("tcp", "[::]:8000", "ray::ProxyActor.ready", True, "http-behind", "note"),
+        ("tcp", "0.0.0.0:40000", "ray::ProxyActor", True, "http-behind", "note"),
+        ("tcp", "[::]:36207", INGRESS, True, "ray", "ok"),
+        ("tcp", "[::ffff:a00:1]:10002", INGRESS, True, "ray", "ok"),
+        ("tcp", "[::]:36207", INGRESS, False, "ray", "missing"),
+        ("tcp", "[::]:17088", "ray-dashboard-ServeHead-0 (python -c)", False, "ray", "missing"),
+        ("unix", "/tmp/x", "python -m replicas.engine.process", False, "unknown", "note"),
+        ("abstract", "@x", "/b/haproxy -db -f x", False, "unknown", "note"),
         ("unix", "/tmp/ray/s/sockets/raylet", "/x/ray/core/src/ray/raylet/raylet", False,
          "ray-local", "ok"),
     ],
@@ -53,6 +67,12 @@ def test_each_socket_is_named_and_judged(family, address, command, has_token, na
 
 def test_the_sockets_of_others_are_none_of_ours():
     assert judge(Socket("tcp", "0.0.0.0:22", 7, "sshd", False)) is None
+
+
+def test_a_socket_of_what_a_cluster_has_started_is_reported_though_no_list_has_it():
+    listener = judge(Socket("tcp", "0.0.0.0:22", 7, "sshd", False, is_below=True))
+    assert (listener.level, listener.socket) == ("note", "unknown")
+    assert listener.verdict == "not expected"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +104,27 @@ def test_a_process_is_found_by_its_sockets_as_the_kernel_lists_them(tmp_path):
     )  # fmt: skip
     try:
         ports = process.stdout.readline().split()
-        found = {x.address for x in read_listeners() if x.pid == process.pid}
+        mine = [x for x in read_listeners() if x.pid == process.pid]
+        found = {x.address for x in mine if x.socket == "engine"}
         assert found == {f"127.0.0.1:{ports[0]}", *(f"[::1]:{port}" for port in ports[1:])}
+        assert {x.address for x in mine if x.socket == "unknown"} == {str(tmp_path / "s")}
+    finally:
+        process.communicate()
+
+
+@pytest.mark.process
+def test_what_a_process_below_an_engine_opens_is_found(tmp_path):
+    # Two processes down, as what an engine runs may start others.
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start + "; 'replicas.engine.process'", start, LISTEN,
+         str(tmp_path / "s")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        port = process.stdout.readline().split()[0]
+        [found] = [x for x in read_listeners() if x.address == f"127.0.0.1:{port}"]
+        assert (found.socket, found.level, found.verdict) == ("unknown", "note", "not expected")
     finally:
         process.communicate()
 

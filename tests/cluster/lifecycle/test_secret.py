@@ -1,5 +1,7 @@
 """Where a cluster without a `key_file` has its secret from."""
 
+from pathlib import Path
+
 import pytest
 import ray
 
@@ -36,9 +38,31 @@ def test_every_replica_of_an_application_has_the_same_secret_and_another_one_has
 
 def test_secrets_of_a_file_are_read_where_they_are_needed_and_stored_nowhere(store, tmp_path):
     path = tmp_path / "keys"
+    path.touch(mode=0o600)
     path.write_text("00" * 32)
     keys = deployment_keys(resolve({**ARGS, "key_file": str(path)}), "one")
     assert (keys.secrets, store) == ((bytes(32),), {})
+
+
+# Serve's own, when it is imported.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_serve_rolls_the_replicas_for_another_file_alone_so_each_step_of_a_rotation_has_one(
+    tmp_path,
+):
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    def version(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        application = {"import_path": "m:build", "args": {**ARGS, "key_file": str(path)}}
+        return get_app_code_version(ServeApplicationSchema.model_validate(application))
+
+    before = version("keys-1", "00" * 32)
+    assert version("keys-1", "00" * 32 + "\n" + "11" * 32) == before
+    assert version("keys-2", "00" * 32 + "\n" + "11" * 32) != before
+    policy = (Path(__file__).resolve().parents[3] / "SECURITY.md").read_text()
+    assert "To rotate, write in each step a file of another name" in policy
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import os
 
 import msgspec
 import pytest
@@ -24,6 +25,12 @@ NOW_S = 1000.0
 def office(keys=KEYS, now_s=NOW_S):
     ids = iter([bytes([i]) * 16 for i in range(9)])
     return TicketOffice(keys, CONFIG, lambda: next(ids), lambda: now_s)
+
+
+def write(path, content):
+    """A file of secrets, as it may be."""
+    path.touch(mode=0o600)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def begin(tickets, epoch=3):
@@ -64,7 +71,7 @@ def test_ticket_of_another_cluster_is_refused():
 def test_key_file_is_hex_or_base64_and_its_first_line_seals(tmp_path):
     path = tmp_path / "keys"
     text = f"# new\n{ONE.hex().upper()}\n\n  {base64.b64encode(OTHER).decode()}  \n"
-    path.write_text(text)
+    write(path, text)
     assert key_ring(str(path)).secrets == (ONE, OTHER)
 
 
@@ -73,7 +80,7 @@ def test_rotation_never_has_a_ticket_that_is_refused(tmp_path):
     stages = [(ONE,), (ONE, OTHER), (OTHER, ONE), (OTHER,)]
     rings = []
     for secrets in stages:
-        path.write_text("\n".join(secret.hex() for secret in secrets))
+        write(path, "\n".join(secret.hex() for secret in secrets))
         rings.append(key_ring(str(path)))
     for one, next_one in itertools.pairwise(rings):
         for sealing, opening in ((one, next_one), (next_one, one)):
@@ -95,7 +102,7 @@ def test_rotation_never_has_a_ticket_that_is_refused(tmp_path):
 def test_key_file_that_cannot_be_used_is_refused_and_shows_nothing_of_it(tmp_path, content, reason):
     path = tmp_path / "keys"
     if content is not None:
-        path.write_bytes(content)
+        write(path, content)
     with pytest.raises(ClusterConfigError, match=reason) as caught:
         key_ring(str(path))
     assert "args.key_file" in str(caught.value)
@@ -104,9 +111,40 @@ def test_key_file_that_cannot_be_used_is_refused_and_shows_nothing_of_it(tmp_pat
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o620, 0o660, 0o601])
+def test_key_file_that_others_can_read_or_write_is_refused(tmp_path, mode):
+    path = tmp_path / "keys"
+    write(path, ONE.hex())
+    path.chmod(mode)
+    with pytest.raises(ClusterConfigError, match=f"has mode {mode:04o}: .*chmod 600") as caught:
+        key_ring(str(path))
+    assert ONE.hex() not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o640])
+def test_key_file_may_be_read_by_its_group_as_a_kubernetes_secret_is(tmp_path, mode):
+    folder, path = tmp_path / "..data", tmp_path / "keys"
+    folder.mkdir()
+    write(folder / "keys", ONE.hex())
+    (folder / "keys").chmod(mode)
+    path.symlink_to(folder / "keys")
+    assert key_ring(str(path)).secrets == (ONE,)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_key_file_of_another_user_is_refused_unless_it_is_roots(tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    write(path, ONE.hex())
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert key_ring(str(path)).secrets == (ONE,)
+    os.chown(path, 65534, -1)
+    with pytest.raises(ClusterConfigError, match="belongs to user 65534"):
+        key_ring(str(path))
+
+
 def test_no_text_of_a_cluster_shows_a_secret(tmp_path):
     path = tmp_path / "keys"
-    path.write_text(ONE.hex())
+    write(path, ONE.hex())
     ring = key_ring(str(path))
     shown = [repr(ring), str(ring), repr(office(ring)), f"{ring!r}"]
     shown += [repr(resolve({"pools": {"both": {}}, "key_file": str(path)}))]
