@@ -92,19 +92,19 @@ class Ingress:
         )
 
     def is_ready(self) -> tuple[bool, str]:
-        """Ready once every pool has had a replica, and as long as one decodes that gets on."""
+        """Ready once every pool has had a replica, and as long as requests are let in.
+
+        That is as long as a replica decodes, though it may have to move again first.
+        """
         pools = self.fleet.pools
         if not self._was_complete:
             missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
-        if not pools.can_decode:
+        if not pools.may_decode:
             return False, "no replica can decode"
-        return (
-            True,
-            f"replicas that do not get on: {pools.num_stalled}" if pools.num_stalled else "",
-        )
+        return True, f"replicas that do not move: {pools.num_stalled}" if pools.num_stalled else ""
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""

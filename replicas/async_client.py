@@ -67,7 +67,7 @@ class AsyncMPClient:
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost; its streams have
             been told already.
-        on_moves: Called with (incarnation, whether it gets on) when an engine stalls or falls
+        on_moves: Called with (incarnation, whether it moves) when an engine stalls or falls
             quiet, and when it goes on.
     """
 

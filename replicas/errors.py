@@ -48,7 +48,11 @@ class EngineDeadError(EngineError):
 
 
 class EngineStalledError(EngineError):
-    """The engine lives and does not get on with a request; whoever can go elsewhere should."""
+    """The engine lives and is in one step for too long; whoever can go elsewhere should."""
+
+
+class EngineLateError(EngineError):
+    """The engine does not stall and has not answered in time: it may not hear what it is told."""
 
 
 class UnreadableMessageError(EngineError):

@@ -29,6 +29,7 @@ from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
 from kv_transfer.keys import KeyRing
 from replicas.boards import VISIBLE_DEVICES
+from replicas.engine.pulse import first_turn_s
 from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
 from replicas.errors import EngineDeadError, EngineStartError
 
@@ -297,7 +298,8 @@ def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
     This package's generators run every shape on a mesh in their warm-up, where all compiling is
     done: no later step takes as long as the whole of it. A class of somebody else may compile what
     a request brings, and a kill in the middle would only begin it anew; on the CPU there is no
-    device that hangs, and a step is as slow as its host.
+    device that hangs, and a step is as slow as its host. No step is ended that may take so long by
+    its number of tokens before it counts as stalled.
 
     Args:
         config: The engine's configuration; what it says is taken.
@@ -306,7 +308,8 @@ def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
     if config.step_timeout_s is not None:
         return config.step_timeout_s
     is_known = config.uses_native_generator or config.simulated_mesh is not None
-    return max(KNOWN_STEP_S if is_known else UNKNOWN_STEP_S, warm_up_s)
+    least_s = KNOWN_STEP_S if is_known else UNKNOWN_STEP_S
+    return max(least_s, warm_up_s, first_turn_s(config.max_num_batched_tokens))
 
 
 def stop_timeout_s(config: EngineConfig) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from replicas.errors import EngineDeadError, EngineStalledError
+from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import Abort, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
         EngineSnapshot,
     )
 
-Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | EngineDeadError | EngineStalledError]"]
-"""Events of one request, each with the stream of the engine that it came from.
-
-`EngineDeadError` is a stream's last; `EngineStalledError` says that what is waited for may not come
-soon, and the stream stays open.
-"""
+News = EngineDeadError | EngineLateError | EngineStalledError
+"""What a stream tells of its engine: `EngineDeadError` is its last, the others leave it open."""
+Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | News]"]
+"""Events of one request, each with the stream of the engine that it came from."""
 
 
 class EngineStream:
@@ -58,27 +56,38 @@ class EngineStream:
             if isinstance(event, EngineDeadError):
                 self.put(event)
                 raise event
-            if not isinstance(event, EngineStalledError):
+            if not isinstance(event, EngineLateError | EngineStalledError):
                 return event
+
+    @property
+    def stalled(self) -> EngineStalledError | None:
+        """Why its engine stalls, as long as it does."""
+        return self._table.stalled
 
     def close(self, *, abort: bool) -> None:
         """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
         if self._table.remove(self.request_id) and abort:
             self._table.send(Abort([self.request_id]))
 
-    def put(self, event: EngineEvent | EngineDeadError | EngineStalledError) -> None:
+    def put(self, event: EngineEvent | News) -> None:
         """Called by the table, and by the reader's own deadlines."""
         self._inbox.put_nowait((self, event))
 
 
 class StreamTable:
-    """The open streams and utility calls of one engine, and whether it gets on.
+    """The open streams and utility calls of one engine, and whether it moves.
+
+    It *stalls* while its heartbeats say that it is in one step for too long, is *quiet* while
+    nothing is heard of it, and *moves* while neither holds.
 
     Args:
         description: The engine.
         send: Sends it a message; lost if the engine is.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
-        on_moves: Called with (incarnation, whether the engine gets on) when that changes.
+        on_moves: Called with (incarnation, whether the engine moves) when that changes.
+
+    Attributes:
+        stalled: Why the engine stalls, as long as it does.
     """
 
     def __init__(
@@ -93,7 +102,7 @@ class StreamTable:
         self._on_snapshot = on_snapshot
         self._on_moves = on_moves
         self._moves = True
-        self._stalled: EngineStalledError | None = None
+        self.stalled: EngineStalledError | None = None
         self._streams: dict[str, EngineStream] = {}
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
 
@@ -107,8 +116,8 @@ class StreamTable:
         )
         self.send(message)
         stream = self._streams[request_id] = EngineStream(self, request_id, inbox)
-        if self._stalled is not None:
-            stream.put(self._stalled)
+        if self.stalled is not None:
+            stream.put(self.stalled)
         return stream
 
     def remove(self, request_id: str) -> bool:
@@ -152,18 +161,16 @@ class StreamTable:
         self._set_moves(False)
 
     def _note_stall(self, stalled_s: float) -> None:
-        """Tell every stream that its engine is in a step for too long, with every frame again.
-
-        Who has nowhere else to go may have later.
-        """
-        self._stalled = None
-        if stalled_s:
-            self._stalled = EngineStalledError(
+        """Tell every stream, once, when its engine begins to stall."""
+        if not stalled_s:
+            self.stalled = None
+        elif self.stalled is None:
+            self.stalled = EngineStalledError(
                 f"engine {self.description.incarnation} has been in one step for {stalled_s:.1f} s"
             )
             for stream in self._streams.values():
-                stream.put(self._stalled)
-        self._set_moves(self._stalled is None)
+                stream.put(self.stalled)
+        self._set_moves(self.stalled is None)
 
     def _set_moves(self, moves: bool) -> None:
         if moves != self._moves:

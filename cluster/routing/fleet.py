@@ -75,7 +75,7 @@ class Fleet(Generic[ClientT_co]):
     Args:
         make_client: Makes the connections, from what to call with (incarnation, snapshot), what to
             call with (incarnation, reason) once when an engine is lost, and what to call with
-            (incarnation, whether it gets on) when that changes.
+            (incarnation, whether it moves) when that changes.
 
     Attributes:
         client: The connections.
@@ -199,7 +199,7 @@ class Fleet(Generic[ClientT_co]):
         if moves:
             logger.info("replica=%s moves again", replica)
         else:
-            logger.warning("replica=%s does not get on: it gets nothing new", replica)
+            logger.warning("replica=%s does not move: it gets nothing new", replica)
         self.pools.set_moves(incarnation, moves)
         self.on_change()
 

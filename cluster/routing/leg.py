@@ -3,10 +3,11 @@
 A leg owns its hold in the pool state, until the engine has answered, its stream, until it is
 closed, and the timer of what it waits for; closing it gives all back whatever state it is in.
 
-An engine that stalls, as it says itself, or does not answer in time costs whoever waits for it
-another engine. Only a decode engine that has given tokens is waited for, however long it stalls:
-until it moves again, or its parent ends it (`EngineConfig.step_timeout_s`). An engine that is only
-busy stalls at no time, so that nobody loses his place in a queue.
+An engine that stalls, as it says itself, is left by whoever waits for its first token, and that is
+no loss: a decode engine only while another one has room, and only so often; else it is waited for,
+as is one that has given tokens, until it moves again, its parent ends it
+(`EngineConfig.step_timeout_s`), or the request's own time is over (`EngineRequest.timeout_s`). An
+engine that is busy does not stall, however long its queue is: nobody loses his place there.
 """
 
 from __future__ import annotations
@@ -19,27 +20,34 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
 from cluster.routing.slot_queue import RETRY_AFTER_S
-from replicas.errors import EngineDeadError, EngineStalledError
+from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import KV_TRANSFER_FAILED, LAPSED, Activate, LoadKV, TokenOutput
 
 if TYPE_CHECKING:
     from cluster.errors import ServingError
+    from cluster.routing.demand import Demand
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
+    from cluster.routing.stalls import Stalls
     from cluster.routing.tickets import Transfer
     from replicas.messages import AddRequest, ClientMessage, EngineEvent, RequestMode
     from replicas.streams import EngineStream, Inbox
 
 
 ANSWER_S = 60.0
-"""How long an engine that does not stall may take to accept or refuse a request: a step or two."""
-FIRST_TOKEN_S = 600.0
-"""And how long from then, or from an activation, to the first token: queue, prompt and KV."""
+"""How long an engine that does not stall may take to accept or refuse a request: a step or two.
+
+What comes after has no deadline of its own: a queue and a prompt take as long as they take.
+"""
 
 
 class DecodeLostError(Exception):
-    """The engine that holds the request's decode slot is gone, or stalls before it gave a token."""
+    """The engine that holds the request's decode slot is gone, or does not hear what it is told."""
+
+
+class DecodeStalledError(Exception):
+    """It stalls before it gave a token, and another one has room."""
 
 
 class EngineClient(Protocol):
@@ -126,17 +134,14 @@ class Leg:
         except BaseException:
             self._pools.release(self._request_id, self.incarnation)
             raise
-        self._timer = self._wait("answer", ANSWER_S)
+        self._timer = self._wait_for_answer()
 
     def __repr__(self) -> str:
         return f"Leg({self.mode} on {self.incarnation}, {self.state.value})"
 
     def answered(self) -> None:
         """The engine has answered: let go of the hold. Idempotent."""
-        if self.state is LegState.ASKED:
-            self._timer.cancel()
-            if self.mode != "decode":
-                self._timer = self._wait("first token", FIRST_TOKEN_S)
+        self._timer.cancel()
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
 
@@ -148,7 +153,6 @@ class Leg:
     def activate(self, token_ids: list[list[int]]) -> None:
         """Let a reservation start; see `Activate`."""
         self._go(LegState.ACTIVATED)
-        self._timer = self._wait("token", FIRST_TOKEN_S)
         self._send(Activate(self._request_id, token_ids))
 
     def close(self, *, abort: bool) -> None:
@@ -158,10 +162,18 @@ class Leg:
         self._pools.release(self._request_id, self.incarnation)
         self.stream.close(abort=abort)
 
-    def _wait(self, what: str, seconds: float) -> asyncio.TimerHandle:
-        """Whoever reads the stream learns of it if it does not come in time."""
-        late = EngineStalledError(f"engine {self.incarnation} gave no {what} in {seconds:g} s")
-        return asyncio.get_running_loop().call_later(seconds, self.stream.put, late)
+    def _wait_for_answer(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(ANSWER_S, self._expire)
+
+    def _expire(self) -> None:
+        """Whoever reads the stream learns that no answer has come in time."""
+        if self.stream.stalled is not None:
+            # It could not answer; it has its time once it moves again.
+            self._timer = self._wait_for_answer()
+        else:
+            self.stream.put(
+                EngineLateError(f"engine {self.incarnation} gave no answer in {ANSWER_S:g} s")
+            )
 
     def _send(self, message: ClientMessage) -> None:
         """Tell the engine more of the request; if it is gone the stream will say so."""
@@ -182,16 +194,30 @@ class Legs:
         client: Connections to the engines.
         pools: Where the request is held.
         metrics: Counts the engines that die.
+        stalls: Says whether another decode engine has room.
+        demand: What the request needs there.
+        max_leaves: How many decode engines it may leave because they stall.
 
     Attributes:
         decode: The leg that has, or asks for, the decode slot.
         prefill: The leg that computes the prompt, or keeps its KV.
     """
 
-    def __init__(self, client: EngineClient, pools: PoolState, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        pools: PoolState,
+        metrics: RouterMetrics,
+        stalls: Stalls,
+        demand: Demand,
+        max_leaves: int,
+    ) -> None:
         self._client = client
         self._pools = pools
         self._metrics = metrics
+        self._stalls = stalls
+        self._demand = demand
+        self._num_leaves_left = max_leaves
         self._inbox: Inbox = asyncio.Queue()
         self.decode: Leg | None = None
         self.prefill: Leg | None = None
@@ -221,9 +247,11 @@ class Legs:
         """The next event of one leg; what the decode engine says meanwhile is kept for later.
 
         Raises:
-            DecodeLostError: The decode engine died, or stalls and has given no token.
+            DecodeLostError: The decode engine died, or did not answer in time.
+            DecodeStalledError: It stalls, has given no token, and there is another one.
             EngineDeadError: The wanted prefill engine died.
-            EngineStalledError: It does not get on, or did not answer in time.
+            EngineLateError: It did not answer in time.
+            EngineStalledError: It stalls.
             ServingError: An engine gave the request up.
         """
         if wanted.early:
@@ -236,8 +264,10 @@ class Legs:
             leg.has_tokens |= isinstance(event, TokenOutput)
             if isinstance(event, EngineDeadError):
                 self._lose(leg, wanted, event)
+            elif isinstance(event, EngineLateError):
+                self._lose_late(leg, wanted, event)
             elif isinstance(event, EngineStalledError):
-                self._check_progress(leg, wanted, event)
+                self._check_stall(leg, wanted)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self.decode and wanted is self.prefill
                 raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
@@ -260,20 +290,42 @@ class Legs:
             raise error
         self.drop_prefill(abort=False)
 
-    def _check_progress(self, leg: Leg, wanted: Leg, error: EngineStalledError) -> None:
-        """Give up a leg whose engine stalls, unless it has given tokens or is not waited for.
-
-        A decode leg also stays where it is while there is nowhere else to go.
+    def _lose_late(self, leg: Leg, wanted: Leg, error: EngineLateError) -> None:
+        """Give up a leg whose engine has not answered, unless it has just done so.
 
         Raises:
             DecodeLostError: It is the decode leg.
+            EngineLateError: It is the prefill leg.
+        """
+        if leg.state is not LegState.ASKED:
+            return
+        self._count_lost(leg.mode)
+        if leg is self.decode:
+            raise DecodeLostError(str(error))
+        if leg is wanted:
+            raise error
+
+    def _check_stall(self, leg: Leg, wanted: Leg) -> None:
+        """Leave a leg whose engine stalls, unless it has given tokens or is not waited for.
+
+        A decode leg stays while nobody else has room, and once enough engines were left.
+
+        Raises:
+            DecodeStalledError: It is the decode leg.
             EngineStalledError: It is the prefill leg.
         """
+        error = leg.stream.stalled
+        if error is None:
+            return  # It moves again.
         if leg is self.decode:
-            if leg.has_tokens or not self._pools.can_decode:
+            if leg.has_tokens or not self._num_leaves_left:
                 return
+            if not self._stalls.has_room(self._demand):
+                self._stalls.stay(leg.stream, self._demand)
+                return
+            self._num_leaves_left -= 1
             self._metrics.stalled.labels("decode").inc()
-            raise DecodeLostError(str(error))
+            raise DecodeStalledError(str(error))
         if leg is wanted:
             # Not once it has given its tokens: KV that it still owes has deadlines of its own.
             self._metrics.stalled.labels("prefill").inc()
@@ -298,6 +350,7 @@ class Legs:
     def drop_decode(self, *, abort: bool) -> None:
         """Let go of the decode leg, if there is one; see `Leg.close`."""
         if self.decode is not None:
+            self._stalls.forget(self.decode.stream)
             self.decode.close(abort=abort)
             self.decode = None
 

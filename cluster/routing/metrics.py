@@ -61,8 +61,8 @@ class RouterMetrics:
         refusals: Placements that an engine refused, by reason.
         retries: Parts of requests that were tried again, by reason.
         lost: Engines that died with a part of a request on them, by its leg.
-        stalled: Parts of requests that were taken away from an engine that did not get on, by leg.
-        num_stalled: Replicas that get nothing new because they do not get on.
+        stalled: Parts of requests that were taken away from an engine that stalled, by leg.
+        num_stalled: Replicas that get nothing new because they do not move.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -98,7 +98,7 @@ class RouterMetrics:
         )
         self.stalled = self._counter(
             "ttserve_router_stalled_legs",
-            "Parts of requests that were taken away from a replica that did not get on",
+            "Parts of requests that were taken away from a replica that stalled",
             "leg",
         )
         self.num_queued = self._gauge(

@@ -53,6 +53,7 @@ class _Replica:
 
     @property
     def is_open(self) -> bool:
+        """Whether it takes requests, or will once it moves again: `moves` is another question."""
         return self.snapshot is not None and not self.snapshot.draining
 
     def is_one_of(self, roles: frozenset[Role]) -> bool:
@@ -153,13 +154,8 @@ class PoolState:
         return sum(not replica.moves for replica in self._replicas.values())
 
     @property
-    def can_decode(self) -> bool:
-        """Whether a replica takes requests to decode now."""
-        return bool(self.decode_views())
-
-    @property
     def may_decode(self) -> bool:
-        """Whether a replica decodes, though it may have to move again first."""
+        """Whether a replica is open and decodes, though it may have to move again first."""
         return any(replica.is_one_of(DECODING) for replica in self._replicas.values())
 
     @property

@@ -6,8 +6,10 @@ from top to bottom: `decode_first`, in which a finished prefill never waits for 
 
 A prefill engine that refuses, dies or stalls before the first token costs another ticket, at last a
 local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
-engine that dies or stalls costs a new reservation as long as it has generated nothing: the story
-begins again, and what the client has stays. Its KV stays only if it was offered to whichever decode
+engine that dies, or is left because it stalls, costs a new reservation as long as it has generated
+nothing: the story begins again, and what the client has stays. Losses count against
+`max_attempts`, stalls do not: they have as many of their own, less one, and the last engine is
+waited for. Its KV stays only if it was offered to whichever decode
 engine comes and none has begun to fetch it: the end of a consumer ends its transfer, and the next
 decode engine computes the prompt again, or ends the request where its configuration forbids that.
 """
@@ -23,11 +25,12 @@ from cluster.errors import (
     SaturatedError,
 )
 from cluster.routing.demand import Demand
-from cluster.routing.leg import DecodeLostError, Leg, Legs
+from cluster.routing.leg import DecodeLostError, DecodeStalledError, Leg, Legs
 from cluster.routing.placement import ANY_GROUP, Placement, make_policies, place
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
-from replicas.errors import EngineDeadError, EngineStalledError
+from cluster.routing.stalls import Stalls
+from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import (
     Accepted,
     AddRequest,
@@ -79,7 +82,13 @@ class Router:
             fleet.pools, self.policies.decode, config.max_queued_requests, config.queue_timeout_s
         )
         self.waits = SlotWaits(self.queue, fleet.pools)
-        fleet.on_change = self.waits.capacity_changed
+        self.stalls = Stalls(self.queue)
+        fleet.on_change = self.capacity_changed
+
+    def capacity_changed(self) -> None:
+        """Call when a slot may be free: whoever waits for one goes first."""
+        self.waits.capacity_changed()
+        self.stalls.capacity_changed()
 
     async def run(self, request: EngineRequest, emit: Emit) -> None:
         """Run a request; its outputs go to `emit` in order, each choice's last with its reason.
@@ -93,7 +102,7 @@ class Router:
         run = Run(self, request, emit)
         story = prefill_first if self.config.order == "prefill_first" else decode_first
         try:
-            for _ in range(self.config.max_attempts):
+            while run.num_lost < self.config.max_attempts:
                 if await run.survives(story):
                     return
             raise ReplicaLostError(
@@ -102,7 +111,7 @@ class Router:
             )
         finally:
             run.close()
-            self.waits.capacity_changed()
+            self.capacity_changed()
 
 
 async def decode_first(run: Run) -> None:
@@ -139,6 +148,7 @@ class Run:
         tokens: For each choice, the tokens that the client has, or gets next: with them another
             engine can go on from where a lost one was.
         is_over: Whether there is nothing left to do.
+        num_lost: Decode engines that were lost; those that were left because they stall are none.
     """
 
     def __init__(self, router: Router, request: EngineRequest, emit: Emit) -> None:
@@ -147,14 +157,22 @@ class Run:
         self._request = request
         self._emit = emit
         self._demand = Demand.of(request, asyncio.get_running_loop().time())
-        self._legs = Legs(router.fleet.client, router.fleet.pools, router.metrics)
+        self._legs = Legs(
+            router.fleet.client,
+            router.fleet.pools,
+            router.metrics,
+            router.stalls,
+            self._demand,
+            max_leaves=router.config.max_attempts - 1,
+        )
         # Of the last transfer: news of an earlier one must not end the one under way.
         self._epoch = -1
         self._num_unfinished = request.sampling.n
         # Decode engines that gave no token: the last resort of the next reservation.
-        self._given_up: set[str] = set()
+        self._left: set[str] = set()
         self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self.is_over = False
+        self.num_lost = 0
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -194,7 +212,7 @@ class Run:
         started_s = now_s()
         waiter = self._router.queue.new_waiter(self._demand, is_promised=self.has_tokens)
         views = self._pools.decode_views()
-        waiter.refused |= {view.placement for view in views if view.incarnation in self._given_up}
+        waiter.refused |= {view.placement for view in views if view.incarnation in self._left}
         num_failures = 0
         while True:
             placement = await self._router.waits.wait(waiter)
@@ -209,6 +227,8 @@ class Run:
                     raise BadRequestError(answer.message, param="prompt")
                 if answer.reason in _NO_ROOM:
                     continue
+            if isinstance(answer, DecodeStalledError):
+                continue
             num_failures += 1
             if num_failures < self._router.config.max_attempts:
                 continue
@@ -232,7 +252,8 @@ class Run:
             The first tokens of every choice, for `deliver`; none when no prefill engine gave any.
 
         Raises:
-            DecodeLostError: The consumer's engine died or stalls.
+            DecodeLostError: The consumer's engine died.
+            DecodeStalledError: It stalls, and there is another one.
             ServingError: An engine gave the request up.
         """
         # An engine that changed its role meanwhile may be on both sides.
@@ -272,7 +293,8 @@ class Run:
         """Pass on the decode engine's outputs to the end; meanwhile let go of the prefill side.
 
         Raises:
-            DecodeLostError: The decode engine died, or stalls before its first token.
+            DecodeLostError: The decode engine died.
+            DecodeStalledError: It stalls before its first token, and there is another one.
             ServingError: It says that the request failed.
         """
         while not self.is_over:
@@ -288,33 +310,36 @@ class Run:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
 
     async def survives(self, story: Story) -> bool:
-        """Live a story to its end; False if the decode engine died and another may take over.
+        """Live a story to its end; False if another decode engine has to take over.
 
         Raises:
             ServingError: The request cannot run, or stopped midway.
         """
         try:
             await story(self)
+        except DecodeStalledError:
+            self._leave_decode()
+            self._router.metrics.retries.labels("decode_stalled").inc()
+            return False
         except DecodeLostError as error:
-            self._lose_decode(error)
+            self.num_lost += 1
+            if self._leave_decode().has_tokens:
+                raise ReplicaLostError(
+                    f"the decode replica was lost mid-request: {error}"
+                ) from None
+            self._router.metrics.retries.labels("decode_lost").inc()
             return False
         return True
 
-    def _lose_decode(self, error: DecodeLostError) -> None:
-        """Drop a decode engine that died or stalls, and the transfer that only it could fetch.
-
-        Raises:
-            ReplicaLostError: It had generated something.
-        """
+    def _leave_decode(self) -> Leg:
+        """Drop the decode engine, and the transfer that only it could fetch."""
         decode = self._legs.decode
-        assert decode is not None, "only an engine that was asked can be lost"
-        self._given_up.add(decode.incarnation)
+        assert decode is not None, "only an engine that was asked can be left"
+        self._left.add(decode.incarnation)
         self._legs.drop_decode(abort=True)
         if self._legs.prefill is not None and self._legs.prefill.offer is None:
             self._legs.drop_prefill(abort=True)
-        if decode.has_tokens:
-            raise ReplicaLostError(f"the decode replica was lost mid-request: {error}") from None
-        self._router.metrics.retries.labels("decode_lost").inc()
+        return decode
 
     def close(self) -> None:
         """Abort what is still open and drop every hold. Idempotent."""
@@ -329,7 +354,7 @@ class Run:
         try:
             leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
-        except (EngineDeadError, DecodeLostError) as error:
+        except (EngineDeadError, DecodeLostError, DecodeStalledError) as error:
             # It may still live, and get on some time.
             self._legs.drop_decode(abort=True)
             return error
@@ -338,7 +363,7 @@ class Run:
             self._legs.drop_decode(abort=False)
             return answer
         leg.answered()
-        self._router.waits.capacity_changed()
+        self._router.capacity_changed()
         return leg
 
     def _mode(self, placement: Placement) -> RequestMode:
@@ -377,7 +402,7 @@ class Run:
             if consumer is not None:
                 consumer.load(ticket, transfer.epoch)
             outputs = await self._first_tokens(leg)
-        except (EngineDeadError, EngineStalledError):
+        except (EngineDeadError, EngineLateError, EngineStalledError):
             outputs = []
         if not outputs:
             self._legs.drop_prefill(abort=True)

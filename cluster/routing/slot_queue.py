@@ -96,8 +96,13 @@ class SlotQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica can decode; for one that stalls it is worth waiting its turn."""
+        """Whether a replica decodes; for one that does not move it is worth waiting its turn."""
         return self._pools.may_decode
+
+    def has_room(self, demand: Demand) -> bool:
+        """Whether a request that came now would be placed at once."""
+        views = self._pools.decode_views()
+        return not self._waiters and any(fits(demand, view) for view in views)
 
     def check_open(self) -> None:
         """Whether a request that will want a slot later should be let in.

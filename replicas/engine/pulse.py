@@ -1,4 +1,4 @@
-"""Whether the core thread gets on, and whether its present turn takes longer than it should. Pure.
+"""Whether the core thread moves, and whether its present turn takes longer than it should. Pure.
 
 A device call that never comes back leaves the threads that send alive: only the core thread's own
 progress says that an engine has stopped serving. What a turn should take is learned from turns of
@@ -18,6 +18,11 @@ may compile, or load a library. More tokens, in proportion."""
 FIRST_TOKENS = 2048
 _KEPT = 0.99
 """What is left of the longest turn of a size with each that is shorter."""
+
+
+def first_turn_s(num_tokens: int) -> float:
+    """How long the first turn of so many tokens may take, in seconds, before it stalls."""
+    return max(STALL_S, FACTOR * FIRST_S * max(1.0, num_tokens / FIRST_TOKENS))
 
 
 class Pulse:
@@ -75,7 +80,7 @@ class Pulse:
     def _allowed_s(self, num_tokens: int) -> float:
         usual_s = self._usual_s.get(num_tokens.bit_length())
         if usual_s is None:
-            usual_s = FIRST_S * max(1.0, num_tokens / FIRST_TOKENS)
+            return first_turn_s(num_tokens)
         return max(STALL_S, FACTOR * usual_s)
 
     def _learn(self, now_s: float) -> None:

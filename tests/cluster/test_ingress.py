@@ -337,11 +337,12 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             await connected(service, [decode.member, prefill.member])
             assert service.is_ready() == (True, "")
             service.fleet._set_moves(prefill.incarnation, moves=False)
-            assert service.is_ready() == (True, "replicas that do not get on: 1")
+            assert service.is_ready() == (True, "replicas that do not move: 1")
             metrics = (await service.metrics_text()).decode()
             assert 'ttserve_router_stalled_replicas{model_name="tiny"} 1.0' in metrics
             service.fleet._set_moves(decode.incarnation, moves=False)
-            assert service.is_ready() == (False, "no replica can decode")
+            assert service.is_ready() == (True, "replicas that do not move: 2")
+            service._router.queue.check_open()  # As /health says.
             for engine in (prefill, decode):
                 service.fleet._set_moves(engine.incarnation, moves=True)
             assert service.is_ready() == (True, "")

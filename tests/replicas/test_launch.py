@@ -101,6 +101,7 @@ def test_a_time_between_two_looks_is_rounded_up():
         ({"mesh": MeshConfig(name="T3K")}, 20.0, KNOWN_STEP_S),
         ({"mesh": MeshConfig(name="T3K")}, 500.0, 500.0),
         ({"mesh": MeshConfig(name="T3K"), "generator": "Slow"}, 20.0, UNKNOWN_STEP_S),
+        ({"mesh": MeshConfig(name="T3K"), "max_num_batched_tokens": 102_400}, 20.0, 400.0),
         ({"simulated_mesh": SimulatedMeshConfig(model="m", board="n150")}, 1.0, KNOWN_STEP_S),
     ],
 )

@@ -236,7 +236,7 @@ class Expectations:
     def __init__(
         self, options: SimulationOptions, pools: Sequence[PoolSpec], longest: Waits
     ) -> None:
-        self._longest_s = longest.until_first_token_s
+        self._longest_s = longest.request_s
         self._most_queued = options.router.max_queued_requests
         reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)

@@ -2,14 +2,16 @@
 
 `longest_waits` is the one place that says it, as a function of the configuration: whatever a
 request waits for has a deadline in production, and a request that waits longer waits for nothing.
-An engine that works has as long as its work takes; that is no wait.
+An engine that works has as long as its work takes, queue and prompt: that ends with the request's
+own time alone, as does the sum of all waits.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.routing.leg import ANSWER_S, FIRST_TOKEN_S
+from cluster.config.schema import IngressConfig
+from cluster.routing.leg import ANSWER_S
 from replicas.dealer import SILENCE_S
 from replicas.launch import LOOK_S
 from replicas.messages import (
@@ -42,26 +44,15 @@ class Waits(NamedTuple):
 
     Attributes:
         slot_s: For a decode slot, before an engine is asked.
-        answer_s: For an engine that was asked to say yes or no.
-        first_token_s: For a prefill engine that said yes.
+        answer_s: For an engine that was asked to say yes or no: it may stall meanwhile.
         hand_over_s: For KV that is computed to be where it is decoded from, or given up.
-        num_attempts: Engines that are tried for each step of a request, and how often it begins
-            again.
+        request_s: For everything, what an engine computes or has before it in its queue included.
     """
 
     slot_s: float
     answer_s: float
-    first_token_s: float
     hand_over_s: float
-    num_attempts: int
-
-    @property
-    def until_first_token_s(self) -> float:
-        """From the arrival of a request until its client has a token, or knows that none comes."""
-        n = self.num_attempts
-        reserve_s = self.slot_s + n * self.answer_s
-        prefill_s = n * (self.answer_s + self.first_token_s)
-        return n * (reserve_s + prefill_s + self.hand_over_s)
+    request_s: float
 
 
 def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
@@ -78,12 +69,13 @@ def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
     transfer_s = max(
         t.rendezvous_s + t.no_progress_s + t.no_data_s + t.closing_s for t in transfers
     )
+    request_s = IngressConfig().request_timeout_s
     return Waits(
-        slot_s=router.queue_timeout_s,
-        answer_s=ANSWER_S,
-        first_token_s=FIRST_TOKEN_S,
-        hand_over_s=stuck_s + transfer_s,
-        num_attempts=router.max_attempts,
+        slot_s=min(router.queue_timeout_s, request_s),
+        # Asked anew how long it took when it stalled at the end of the first time.
+        answer_s=min(2 * ANSWER_S + stuck_s, request_s),
+        hand_over_s=min(stuck_s + transfer_s, request_s),
+        request_s=request_s,
     )
 
 
@@ -136,7 +128,7 @@ class WaitMonitor:
         if wait is None or wait.engine != host.incarnation:
             return
         if isinstance(event, Accepted) and host.role == "prefill":
-            self._wait(request_id, "a first token", self._longest.first_token_s, host)
+            self._wait(request_id, "a first token", self._longest.request_s, host)
         elif isinstance(event, Refused) or (
             host.role == "prefill" and isinstance(event, TokenOutput)
         ):

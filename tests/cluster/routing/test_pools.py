@@ -166,7 +166,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             is_open = any(role_of(i) == pool for i, _ in self.open_replicas())
             assert self.pools.has_open(pool) == is_open
         roles = {taken.role for _, taken in self.open_replicas()}
-        assert self.pools.can_decode == bool(roles & {"decode", "both"})
+        assert self.pools.may_decode == bool(roles & {"decode", "both"})
         assert self.pools.can_prefill == ("prefill" in roles)
 
     def open_replicas(self):

@@ -1,11 +1,12 @@
 """Engines that live and do not get on: what waits for them goes elsewhere, nothing new comes."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
 
-from cluster.errors import QueueTimeoutError
+from cluster.errors import QueueTimeoutError, ReplicaLostError
 from cluster.routing import leg
 from replicas import async_client
 from replicas.config import SimulatedMeshConfig
@@ -263,48 +264,96 @@ def test_an_engine_that_never_answers_is_given_up_after_a_time(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_prefill_engine_that_accepts_and_gives_no_token_is_given_up_after_a_long_time(
-    monkeypatch,
-):
-    monkeypatch.setattr(leg, "FIRST_TOKEN_S", 0.3)
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_an_engine_that_stalls_is_not_late_before_it_moves_again(is_heard, monkeypatch):
+    monkeypatch.setattr(leg, "ANSWER_S", 0.3)
 
     async def run():
-        async with (
-            ScriptedEngine("prefill", "p1", accepts) as first,
-            ScriptedEngine("prefill", "p2", prefills) as other,
-            ScriptedEngine("decode", "d", decodes) as decode,
-            rig() as made,
-        ):
-            await made.connect(first.member, other.member, decode.member)
-            assert await answer_of(ask(made)) == [5, 6]
-            assert asked(first) == asked(other) == 1
+        async with ScriptedEngine("both", "d", silent) as hung, rig(max_attempts=1) as made:
+            await made.connect(hung.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await stall(made, hung)
+            await asyncio.sleep(1.0)
+            assert (task.done(), asked(hung)) == (False, 1)
+            if is_heard:
+                request_id = hung.received(AddRequest)[0].request.request_id
+                await hung.send(Accepted(request_id, 0, 0, 0))
+                await hung.send(TokenOutput(request_id, 0, [5], "length"))
+                assert await answer_of(task) == [5]
+            await stall(made, hung, 0.0)
+            if not is_heard:
+                with pytest.raises(ReplicaLostError, match="gave no answer"):
+                    await answer_of(task)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("role", ["both", "decode"])
-def test_an_engine_that_takes_a_request_and_never_decodes_is_given_up_after_a_long_time(
-    role, monkeypatch
-):
-    monkeypatch.setattr(leg, "FIRST_TOKEN_S", 0.3)
-
-    def finishes(message):
-        accepted = accepts(message) if role == "both" else []
-        return decodes(message) + [TokenOutput(e.request_id, 0, [6], "length") for e in accepted]
+@pytest.mark.parametrize(
+    ("role", "answer"), [("both", accepts), ("both", silent), ("decode", accepts)]
+)
+def test_engines_that_stall_one_after_the_other_are_never_taken_for_lost(role, answer):
+    """Each compiles its first shape; the last one that may be tried is waited for."""
 
     async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [
+                await stack.enter_async_context(ScriptedEngine(role, f"d{i}", answer))
+                for i in range(5)
+            ]
+            made = await stack.enter_async_context(rig())
+            await made.connect(*(engine.member for engine in engines))
+            if role == "decode":
+                prefill = await stack.enter_async_context(ScriptedEngine("prefill", "p", accepts))
+                await made.connect(prefill.member)
+            task = ask(made)
+            stalling = []
+            for num in range(made.router.config.max_attempts):
+                await until(lambda num=num: sum(map(asked, engines)) > num, "one more is asked")
+                [last] = [e for e in engines if asked(e) and e not in stalling]
+                stalling.append(last)
+                last.stalled_s = 8.5
+                await until(lambda num=num: made.pools.num_stalled == num + 1, "known")
+            await asyncio.sleep(1.0)
+            assert not task.done()
+            assert sum(map(asked, engines)) == len(stalling)
+            request_id = last.received(AddRequest)[0].request.request_id
+            last.stalled_s = 0.0
+            if answer is silent:
+                await last.send(Accepted(request_id, 0, 0, 0))
+            if role == "decode":
+                await prefill.send(TokenOutput(request_id, 0, [5]))
+                await until(lambda: last.received(Activate), "activated")
+            await last.send(TokenOutput(request_id, int(role == "decode"), [6], "length"))
+            assert await answer_of(task) == ([5, 6] if role == "decode" else [6])
+            num_left = len(stalling) - 1
+            assert made.count("ttserve_router_stalled_legs_total", leg="decode") == num_left
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_stalls_is_left_only_for_one_with_room():
+    async def run():
         async with (
-            ScriptedEngine("prefill", "p", prefills) as prefill,
-            ScriptedEngine(role, "d1", accepts) as first,
-            ScriptedEngine(role, "d2", finishes) as other,
+            ScriptedEngine("both", "d1", accepts) as hung,
+            ScriptedEngine("both", "d2", accepts) as other,
             rig() as made,
         ):
-            await made.connect(first.member, other.member)
-            if role == "decode":
-                await made.connect(prefill.member)
-            tokens = await answer_of(ask(made))
-            assert tokens == ([6] if role == "both" else [5, 6])
-            assert asked(first) == asked(other) == 1
+            await made.connect(hung.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await made.connect(other.member)
+            await other.send(snapshot=other.snapshot(num_empty_slots=0))
+            await until(
+                lambda: made.pools.snapshot("d2").groups[0].num_empty_slots == 0, "it is full"
+            )
+            await stall(made, hung)
+            await asyncio.sleep(1.0)
+            assert (asked(hung), asked(other), made.num_queued) == (1, 0, 0)
+            await other.send(snapshot=other.snapshot(num_empty_slots=4))
+            await until(lambda: asked(other), "the other is asked")
+            task.cancel()
+            await asyncio.wait({task})
 
     asyncio.run(run())
 

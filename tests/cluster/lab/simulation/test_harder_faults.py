@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.schema import RouterConfig
+from cluster.config.schema import IngressConfig, RouterConfig
 from cluster.lab.simulation.records import INGRESS_LOST, NO_INGRESS, OK
 from cluster.lab.simulation.waits import longest_waits
-from cluster.routing.leg import ANSWER_S, FIRST_TOKEN_S
+from cluster.routing.leg import ANSWER_S
 from kv_transfer.config import TransferConfig
 from tests.cluster.lab.simulation.clusters import (
     LATENCY_S,
@@ -125,13 +125,16 @@ def test_an_engine_that_does_not_end_is_killed_when_its_time_is_over():
 def test_longest_waits_are_those_of_the_configuration():
     spec, transfer = pool(step_timeout_s=20.0), TransferConfig()
     waits = longest_waits(RouterConfig(queue_timeout_s=7.0, max_attempts=2), [spec])
-    assert (waits.slot_s, waits.answer_s, waits.first_token_s) == (7.0, ANSWER_S, FIRST_TOKEN_S)
+    assert (waits.slot_s, waits.answer_s) == (7.0, 2 * ANSWER_S + 20.0 + 1.0)
     assert waits.hand_over_s == 20.0 + 1.0 + sum(
         (transfer.rendezvous_s, transfer.no_progress_s, transfer.no_data_s, transfer.closing_s)
     )
-    assert waits.until_first_token_s == 2 * (
-        7.0 + 2 * ANSWER_S + 2 * (ANSWER_S + FIRST_TOKEN_S) + waits.hand_over_s
-    )
+    assert waits.request_s == IngressConfig().request_timeout_s
+
+
+def test_nothing_is_waited_for_longer_than_a_request_may_take():
+    waits = longest_waits(RouterConfig(queue_timeout_s=1e9), [pool(step_timeout_s=1e9)])
+    assert set(waits) == {IngressConfig().request_timeout_s}
 
 
 def test_an_answer_that_comes_is_no_wait():

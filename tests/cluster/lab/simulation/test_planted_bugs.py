@@ -200,10 +200,10 @@ def requests_of_a_dead_ingress_go_on(patch):
 
 
 def question_without_an_answer_is_waited_for(patch):
-    def wait(self, _what, _seconds):
+    def wait(self):
         return asyncio.get_running_loop().call_later(1e9, lambda: None)
 
-    patch.setattr(Leg, "_wait", wait)
+    patch.setattr(Leg, "_wait_for_answer", wait)
 
 
 def full_inbox_loses_messages(patch):

@@ -1,0 +1,47 @@
+"""Who waits for a decode engine that stalls, as nobody else has room, and is told of room. Pure.
+
+Owner: one ingress's event loop; of who stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.routing.demand import Demand
+    from cluster.routing.slot_queue import SlotQueue
+    from replicas.streams import EngineStream
+
+
+class Stalls:
+    """See the module docstring.
+
+    Args:
+        queue: Whoever waits there for a slot goes first.
+    """
+
+    def __init__(self, queue: SlotQueue) -> None:
+        self._queue = queue
+        self._staying: dict[EngineStream, Demand] = {}
+
+    def has_room(self, demand: Demand) -> bool:
+        """Whether a request that leaves its engine would have another one at once."""
+        return self._queue.has_room(demand)
+
+    def stay(self, stream: EngineStream, demand: Demand) -> None:
+        """Tell this stream once more that its engine stalls as soon as another one has room."""
+        self._staying[stream] = demand
+
+    def forget(self, stream: EngineStream) -> None:
+        """Nobody listens to this stream any more. Idempotent."""
+        self._staying.pop(stream, None)
+
+    def capacity_changed(self) -> None:
+        """Tell whoever has stayed longest, and the next, as long as there is room."""
+        while self._staying:
+            stream, demand = next(iter(self._staying.items()))
+            if stream.stalled is not None:
+                if not self._queue.has_room(demand):
+                    return
+                stream.put(stream.stalled)
+            del self._staying[stream]
