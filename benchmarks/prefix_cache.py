@@ -7,7 +7,9 @@ length: a lower bound, since attention grows faster than that.
 
 Waiting: host time of a decode step of four sequences, scheduled and updated without a model, while
 64 prompts of 47k tokens wait for blocks, 31k tokens of which are in the cache. The A/A row is the
-same with nobody waiting, measured twice.
+same with nobody waiting, measured twice. Where blocks are evicted, 32 sequences decode in each
+group, each at another place in its block, and nothing is left but cached blocks: every step evicts
+one of a prompt that nobody asks for.
 
     python -m benchmarks.prefix_cache [--longest 32768]
 """
@@ -15,6 +17,7 @@ same with nobody waiting, measured twice.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -42,6 +45,9 @@ NUM_WAITING = 64
 NUM_CACHED = 960
 """Blocks of a waiting prompt's beginning that are in the cache."""
 NUM_STEPS = 2000
+NUM_EVICTED = 480
+"""Blocks that are in the cache for nobody, where one is evicted in each step: fewer than a waiting
+prompt lacks, so that it goes on waiting."""
 
 
 def prompt_of(length: int) -> list[int]:
@@ -114,12 +120,19 @@ def show_names(longest: int) -> None:
 
 
 class Queue:
-    """A scheduler with four sequences that decode and as many that wait as it is told."""
+    """A scheduler with sequences that decode and as many that wait as it is told.
 
-    def __init__(self, num_groups: int, num_waiting: int) -> None:
+    Args:
+        num_groups: DP groups.
+        num_waiting: How many wait.
+        evicts: Whether each step evicts a block in each group, for `NUM_EVICTED` steps.
+    """
+
+    def __init__(self, num_groups: int, num_waiting: int, *, evicts: bool) -> None:
+        num_running = BLOCK_SIZE if evicts else 4
         config = EngineConfig(
             model="/none",
-            max_batch_size=8 * num_groups,
+            max_batch_size=2 * num_running * num_groups,
             tt_data_parallel=num_groups,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=65_536,
@@ -130,20 +143,26 @@ class Queue:
         self._num_requests = 0
         self._scheduler = Scheduler(
             config,
-            num_blocks=NUM_CACHED + 4 * 75 + 4,
+            num_blocks=NUM_CACHED + (NUM_EVICTED + 3 * BLOCK_SIZE if evicts else 4 * 75) + 4,
             prefix_cache_key=KEY,
             max_model_len=40_000,
             eos_token_ids=frozenset(),
         )
         prefix = prompt_of(NUM_CACHED * BLOCK_SIZE)
         for group in range(num_groups):
+            if evicts:
+                self._add(prompt_of(NUM_EVICTED * BLOCK_SIZE), group, max_tokens=1)
+                self.step()
             self._add([*prefix, 1], group, max_tokens=1)
             self.step()
-            for i in range(4):
-                self._add([i] * 64, group, max_tokens=2400)
+            for i in range(num_running):
+                self._add([i] * (64 + i if evicts else 64), group, max_tokens=2400)
             self.step()
         for i in range(num_waiting):
             self._add([*prefix, *[i] * 16_000], -1, max_tokens=1)
+        if evicts:
+            for _ in range(BLOCK_SIZE):  # They use up what nobody has had yet.
+                self.step()
 
     def _add(self, prompt: list[int], group: int, max_tokens: int) -> None:
         self._num_requests += 1
@@ -160,26 +179,27 @@ class Queue:
         self._scheduler.update(batch, StepResult([1] * len(batch.slots), 0.0))
 
 
-def step_us(num_groups: int, num_waiting: int) -> tuple[float, float]:
+def step_us(num_groups: int, num_waiting: int, *, evicts: bool) -> tuple[float, float]:
     """Median and 99th percentile of a step's host time in microseconds."""
-    queue = Queue(num_groups, num_waiting)
+    queue = Queue(num_groups, num_waiting, evicts=evicts)
+    num_steps = NUM_EVICTED - 2 * BLOCK_SIZE if evicts else NUM_STEPS
     times = []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         started = time.perf_counter()
         queue.step()
         times.append(1e6 * (time.perf_counter() - started))
     times.sort()
-    return times[NUM_STEPS // 2], times[NUM_STEPS * 99 // 100]
+    return times[num_steps // 2], times[num_steps * 99 // 100]
 
 
 def show_waiting() -> None:
     """Print what a step costs while others wait."""
-    for num_groups in (1, 8):
+    for evicts, num_groups in itertools.product((False, True), (1, 8)):
         for num_waiting in (0, 0, NUM_WAITING):
-            median, worst = step_us(num_groups, num_waiting)
+            median, worst = step_us(num_groups, num_waiting, evicts=evicts)
             print(
-                f"{num_groups} groups, {num_waiting:>2} waiting: {median:7.1f} us a step, "
-                f"p99 {worst:7.1f} us"
+                f"{num_groups} groups, {num_waiting:>2} waiting"
+                f"{', evicting' if evicts else ''}: {median:7.1f} us a step, p99 {worst:7.1f} us"
             )
 
 

@@ -9,8 +9,9 @@ not merged so that block tables only ever grow).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,16 +26,29 @@ class PrefixWalk:
     """The cached prefix of one sequence in one pool, and as of when; owned by the sequence.
 
     Attributes:
-        block_ids: The cached blocks, from the first on.
-        num_evictable: How many of them no one holds: they count as free until they are shared.
-        found_at: The pool's `_num_forgotten` when they were found.
-        counted_at: Its `_num_turns` when these were counted, and how many blocks there were.
+        found: The cached blocks, from the first on, each with the hash that it was found by.
+        unheld: Those of them that no one holds.
+        as_of: The pool's `_num_changes` when it was brought up to date.
     """
 
-    block_ids: list[int] = field(default_factory=list)
-    num_evictable: int = 0
-    found_at: int = 0
-    counted_at: tuple[int, int] = (0, 0)
+    found: dict[int, bytes] = field(default_factory=dict)
+    unheld: set[int] = field(default_factory=set)
+    as_of: int = 0
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The cached blocks, from the first on."""
+        return list(self.found)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many they are."""
+        return len(self.found)
+
+    @property
+    def num_evictable(self) -> int:
+        """How many of them count as free now and would stop doing so once shared."""
+        return len(self.unheld)
 
 
 class BlockPool:
@@ -57,10 +71,11 @@ class BlockPool:
         self._free: list[int] = []
         self._next_fresh = 1
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # What makes a walk stale: how often a block stopped to be found by its hash, and how often
-        # one got its first holder while it was cached, or lost its last.
-        self._num_forgotten = 0
-        self._num_turns = 0
+        # What may make a walk stale: the blocks that stopped to be found by their hash, got their
+        # first holder while they were cached, or lost their last, in that order, and how many ever.
+        # As many are kept as a walk may be long: one that missed more looks at its own blocks.
+        self._changes: deque[int] = deque(maxlen=num_blocks)
+        self._num_changes = 0
 
     def __repr__(self) -> str:
         cached = len(self._block_by_hash)
@@ -111,7 +126,7 @@ class BlockPool:
                     self._free.append(block_id)
                 else:
                     self._cached[block_id] = None
-                    self._num_turns += 1
+                    self._note_change(block_id)
 
     def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Block ids of the longest cached prefix of `block_hashes`; takes no reference."""
@@ -128,34 +143,40 @@ class BlockPool:
     ) -> None:
         """Let a walk tell of the longest cached prefix as it is now.
 
-        Sequences that wait ask in every step: where nothing has changed that is one look-up.
+        Sequences that wait ask in every step. That costs one look-up, one for each change of the
+        pool since (never more than the walk is long), and what has changed of the walk itself.
+        A block may go before those that follow it, where several sequences left the prefix behind.
 
         Args:
             walk: Of this pool; a new one, or one that was brought up to date before.
-            block_hashes: Of the sequence; may have grown, and is otherwise what it was.
+            block_hashes: Of the sequence, no two alike; may have grown, and is otherwise what it
+                was.
             num_blocks: The prefix ends here at the latest.
         """
-        found = walk.block_ids
-        if walk.found_at != self._num_forgotten:
-            found.clear()
-            walk.found_at, walk.counted_at = self._num_forgotten, (-1, -1)
+        found = walk.found
+        num_missed, walk.as_of = self._num_changes - walk.as_of, self._num_changes
+        missed: Iterable[int] = walk.found
+        if num_missed <= len(found):
+            missed = islice(reversed(self._changes), num_missed)
+        changed = {b for b in missed if b in found}
+        gone = {b for b in changed if self._hashes[b] != found[b]}
+        walk.unheld -= changed
+        walk.unheld.update(b for b in changed if self._ref_counts[b] == 0)
+        while gone:
+            block_id, _ = found.popitem()
+            walk.unheld.discard(block_id)
+            gone.discard(block_id)
         rest = range(len(found), num_blocks)
-        found.extend(self.find_prefix(block_hashes[i] for i in rest))
-        now = (self._num_turns, len(found))
-        if walk.counted_at != now:
-            walk.counted_at = now
-            walk.num_evictable = self.num_evictable(found)
-
-    def num_evictable(self, block_ids: Sequence[int]) -> int:
-        """How many of these cached blocks count as free now and would stop doing so once shared."""
-        return sum(self._ref_counts[b] == 0 for b in block_ids)
+        more = self.find_prefix(block_hashes[i] for i in rest)
+        found.update((b, block_hashes[i]) for i, b in zip(rest, more, strict=False))
+        walk.unheld.update(b for b in more if self._ref_counts[b] == 0)
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Take one more reference to each cached block."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._cached[block_id]
-                self._num_turns += 1
+                self._note_change(block_id)
             self._ref_counts[block_id] += 1
 
     def is_private(self, block_id: int) -> bool:
@@ -172,7 +193,8 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Forget every hash; held blocks stay held."""
-        self._num_forgotten += 1
+        for block_id in self._block_by_hash.values():
+            self._note_change(block_id)
         self._block_by_hash.clear()
         self._hashes = [None] * len(self._hashes)
 
@@ -193,4 +215,8 @@ class BlockPool:
         if block_hash is not None:
             del self._block_by_hash[block_hash]
             self._hashes[block_id] = None
-            self._num_forgotten += 1
+            self._note_change(block_id)
+
+    def _note_change(self, block_id: int) -> None:
+        self._changes.append(block_id)
+        self._num_changes += 1

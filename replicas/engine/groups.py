@@ -241,7 +241,7 @@ class DPGroups:
 
     def _fits(self, group: int, num_tokens: int, walk: PrefixWalk) -> bool:
         """Whether a group has blocks for so many tokens, the first of them found already."""
-        num_new_blocks = self._num_blocks_for(num_tokens) - len(walk.block_ids)
+        num_new_blocks = self._num_blocks_for(num_tokens) - walk.num_blocks
         return num_new_blocks + walk.num_evictable <= self._pools[group].num_free_blocks
 
     def _extend_hashes(self, seq: Sequence) -> None:

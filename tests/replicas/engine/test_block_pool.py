@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 from hypothesis import strategies as st
@@ -141,7 +143,9 @@ def test_only_unheld_blocks_of_a_prefix_count_as_evictable():
     pool.cache(held, b"1")
     pool.cache(freed, b"2")
     pool.free([freed])
-    assert pool.num_evictable([held, freed]) == 1
+    walk = PrefixWalk()
+    pool.bring_up_to_date(walk, [b"1", b"2"], 2)
+    assert (walk.block_ids, walk.num_evictable) == ([held, freed], 1)
 
 
 def test_pool_without_prefix_caching_finds_nothing():
@@ -173,6 +177,140 @@ def test_freeing_twice_is_a_bug():
     pool.free(blocks)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(blocks)
+
+
+# --- walks ----------------------------------------------------------------------------------------
+
+
+class CountingIndex(dict):
+    """A prefix index that counts how often anything is looked for in it."""
+
+    num_lookups = 0
+
+    def get(self, *args):
+        self.num_lookups += 1
+        return super().get(*args)
+
+
+class CountingList(list):
+    """A list that counts how often one of its values is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, index):
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+class FullPool:
+    """A pool of cached blocks alone, half of them of one prefix, and a walk along that."""
+
+    def __init__(self, num_blocks):
+        self.pool = BlockPool(2 * num_blocks + 1)
+        self.hashes = [b"own%d" % n for n in range(num_blocks)]
+        self.own, self.others = (self.pool.allocate(num_blocks) for _ in range(2))
+        for n, (own, other) in enumerate(zip(self.own, self.others, strict=True)):
+            self.pool.cache(own, self.hashes[n])
+            self.pool.cache(other, b"other%d" % n)
+        self.walk = PrefixWalk()
+        self.look()
+        self.index = self.pool._block_by_hash = CountingIndex(self.pool._block_by_hash)
+        self.blocks = self.pool._hashes = CountingList(self.pool._hashes)
+
+    def look(self):
+        self.pool.bring_up_to_date(self.walk, self.hashes, len(self.hashes))
+
+    def cost_of_a_look(self):
+        """Look-ups and blocks looked at; the walk is right after it."""
+        before = self.index.num_lookups + self.blocks.num_reads
+        self.look()
+        cost = self.index.num_lookups + self.blocks.num_reads - before
+        assert self.walk.block_ids == self.pool.find_prefix(self.hashes)
+        assert self.walk.num_evictable == sum(self.pool._ref_counts[b] == 0 for b in self.own)
+        return cost
+
+
+@pytest.mark.parametrize("own_is_held", [True, False])
+def test_evicting_blocks_of_others_costs_a_walk_nothing(own_is_held):
+    full = FullPool(200)
+    full.pool.free(full.others)
+    if not own_is_held:
+        full.pool.free(full.own)
+    full.look()
+    for _ in range(200):
+        full.pool.allocate(1)
+        assert full.cost_of_a_look() == 0
+    assert full.walk.block_ids == full.own
+
+
+def test_evicting_the_end_of_a_walk_costs_no_walk_along_the_rest():
+    full = FullPool(200)
+    full.pool.free(full.own)
+    full.look()
+    for left in range(199, -1, -1):
+        full.pool.allocate(1)
+        # Whether that block is still what it was, and whether another one is found instead.
+        assert full.cost_of_a_look() <= 2
+        assert full.walk.num_blocks == full.walk.num_evictable == left
+
+
+def test_a_walk_that_missed_much_looks_at_each_of_its_own_blocks_once():
+    full = FullPool(20)
+    for _ in range(50):
+        full.pool.free(full.others)
+        full.pool.share(full.others)
+    assert full.cost_of_a_look() <= 20
+
+
+def test_a_block_that_goes_before_those_that_follow_it_ends_a_walk_there():
+    """Two sequences compute a prefix at once; the one that was ahead ends, its block goes."""
+    pool = BlockPool(5)
+    ahead, behind = pool.allocate(1), pool.allocate(3)
+    pool.cache(ahead[0], b"1")
+    for block_id, block_hash in zip(behind, [b"1", b"2", b"3"], strict=True):
+        pool.cache(block_id, block_hash)
+    walk = PrefixWalk()
+    pool.bring_up_to_date(walk, [b"1", b"2", b"3"], 3)
+    assert walk.block_ids == [*ahead, *behind[1:]]
+    pool.free(ahead)
+    [another] = pool.allocate(1)
+    pool.bring_up_to_date(walk, [b"1", b"2", b"3"], 3)
+    assert (walk.block_ids, walk.num_evictable) == ([], 0)
+    pool.cache(another, b"1")
+    pool.bring_up_to_date(walk, [b"1", b"2", b"3"], 3)
+    assert walk.block_ids == [another, *behind[1:]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_walk_is_what_a_new_one_would_be_whatever_happened_since(seed):
+    """Blocks of one chain are indexed, held, freed and evicted in any order, so holes come up."""
+    dice, pool, tables = random.Random(seed), BlockPool(8), []
+    hashes = [b"a", b"b", b"c", b"d", b"e"]
+    # The first is brought up to date after each step, the last one seldom.
+    walks = [PrefixWalk() for _ in range(4)]
+    num_holes = 0
+    for _ in range(5000):
+        match dice.randrange(5):
+            case 0 | 1 if pool.num_free_blocks:
+                tables.append(pool.allocate(1))
+                if dice.random() < 0.7:
+                    pool.cache(tables[-1][0], dice.choice(hashes))
+            case 2:
+                tables.append(pool.find_prefix(hashes[: dice.randrange(6)]))
+                pool.share(tables[-1])
+            case 3 | 4 if tables:
+                pool.free(tables.pop(dice.randrange(len(tables))))
+        if dice.random() < 0.005:
+            pool.reset_prefix_cache()
+        fresh = PrefixWalk()
+        pool.bring_up_to_date(fresh, hashes, len(hashes))
+        for n, walk in enumerate(walks):
+            if dice.random() < 0.25**n:
+                blocks = [pool._hashes[b] == h for b, h in walk.found.items()]
+                num_holes += blocks != sorted(blocks, reverse=True)
+                pool.bring_up_to_date(walk, hashes, len(hashes))
+                assert (walk.found, walk.unheld) == (fresh.found, fresh.unheld)
+    assert num_holes > 20
 
 
 class Pool(RuleBasedStateMachine):
@@ -218,6 +356,7 @@ class Pool(RuleBasedStateMachine):
     @rule(hashes=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
     def walk(self, hashes):
         self.walks.append((hashes, PrefixWalk()))
+        self.pool.bring_up_to_date(self.walks[-1][1], hashes, len(hashes))
 
     @precondition(lambda self: self.walks)
     @rule(data=st.data())
@@ -252,6 +391,15 @@ class Pool(RuleBasedStateMachine):
         counts = Counter(b for table in self.tables for b in table)
         assert self.pool._ref_counts == [counts[b] for b in range(self.num_blocks + 1)]
         assert self.pool.num_free_blocks == self.num_blocks - len(counts)
+
+    @invariant()
+    def every_walk_is_what_a_new_one_would_be(self):
+        """However long ago it was brought up to date: only a copy is brought so here."""
+        for hashes, walk in getattr(self, "walks", ()):
+            old, new = deepcopy(walk), PrefixWalk()
+            for each in (old, new):
+                self.pool.bring_up_to_date(each, hashes, len(hashes))
+            assert (old.found, old.unheld) == (new.found, new.unheld)
 
     def teardown(self):
         if hasattr(self, "pool"):
