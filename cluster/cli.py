@@ -80,7 +80,10 @@ def environment() -> None:
     script = haproxy.find_script()
     if script is None:
         typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
-    variables = {"RAY_AUTH_MODE": "token", **haproxy.environment(private_folder(), script)}
+    folder = private_folder()
+    # Ray lets every user of the host write in its own folder: nobody else reaches one below ours.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder)}
+    variables |= haproxy.environment(folder, script)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 

@@ -105,11 +105,11 @@ def _check_counts(args: ClusterArgs) -> None:
             f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
             f"got {args.ingress.max_body_bytes}"
         )
-    if args.ingress.request_timeout_s <= 0:
+    if not args.ingress.request_timeout_s > 0:
         raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
     if args.router.max_queued_requests < 0:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
-    if args.router.queue_timeout_s <= 0:
+    if not args.router.queue_timeout_s > 0:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
 
 

@@ -5,8 +5,8 @@ names. The console script `ttserve-haproxy` stands in for it: it rewrites the fi
 HAProxy (same process id, which Serve checks).
 
 - The public address is that of `http_options`, but Serve writes the two administration listeners
-  (metrics and statistics) without one, which means every interface: they are bound like the public
-  one.
+  (metrics and statistics) without one, which means every interface: they are bound to loopback, and
+  may have few connections, for all listeners share one number of them.
 - The admin socket, which Serve writes with mode 666, is its owner's alone, and nothing starts if
   another user could change one of the files. It keeps `expose-fd listeners`: Serve reloads with
   `-x`, and HAProxy ends at once if it cannot have its predecessor's listeners by that way.
@@ -14,7 +14,8 @@ HAProxy (same process id, which Serve checks).
   takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; one address has half of all
   connections at most (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
 - Headers that are Serve's own are taken off.
-- What HAProxy answers by itself is an OpenAI-style error instead of a bare 500.
+- What HAProxy answers by itself is an OpenAI-style error instead of a bare 500, and instead of a
+  404 while no ingress is known, which clients would take for good.
 - Requests are not spliced: with `option splice-request` HAProxy 2.8 often does not notice that a
   client has left whose body came after its headers, and a request that nobody waits for would keep
   its decode slot to the end.
@@ -45,9 +46,13 @@ CLIENT_TIMEOUT_S = 30
 _SOCKET_BYTES = 128 * 2**10
 _HEALTH_PERIOD_S = 1
 _DEFAULT_MAX_CONNECTIONS = 4096
+_OWN_CONNECTIONS = 32
+_LONGEST_STREAM_S = 3600
 
 _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<rest>.*)$")
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
+_NOT_FOUND = re.compile(r"^\s*http-request return status 404\b")
+_OWN_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 _TAKE_OVER = frozenset({"-sf", "-st", "-x"})
@@ -63,25 +68,28 @@ _UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
-    """Bind every listener to the public address, answer our own error, splice no requests.
+    """Bind HAProxy's own listeners to loopback, answer our own error, splice no requests.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
         error_file: File that HAProxy sends when it cannot reach a replica; None leaves Serve's.
 
     Returns:
-        The configuration to run; unchanged where it names an address already.
+        The configuration to run; an address that it names already stays.
 
     Source: `HAPROXY_CONFIG_TEMPLATE` of Ray 2.60, serve/_private/haproxy_templates.py.
     """
-    lines = config.splitlines()
-    host = _public_host(lines)
+    section = ""
     result = []
-    for line in lines:
+    for line in config.splitlines():
+        if line and not line[0].isspace():
+            section = line.strip()
         bind = _BIND.match(line)
         error = _ERROR_FILE.match(line)
-        if bind and host is not None and bind["address"] in _EVERY_ADDRESS:
-            result.append(f"{bind['indent']}{host}:{bind['port']}{bind['rest']}")
+        if bind and section in _OWN_SECTIONS and bind["address"] in _EVERY_ADDRESS:
+            result.append(f"{bind['indent']}127.0.0.1:{bind['port']}{bind['rest']}")
+        elif _NOT_FOUND.match(line) and error_file is not None:
+            result.append("    http-request return status 503 errorfile " + error_file)
         elif error and error_file is not None:
             result.append(f"{error['indent']}errorfile {error['status']} {error_file}")
         elif not _SPLICE.match(line):
@@ -141,6 +149,7 @@ def _added(config: str, timeout_file: str) -> dict[str, list[str]]:
             f"timeout http-request {REQUEST_TIMEOUT_S}s",
             f"errorfile 408 {timeout_file}",
         ],
+        **{section: [f"maxconn {_OWN_CONNECTIONS}"] for section in _OWN_SECTIONS},
         "frontend http_frontend": [
             "option http-buffer-request",
             # An IPv6 network of 64 bits is one household or host.
@@ -210,6 +219,9 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
     return variables | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         BINARY_VARIABLE: script,
+        # Whatever changes among the replicas reloads HAProxy: its predecessor must stay as long as
+        # a stream that it carries may take, which Serve would cut after two minutes.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(_LONGEST_STREAM_S),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),

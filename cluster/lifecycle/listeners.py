@@ -85,7 +85,7 @@ KNOWN_SOCKETS = (
         "http",
         _HAPROXY,
         _TCP,
-        "`http_options.host`, its statistics and metrics there too",
+        "`http_options.host`; its statistics and metrics on loopback",
         "everybody who reaches the address: there are no API keys",
     ),
     KnownSocket(

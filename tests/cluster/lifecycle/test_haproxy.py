@@ -24,22 +24,28 @@ listen stats
 """
 
 
-def test_administration_listeners_follow_a_public_address():
-    run = haproxy.rewrite(CONFIG.format(public="127.0.0.1:8000"))
+@pytest.mark.parametrize("public", ["127.0.0.1:8000", "10.0.0.5:80", "*:8000", "0.0.0.0:8000"])
+def test_administration_listeners_are_on_loopback_whatever_the_public_address(public):
+    run = haproxy.rewrite(CONFIG.format(public=public))
     binds = [line.strip() for line in run.splitlines() if line.lstrip().startswith("bind")]
-    assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404"]
+    assert binds == ["bind 127.0.0.1:9101", f"bind {public}", "bind 127.0.0.1:8404"]
 
 
-@pytest.mark.parametrize("public", ["*:8000", "0.0.0.0:8000", ":8000"])
-def test_public_listener_on_every_interface_is_left_alone(public):
-    config = CONFIG.format(public=public)
-    assert haproxy.rewrite(config) == config
+def test_who_asks_before_an_ingress_is_known_is_told_to_come_again():
+    nobody = "backend default_backend\n    http-request return status 404 content-type text/plain\n"
+    run = haproxy.rewrite(CONFIG.format(public="127.0.0.1:8000") + nobody, "/tmp/h/e.http")
+    assert run.endswith("    http-request return status 503 errorfile /tmp/h/e.http\n")
+
+
+def test_administration_listeners_may_not_take_the_clients_connections():
+    run = haproxy.protect(CONFIG.format(public="127.0.0.1:8000"), "/tmp/h/t.http")
+    assert run.count("maxconn 32") == 2
 
 
 def test_rewriting_twice_changes_nothing_more():
     once = haproxy.rewrite(CONFIG.format(public="10.0.0.5:80"), "/tmp/h/e.http")
     assert haproxy.rewrite(once, "/tmp/h/e.http") == once
-    assert "10.0.0.5:9101" in once
+    assert "127.0.0.1:9101" in once
 
 
 def test_only_listeners_and_error_files_change():
