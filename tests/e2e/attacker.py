@@ -179,7 +179,10 @@ def _oversized(known: Attack, n: int) -> str:
                 client.sendall(request_bytes(b"", length=9 * 2**20))
                 for _ in range(9):
                     client.sendall(b" " * 2**20)
-        return f"oversized {answer(client)[0]}"
+        # HAProxy keeps the connection for a while, for what was announced and does not come.
+        with contextlib.suppress(ConnectionError):
+            return f"oversized {client.recv(12)[9:].decode()}"
+    return "oversized, cut off"
 
 
 # --- small bodies that cost much -----------------------------------------------------------------
