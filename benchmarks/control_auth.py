@@ -108,32 +108,21 @@ class End:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + time.process_time()
 
 
-async def compare(num_streams: int, num_rounds: int) -> dict[str, object]:
-    """Measure; one row for each kind but the first, and the first one's own figures."""
-    ends = {kind: End(kind, num_streams) for kind in KINDS}
-    speeds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    firsts: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    try:
-        for end in ends.values():
-            await end.connect()
-            await end.tokens_per_s(num_streams)
-        for n in range(num_rounds):
-            for kind in KINDS[n % 3 :] + KINDS[: n % 3]:
-                speeds[kind].append(await ends[kind].tokens_per_s(num_streams))
-                firsts[kind].append(await ends[kind].ttft_ms())
-    finally:
-        for end in ends.values():
-            await end.client.close()
-            end.handle.stop()
-    base, again, curve = KINDS
+class Figures:
+    """What the rounds gave, by kind."""
 
-    def row(kind: str) -> dict[str, float]:
-        pairs = list(zip(speeds[kind], speeds[base], strict=True))
+    def __init__(self) -> None:
+        self.speeds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        self.firsts: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+
+    def more_than_base(self, kind: str) -> dict[str, float]:
+        """What a kind costs over the first one."""
+        pairs = list(zip(self.speeds[kind], self.speeds[KINDS[0]], strict=True))
         later = [
             statistics.median(a) - statistics.median(b)
-            for a, b in zip(firsts[kind], firsts[base], strict=True)
+            for a, b in zip(self.firsts[kind], self.firsts[KINDS[0]], strict=True)
         ]
-        least = [min(itertools.chain(*firsts[k])) for k in (kind, base)]
+        least = [min(itertools.chain(*self.firsts[k])) for k in (kind, KINDS[0])]
         return {
             "tokens_per_s_ratio": round(statistics.median(a[0] / b[0] for a, b in pairs), 4),
             "cpu_us_per_token_more": round(statistics.median(a[1] - b[1] for a, b in pairs), 1),
@@ -141,14 +130,39 @@ async def compare(num_streams: int, num_rounds: int) -> dict[str, object]:
             "least_ttft_ms_more": round(least[0] - least[1], 3),
         }
 
+    def of_base(self) -> dict[str, float]:
+        """The first kind's own."""
+        speeds, firsts = self.speeds[KINDS[0]], self.firsts[KINDS[0]]
+        return {
+            "plain_tokens_per_s": round(statistics.median(a for a, _ in speeds), 1),
+            "plain_cpu_us_per_token": round(statistics.median(b for _, b in speeds), 1),
+            "plain_ttft_ms": round(statistics.median(itertools.chain(*firsts)), 3),
+        }
+
+
+async def compare(num_streams: int, num_rounds: int) -> dict[str, object]:
+    """Measure; one row for each kind but the first, and the first one's own figures."""
+    ends = {kind: End(kind, num_streams) for kind in KINDS}
+    figures = Figures()
+    try:
+        for end in ends.values():
+            await end.connect()
+            await end.tokens_per_s(num_streams)
+        for n in range(num_rounds):
+            for kind in KINDS[n % 3 :] + KINDS[: n % 3]:
+                figures.speeds[kind].append(await ends[kind].tokens_per_s(num_streams))
+                figures.firsts[kind].append(await ends[kind].ttft_ms())
+    finally:
+        for end in ends.values():
+            await end.client.close()
+            end.handle.stop()
+    _, again, curve = KINDS
     return {
         "streams": num_streams,
         "rounds": num_rounds,
-        "plain_tokens_per_s": round(statistics.median(a for a, _ in speeds[base]), 1),
-        "plain_cpu_us_per_token": round(statistics.median(b for _, b in speeds[base]), 1),
-        "plain_ttft_ms": round(statistics.median(itertools.chain(*firsts[base])), 3),
-        "aa": row(again),
-        "curve": row(curve),
+        **figures.of_base(),
+        "aa": figures.more_than_base(again),
+        "curve": figures.more_than_base(curve),
     }
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from cluster.lifecycle.supervisor import ServeOptions
 
 app = typer.Typer(
     name="ttserve",
@@ -41,11 +44,8 @@ def serve(
 ) -> None:
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
     import configs
-    from cluster.config.resolve import resolve
     from cluster.errors import ClusterConfigError
     from cluster.lifecycle.supervisor import ServeOptions
-    from cluster.lifecycle.supervisor import serve as supervise
-    from cluster.routing.tickets import key_ring
 
     demo = Path(configs.__file__).resolve().with_name("demo.yaml")
     path = demo if config is None else config.absolute()
@@ -57,13 +57,7 @@ def serve(
         faults=None if faults is None else str(faults.absolute()),
     )
     try:
-        # Checked here too: a mistake costs no start of Ray.
-        file = options.read()
-        key_file = resolve(file.args).key_file
-        if key_file is not None:
-            key_ring(key_file)
-        _warn(path, file.warning)
-        code = supervise(options, file.http_options.host, file.http_options.port)
+        code = _supervise(options, path)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
     raise typer.Exit(code)
@@ -317,6 +311,25 @@ def chaos(
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def _supervise(options: ServeOptions, path: Path) -> int:
+    """Serve a config file once it is found good.
+
+    Raises:
+        ClusterConfigError: The file, or what it names, does not do.
+    """
+    from cluster.config.resolve import resolve
+    from cluster.lifecycle.supervisor import serve as supervise
+    from cluster.routing.tickets import key_ring
+
+    # Checked here too: a mistake costs no start of Ray.
+    file = options.read()
+    key_file = resolve(file.args).key_file
+    if key_file is not None:
+        key_ring(key_file)
+    _warn(path, file.warning)
+    return supervise(options, file.http_options.host, file.http_options.port)
 
 
 def _absolute_model(model: str) -> str:

@@ -200,12 +200,7 @@ class Tokenizer:
         if not messages:
             raise ChatTemplateError("messages", "messages must hold at least one message")
         given = variables or {}
-        # The functions that the template calls are variables to it too.
-        taken = (_RESERVED_VARIABLES | self._chat_template.globals.keys()) & given.keys()
-        if taken:
-            raise ChatTemplateError(
-                "chat_template_kwargs", f"chat_template_kwargs may not set {sorted(taken)}"
-            )
+        _check_variables(self._chat_template, given)
         turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
         told: dict[str, object] = {
             "tools": None,
@@ -220,6 +215,20 @@ class Tokenizer:
             if given and _can_render(self._chat_template, told):
                 raise ChatTemplateError("chat_template_kwargs", str(error)) from error
             raise
+
+
+def _check_variables(template: jinja2.Template, given: Mapping[str, object]) -> None:
+    """Refuse variables that are the template's own.
+
+    Raises:
+        ChatTemplateError: There is one.
+    """
+    # The functions that the template calls are variables to it too.
+    taken = (_RESERVED_VARIABLES | template.globals.keys()) & given.keys()
+    if taken:
+        raise ChatTemplateError(
+            "chat_template_kwargs", f"chat_template_kwargs may not set {sorted(taken)}"
+        )
 
 
 def _render(template: jinja2.Template, variables: dict[str, object]) -> str:

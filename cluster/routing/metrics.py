@@ -84,6 +84,16 @@ class RouterMetrics:
         self.e2e_latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_BUCKETS
         )
+        self.num_queued = self._gauge(
+            "ttserve_router_queued_requests", "Requests that wait for a decode slot at this ingress"
+        )
+        self.num_stalled = self._gauge(
+            "ttserve_router_stalled_replicas",
+            "Replicas that get nothing new because they stall or are silent",
+        )
+        self._add_counters()
+
+    def _add_counters(self) -> None:
         self.requests = self._counter(
             "ttserve_ingress_requests", "Requests that ended at this ingress", "finished_reason"
         )
@@ -100,13 +110,6 @@ class RouterMetrics:
             "ttserve_router_stalled_legs",
             "Parts of requests that were taken away from a replica that stalled",
             "leg",
-        )
-        self.num_queued = self._gauge(
-            "ttserve_router_queued_requests", "Requests that wait for a decode slot at this ingress"
-        )
-        self.num_stalled = self._gauge(
-            "ttserve_router_stalled_replicas",
-            "Replicas that get nothing new because they stall or are silent",
         )
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:

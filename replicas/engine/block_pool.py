@@ -153,23 +153,13 @@ class BlockPool:
                 was.
             num_blocks: The prefix ends here at the latest.
         """
-        found = walk.found
-        num_missed, walk.as_of = self._num_changes - walk.as_of, self._num_changes
-        missed: Iterable[int] = walk.found
-        if num_missed <= len(found):
-            missed = islice(reversed(self._changes), num_missed)
-        changed = {b for b in missed if b in found}
-        gone = {b for b in changed if self._hashes[b] != found[b]}
-        walk.unheld -= changed
-        walk.unheld.update(b for b in changed if self._ref_counts[b] == 0)
-        while gone:
-            block_id, _ = found.popitem()
-            walk.unheld.discard(block_id)
-            gone.discard(block_id)
-        rest = range(len(found), num_blocks)
+        if walk.as_of != self._num_changes:
+            self._drop_stale(walk)
+        rest = range(len(walk.found), num_blocks)
         more = self.find_prefix(block_hashes[i] for i in rest)
-        found.update((b, block_hashes[i]) for i, b in zip(rest, more, strict=False))
-        walk.unheld.update(b for b in more if self._ref_counts[b] == 0)
+        if more:
+            walk.found.update((b, block_hashes[i]) for i, b in zip(rest, more, strict=False))
+            walk.unheld.update(b for b in more if self._ref_counts[b] == 0)
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Take one more reference to each cached block."""
@@ -216,6 +206,24 @@ class BlockPool:
             del self._block_by_hash[block_hash]
             self._hashes[block_id] = None
             self._note_change(block_id)
+
+    def _drop_stale(self, walk: PrefixWalk) -> None:
+        """End a walk before the first block that is not found any more, and see who holds which."""
+        found = walk.found
+        num_missed, walk.as_of = self._num_changes - walk.as_of, self._num_changes
+        missed: Iterable[int] = found
+        if num_missed <= len(found):
+            missed = islice(reversed(self._changes), num_missed)
+        changed = {b for b in missed if b in found}
+        if not changed:
+            return
+        gone = {b for b in changed if self._hashes[b] != found[b]}
+        walk.unheld -= changed
+        walk.unheld.update(b for b in changed if self._ref_counts[b] == 0)
+        while gone:
+            block_id, _ = found.popitem()
+            walk.unheld.discard(block_id)
+            gone.discard(block_id)
 
     def _note_change(self, block_id: int) -> None:
         self._changes.append(block_id)

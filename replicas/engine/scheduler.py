@@ -293,15 +293,7 @@ class Scheduler:
             self._run_loaded(seq)
             return None
         seq.load_failure = failure.reason.value
-        next_load, seq.next_load = seq.next_load, None
-        if next_load is not None and not seq.is_activated:
-            try:
-                self.load(request_id, *next_load, now_s)
-            except TransferError:
-                return seq
-            return None
-        self._start_if_ready(seq)
-        return seq
+        return self._go_on_without(seq, now_s)
 
     def release_held(self, request_id: str) -> None:
         """Free blocks that another engine has fetched, or will not fetch any more."""
@@ -669,6 +661,22 @@ class Scheduler:
             self._num_recompute_tokens += num_missing
         del self._reserved[seq.request_id]
         self._run(seq)
+
+    def _go_on_without(self, seq: Sequence, now_s: float) -> Sequence | None:
+        """Let a sequence whose load failed load with its next ticket, compute, or wait for either.
+
+        Returns:
+            The sequence if its client should know.
+        """
+        next_load, seq.next_load = seq.next_load, None
+        if next_load is None or seq.is_activated:
+            self._start_if_ready(seq)
+            return seq
+        try:
+            self.load(seq.request_id, *next_load, now_s)
+        except TransferError:
+            return seq
+        return None
 
     def _run_loaded(self, seq: Sequence) -> None:
         del self._loading[seq.request_id]

@@ -284,9 +284,8 @@ def door_frame(dice: random.Random, sealed: bytes) -> bytes:
             return sealed
 
 
-@many
-def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
-    """Its server is a process of its own; whoever connects is of the same user."""
+def flood_pool(name: str, count: int) -> None:
+    """Send so many bad frames to a pool's socket, over one connection after the other."""
     dice = random.Random(17)
     questions = [
         shm_messages.encode(x)
@@ -300,25 +299,31 @@ def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
             shm_messages.Discard(b"a"),
         )
     ]
+    frames = itertools.chain.from_iterable(strings(19, questions, sys.maxsize))
+    num_sent = 0
+    while num_sent < count:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(20.0)
+            # Not let in while too many wait; greeted or not, until it hangs up.
+            with suppress(OSError):
+                stranger.connect(name)
+                if dice.random() < 0.9:
+                    stranger.send(questions[0])
+                for frame in itertools.islice(frames, 20):
+                    stranger.send(frame or b"?")
+                    num_sent += 1
+                stranger.send(bytes(100_000))
+
+
+@many
+def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
+    """Its server is a process of its own; whoever connects is of the same user."""
     with server_process() as (address, process):
         store = connect(address)
         before = resident_bytes(process.pid)
-        sent = [0]
 
         def flood() -> None:
-            frames = itertools.chain.from_iterable(strings(19, questions, sys.maxsize))
-            while sent[-1] < count:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                    stranger.settimeout(20.0)
-                    # Not let in while too many wait; greeted or not, until it hangs up.
-                    with suppress(OSError):
-                        stranger.connect(socket_name(address, os.getuid()))
-                        if dice.random() < 0.9:
-                            stranger.send(questions[0])
-                        for frame in itertools.islice(frames, 20):
-                            stranger.send(frame or b"?")
-                            sent[-1] += 1
-                        stranger.send(bytes(100_000))
+            flood_pool(socket_name(address, os.getuid()), count)
 
         with running(flood) as flooding:
             n = 0

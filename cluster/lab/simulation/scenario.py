@@ -358,13 +358,17 @@ class _Dice:
             requests=requests,
             restart_s=self._pick(0.1, 1.0, 4.0),
         )
+        return self._with_troubles(scenario, is_calm=is_calm)
+
+    def _with_troubles(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
+        """Choose the order of the legs, and for some what goes wrong in more places than one."""
         # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
         order = self._pick("decode_first", "prefill_first")
         router = msgspec.structs.replace(scenario.router, order=order)
         scenario = msgspec.structs.replace(scenario, router=router)
         if is_calm:
             return scenario
-        if is_split and order == "prefill_first" and self._happens(0.3):
+        if len(scenario.pools) == 2 and order == "prefill_first" and self._happens(0.3):
             scenario = self._with_lost_consumers(scenario)
         elif self._happens(0.3):
             scenario = self._with_stuck_engines(scenario)
