@@ -250,7 +250,7 @@ class _EngineLink:
                 asyncio.get_running_loop().call_soon(self._take, frame)
                 return
         # Done at once, in either way.
-        error = self._input.send(raw, zmq.NOBLOCK).exception()
+        error = asyncio.ensure_future(self._input.send(raw, zmq.NOBLOCK)).exception()
         if isinstance(error, zmq.Again):
             # One that has not answered yet, or does not let us in, is greeted again until it does.
             if self._first_frame.is_set():
