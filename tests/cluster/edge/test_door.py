@@ -109,8 +109,9 @@ def test_more_bodies_than_there_may_be_get_429():
 
 
 def test_a_large_body_comes_through_as_it_was_sent():
-    text = "x" * 200_000
-    with door() as (guard, port):
+    text, service = "x" * 200_000, FakeBackend()
+    service.max_model_len = 2**18
+    with door(app=make_app(service)) as (guard, port):
         status, body = ask(port, {"prompt": text}, path="/tokenize")
         assert (status, json.loads(body)["count"]) == (200, len(text))
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
