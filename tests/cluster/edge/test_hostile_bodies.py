@@ -21,7 +21,7 @@ from tests.cluster.edge.test_routes import PROMPTS, Client, call, poll
 
 MAX_BODY_BYTES = 8 * 2**20
 LONGEST_STALL_S = 2.0
-"""A twentieth of what Serve's health check waits for; what is under test stays far below it."""
+"""A fifth of what Serve's health check waits for; what is under test stays far below it."""
 HI = {"role": "user", "content": "hi"}
 
 
