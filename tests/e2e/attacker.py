@@ -148,7 +148,7 @@ def slow_clients(known: Attack) -> Counter[str]:
     unread = [connect(known.http_port, receive_bytes=4096) for _ in range(NUM_UNREAD)]
     body = {
         "model": known.model, "prompt": "hi", "max_tokens": 8000, "temperature": 0,
-        "ignore_eos": True, "stream": True, "return_token_ids": True, "logprobs": 5,
+        "ignore_eos": True, "stream": True, "return_token_ids": True,
     }  # fmt: skip
     for client in unread:
         client.sendall(request_bytes(body))
@@ -181,7 +181,8 @@ def _oversized(known: Attack, n: int) -> str:
                     client.sendall(b" " * 2**20)
         # HAProxy keeps the connection for a while, for what was announced and does not come.
         with contextlib.suppress(ConnectionError):
-            return f"oversized {client.recv(12)[9:].decode()}"
+            if status := client.recv(12)[9:]:
+                return f"oversized {status.decode()}"
     return "oversized, cut off"
 
 

@@ -248,7 +248,7 @@ def known(front, attackers):
     engines = server.engines()
     ports = {port for _, port in harness.listening_ports(engines)}
     assert len(ports) >= 2 * NUM_ENGINES
-    recorded = [(port, raw) for port, raw in recorder.sent_to(ports) if len(raw) > 300]
+    recorded = [(port, raw) for port, raw in recorder.sent_to(ports) if len(raw) > 64]
     assert len(recorded) >= 2 * NUM_ENGINES or not IS_ROOT
     folder = str(server.haproxy_folder())
     return attacker.Attack("", MODEL, server.port, sorted(ports), recorded, folder), engines
