@@ -16,7 +16,7 @@ from kv_transfer.config import TransferConfig
 from replicas import dealer
 from replicas.config import SimulatedMeshConfig
 from replicas.dealer import SILENCE_S
-from replicas.engine import process
+from replicas.engine import sockets
 from tests.cluster.lab.simulation.clusters import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,
@@ -596,4 +596,4 @@ def test_a_replica_that_starts_again_within_a_freeze_is_frozen():
 
 
 def test_it_waits_as_long_as_the_real_ones():
-    assert (SILENCE_S, NOTICE_S) == (dealer.SILENCE_S, process.HEARTBEAT_S)
+    assert (SILENCE_S, NOTICE_S) == (dealer.SILENCE_S, sockets.HEARTBEAT_S)
