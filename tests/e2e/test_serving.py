@@ -173,7 +173,7 @@ def test_every_listener_is_on_loopback(server):
     reached = [x for x in listeners if x.verdict != "this host only"]
     assert {(x.socket, x.level) for x in reached} <= {("ray", "ok")}
     assert len(reached) <= 3
-    tcp = [x for x in listeners if x.socket in {"engine", "http", "ray"}]
+    tcp = [x for x in listeners if x.socket in {"engine", "http", "http-behind", "ray"}]
     ports = {int(x.address.rpartition(":")[2]) for x in tcp}
     # None of ours is without a name.
     assert {port for _, port in harness.listening_ports(family)} == ports
