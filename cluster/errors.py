@@ -43,6 +43,9 @@ class PayloadTooLargeError(ServingError):
     type = "BadRequestError"
     code = "payload_too_large"
 
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body is larger than the limit of {limit_bytes} bytes")
+
 
 class NotFoundError(ServingError):
     """The model, or the path, does not exist here."""

@@ -17,20 +17,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import orjson
 from starlette.middleware import Middleware
-from starlette.responses import Response
 
 from cluster.config.schema import LARGEST_BODY_BYTES
+from cluster.edge.answers import error_response
 from cluster.edge.headers import INTERNAL_HEADERS
-from cluster.edge.openai_responses import error_body
 from cluster.edge.sse import ClientGoneError
 from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_RETRY_AFTER_S = 1
 _IS_INTERNAL = re.compile(INTERNAL_HEADERS.encode())
 _REQUEST_ID = b"x-request-id"
 
@@ -92,7 +89,10 @@ class Door:
             await exchange.read_body(dict(scope["headers"]))
             await self._app(scope, exchange.receive, exchange.send)
         except _RefusedError as refused:
-            await _refusal(refused.error)(scope, receive, send)
+            response = error_response(refused.error)
+            # The rest of the body would be read as the connection's next request.
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
         except ClientGoneError:
             return
         finally:
@@ -133,7 +133,7 @@ class _Exchange:
         if b"transfer-encoding" not in headers and declared in {b"", b"0"}:
             return
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
-            raise _RefusedError(self._too_large())
+            raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
         if self._door.num_bodies >= self._limits.max_bodies:
             raise _RefusedError(_saturated(f"{self._limits.max_bodies} requests are being read"))
         self._door.num_bodies += 1
@@ -199,7 +199,7 @@ class _Exchange:
             chunk = message.get("body", b"")
             num_bytes += len(chunk)
             if num_bytes > self._limits.max_body_bytes:
-                raise _RefusedError(self._too_large())
+                raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
             self._take_share(num_bytes - self._limits.free_bytes)
             chunks.append(chunk)
             if not message.get("more_body", False):
@@ -216,10 +216,6 @@ class _Exchange:
         self._door.num_shared_bytes -= self._num_shared_bytes
         self._num_shared_bytes = 0
 
-    def _too_large(self) -> PayloadTooLargeError:
-        limit = self._limits.max_body_bytes
-        return PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
-
 
 def _is_clients(name: bytes, value: bytes) -> bool:
     """Whether a header is the client's to send; Serve reads a request's id as UTF-8."""
@@ -227,13 +223,4 @@ def _is_clients(name: bytes, value: bytes) -> bool:
 
 
 def _saturated(what: str) -> SaturatedError:
-    return SaturatedError(f"{what}; try again later", retry_after_s=_RETRY_AFTER_S)
-
-
-def _refusal(error: ServingError) -> Response:
-    # The rest of the body would be read as the connection's next request.
-    headers = {"connection": "close"}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(error.retry_after_s)
-    body = orjson.dumps(error_body(error))
-    return Response(body, error.status, headers, media_type="application/json")
+    return SaturatedError(f"{what}; try again later")

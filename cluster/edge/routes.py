@@ -20,7 +20,6 @@ import uuid
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,6 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.edge.answers import error_response, json_response
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -48,7 +48,6 @@ from cluster.edge.openai_responses import (
     ChatShape,
     ChunkWriter,
     CompletionShape,
-    error_body,
     model_body,
     whole_body,
 )
@@ -84,7 +83,6 @@ _MAX_JOBS = 64
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_DEFAULT_RETRY_AFTER_S = 1
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -211,16 +209,16 @@ class _Routes:
 
         generating = self._backend.generate(request, emit)
         usage = await until_disconnect(http_request.receive, generating, request.timeout_s)
-        return _json(whole_body(shape, request, spec, deltas, usage))
+        return json_response(whole_body(shape, request, spec, deltas, usage))
 
     async def models(self, request: Request) -> Response:
         del request
         cards = [model_body(card) for card in self._backend.models()]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         card = resolve_model(request.path_params["model_id"], self._backend.models())
-        return _json(model_body(card))
+        return json_response(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._parse_body(request))
@@ -231,7 +229,7 @@ class _Routes:
             spell = functools.partial(self._backend.tokenizer.token_strings, ids)
             strings = await self._run(spell, len(ids))
         body = {"count": len(ids), "max_model_len": card.max_model_len}
-        return _json({**body, "tokens": ids, "token_strs": strings})
+        return json_response({**body, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         model, ids = parse_detokenize(await self._parse_body(request))
@@ -239,14 +237,14 @@ class _Routes:
         tokenizer = self._backend.tokenizer
         check_vocabulary(ids, tokenizer.vocab_size, "tokens")
         decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
-        return _json({"prompt": await self._run(decode, len(ids))})
+        return json_response({"prompt": await self._run(decode, len(ids))})
 
     async def health(self, request: Request) -> Response:
         del request
         is_ready, reason = self._backend.is_ready()
         if is_ready:
-            return _json({"status": "degraded", "reason": reason}) if reason else Response()
-        return _json({"status": "not ready", "reason": reason}, 503)
+            return json_response({"status": "degraded", "reason": reason}) if reason else Response()
+        return json_response({"status": "not ready", "reason": reason}, 503)
 
     async def live(self, request: Request) -> Response:
         del request
@@ -258,11 +256,11 @@ class _Routes:
 
     async def kv(self, request: Request) -> Response:
         del request
-        return _json(msgspec.to_builtins(await self._backend.transfers()))
+        return json_response(msgspec.to_builtins(await self._backend.transfers()))
 
     async def version(self, request: Request) -> Response:
         del request
-        return _json({"version": self._version})
+        return json_response({"version": self._version})
 
     async def _parse_body(self, request: Request) -> dict[str, Any]:
         raw = await self._read_body(request)
@@ -290,15 +288,14 @@ class _Routes:
         """
         limit = self._max_body_bytes
         declared = request.headers.get("content-length", "0")
-        too_large = PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")
         if declared.isdecimal() and int(declared) > limit:
-            raise too_large
+            raise PayloadTooLargeError(limit)
         chunks = []
         num_bytes = 0
         async for chunk in request.stream():
             num_bytes += len(chunk)
             if num_bytes > limit:
-                raise too_large
+                raise PayloadTooLargeError(limit)
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -333,7 +330,7 @@ class _Edge:
         except Exception as error:
             if is_started:
                 raise
-            await _error_response(_serving_error(error, request_id))(scope, receive, send_named)
+            await error_response(_serving_error(error, request_id))(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -352,18 +349,8 @@ def _serving_error(error: Exception, request_id: str) -> ServingError:
     return InternalError(f"internal error; the server's log has it under request_id={request_id}")
 
 
-def _error_response(error: ServingError) -> Response:
-    response = _json(error_body(error), error.status)
-    retry_after_s = error.retry_after_s
-    if retry_after_s is None and error.status == 429:
-        retry_after_s = _DEFAULT_RETRY_AFTER_S
-    if retry_after_s is not None:
-        response.headers["retry-after"] = str(retry_after_s)
-    return response
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
-    return _error_response(_serving_error(error, request.scope["request_id"]))
+    return error_response(_serving_error(error, request.scope["request_id"]))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -372,13 +359,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    response = _json(body, error.status_code)
+    response = json_response(body, error.status_code)
     response.headers.update(error.headers or {})
     return response
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def _unix_time_s() -> int:
