@@ -240,11 +240,15 @@ def test_one_address_has_half_of_all_connections_at_most(config, shared):
     ):
 
         def hold():
-            greedy = connect(front.port, source="127.0.0.2")
-            return stack.enter_context(contextlib.closing(greedy))
+            # The refusal may come before or after the handshake returns.
+            try:
+                greedy = connect(front.port, source="127.0.0.2")
+            except ConnectionResetError:
+                return []
+            return [stack.enter_context(contextlib.closing(greedy))]
 
-        held = [hold() for _ in range(25)]
-        poll(lambda: num_closed(held) == 5, "five too many are closed")
+        held = [client for _ in range(25) for client in hold()]
+        poll(lambda: len(held) - num_closed(held) == 20, "five too many are closed")
         assert ask(front.port, HI)[0] == 200
 
 
