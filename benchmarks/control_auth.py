@@ -64,7 +64,7 @@ class End:
 
     async def connect(self) -> None:
         """Connect the client."""
-        secure = dealer.secure_client
+        secure = vars(dealer)["secure_client"]
         if self._is_plain:
             vars(dealer).update(secure_client=nothing)
         try:

@@ -30,7 +30,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
@@ -98,7 +98,7 @@ def engine_config(
         "kv_endpoint": f"tcp://{host}:*",
         "keys": KEYS,
     }
-    return EngineConfig(**{**fields, **changes})
+    return EngineConfig(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 class Engine(Protocol):
@@ -238,7 +238,8 @@ def cluster(
         ),
         "hang": lambda: Trouble(lambda: None, None, at_s),
         "cut": lambda: Trouble(
-            functools.partial(hit.plug, is_in=False), functools.partial(hit.plug, is_in=True)
+            functools.partial(cast("FarEngine", hit).plug, is_in=False),
+            functools.partial(cast("FarEngine", hit).plug, is_in=True),
         ),
     }
     try:
@@ -331,7 +332,7 @@ class Drill:
         self._engines = engines
         self._victim = engines[victim]
         self._trouble = trouble
-        self._fleet = Fleet(AsyncMPClient)
+        self._fleet = Fleet(functools.partial(AsyncMPClient, KEYS))
         self._metrics = RouterMetrics("drills")
         self._router = Router(self._fleet, RouterConfig(), self._metrics, TicketOffice(KEYS))
         self._members = [

@@ -69,7 +69,7 @@ async def through_endpoint(url: str, model: str, tokens: int, repeats: int) -> d
         )  # fmt: skip
         async for chunk in stream:
             first = first or time.perf_counter() - started
-            count += len(chunk.choices[0].token_ids)
+            count += len(chunk.choices[0].token_ids)  # type: ignore[attr-defined]
         return first, count
 
     return await measure(generate, tokens=tokens, repeats=repeats)

@@ -115,7 +115,7 @@ class _Executor(UniProcExecutor):
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         results = super().collective_rpc(method, *args)
         if method == "begin_step" and args[0] is not None:
-            _recorder.step(args[0], results[0].device_s)
+            _recorder.step(args[0], results[0].device_s)  # type: ignore[arg-type]
         elif method == "end_step":
             _recorder.moved_kv()
         elif method == "load_model":
@@ -192,7 +192,7 @@ class _Receiver(sockets.Receiver):
 class _KVIO(TorchKVIO):
     """Device memory, as is simulated: its payload travels, and both copies are recorded."""
 
-    host_blocks = None
+    host_blocks = None  # type: ignore[assignment]
     shared_region = None
     region_layout = None
 

@@ -179,7 +179,8 @@ class AsyncMPClient:
         """Close every connection."""
         for incarnation in list(self._links):
             await self.disconnect(incarnation)
-        self._context.term()
+        # Not `term`, which would wait for ever for a socket that a failed connect had left open.
+        self._context.destroy(linger=0)
 
     def _link(self, incarnation: str) -> _EngineLink:
         link = self._links.get(incarnation)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 import zmq
 
 from kv_transfer.curve import secure_client
-from kv_transfer.errors import ServerKeyError
 from replicas.codec import MAX_FRAME_BYTES, max_client_message_bytes
 from replicas.messages import Refused
 
@@ -84,7 +83,7 @@ def _make(
     socket = context.socket(zmq.DEALER)
     try:
         secure_client(socket, keys, description.incarnation, description.public_key)
-    except ServerKeyError:
+    except BaseException:
         socket.close(linger=0)
         raise
     socket.setsockopt(zmq.ROUTING_ID, identity)
