@@ -18,6 +18,8 @@ CLOCK_TOLERANCE_S = 30.0
 """How far the clocks of two hosts may be apart without a ticket being refused for its age."""
 
 MIN_KEY_BYTES = 16
+NEW_KEY_BYTES = 32
+"""Of a secret or key that a process makes for itself."""
 
 _MAC_BYTES = 32
 _CONTEXT = b"ttserve kv ticket 2\0"

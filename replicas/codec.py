@@ -1,4 +1,4 @@
-"""Encoders and decoders of the engine's wire: msgpack of tagged structs, with a size limit."""
+"""The engine's wire: msgpack of tagged structs, its size limits, and ZMQ's own heartbeats."""
 
 import msgspec
 
@@ -7,6 +7,10 @@ from replicas.messages import MAX_REQUEST_ID_CHARS, ClientMessage, EngineFrame
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Largest frame that a client reads; whoever sends it has proved to be the engine."""
+
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
+"""ZMQ asks this often whether the other end of a connection that carries frames is there, and
+breaks it when nothing has come for so long after it asked."""
 
 _MAX_TOKEN_BYTES = 5
 _OTHER_BYTES = 1 << 16

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, TypeVar
 import zmq
 
 from kv_transfer.curve import secure_client
-from replicas.codec import MAX_FRAME_BYTES, max_client_message_bytes
+from replicas.codec import (
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    MAX_FRAME_BYTES,
+    max_client_message_bytes,
+)
 from replicas.messages import Refused
 
 if TYPE_CHECKING:
@@ -28,7 +33,6 @@ NO_ROOM = f"it takes nothing: {MAX_WAITING_MESSAGES} messages wait for it"
 """What has become of an engine with which that is used up."""
 NOT_GREETED = "it does not know this client any more, and has dropped its requests"
 """What has become of an engine that answers so, to whoever has requests on it."""
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 SocketT = TypeVar("SocketT", bound="zmq.Socket[object]")
 
@@ -52,8 +56,8 @@ def connect_dealers(
     """
     to_engine, from_engine = (_make(context, identity, description, keys) for _ in range(2))
     from_engine.setsockopt(zmq.RCVHWM, 0)
-    from_engine.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    from_engine.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    from_engine.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    from_engine.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     to_engine.connect(description.input_endpoint)
     from_engine.connect(description.output_endpoint)
     return to_engine, from_engine

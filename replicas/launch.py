@@ -27,7 +27,7 @@ import msgspec
 
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
-from kv_transfer.keys import KeyRing
+from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
 from replicas.boards import VISIBLE_DEVICES
 from replicas.engine.pulse import first_turn_s
 from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
@@ -43,7 +43,6 @@ LOOK_S = 0.5
 """How often an engine's beats are looked at."""
 _LOOK_DRAINED_S = 0.1
 _ENGINE = "replicas.engine.process"
-_NEW_SECRET_BYTES = 32
 KNOWN_STEP_S = 60.0
 """Longest step, at least, of an engine whose warm-up has run all that will ever run."""
 UNKNOWN_STEP_S = 300.0
@@ -288,7 +287,7 @@ def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
         raise EngineStartError(str(error)) from error
     if config.keys.secrets:
         return config
-    keys = KeyRing((secrets.token_bytes(_NEW_SECRET_BYTES),))
+    keys = KeyRing((secrets.token_bytes(NEW_KEY_BYTES),))
     return msgspec.structs.replace(config, keys=keys)
 
 

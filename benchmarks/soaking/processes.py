@@ -6,9 +6,13 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from benchmarks.soaking.growth import Sample
+from cluster.lifecycle.processes import process_table
+
+if TYPE_CHECKING:
+    from cluster.lifecycle.processes import Process
 
 _ENGINE = "replicas.engine.process"
 _OURS = (
@@ -18,17 +22,6 @@ _OURS = (
     ("haproxy", "haproxy"),
 )
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:(\w+)")
-
-
-class _Process(NamedTuple):
-    """One line of the process table."""
-
-    process_id: int
-    parent_id: int
-    session_id: int
-    num_threads: int
-    started: str
-    command: str
 
 
 class ProcessSampler:
@@ -75,9 +68,9 @@ class ProcessSampler:
                 )
         return samples
 
-    def _family(self) -> dict[int, _Process]:
+    def _family(self) -> dict[int, Process]:
         """The root, all below it, and the sessions that these lead: some lose their parents."""
-        table = _process_table()
+        table = process_table()
         family = {self._root} & table.keys()
         while True:
             more = {
@@ -91,7 +84,7 @@ class ProcessSampler:
             # The root itself may be one of many in its terminal's session.
             self._sessions |= {table[process_id].session_id for process_id in more} & family
 
-    def _name(self, process: _Process, parent: _Process | None) -> tuple[str, bool]:
+    def _name(self, process: Process, parent: Process | None) -> tuple[str, bool]:
         """A name and whether it is the cluster's; a worker of Ray's is named by what it became."""
         key = process.process_id, process.started
         kind, is_ours = _kind(process, parent, self._root)
@@ -103,7 +96,7 @@ class ProcessSampler:
         return self._names[key]
 
 
-def _kind(process: _Process, parent: _Process | None, root: int) -> tuple[str, bool]:
+def _kind(process: Process, parent: Process | None, root: int) -> tuple[str, bool]:
     if process.process_id == root:
         return "supervisor", True
     if (replica := _REPLICA.search(process.command)) is not None:
@@ -123,23 +116,6 @@ def _rays_name(command: str) -> str:
     is_python = "python" in Path(words[0]).name
     script = next((word for word in words[1:] if not word.startswith("-")), words[0])
     return Path(script if is_python else words[0]).name
-
-
-def _process_table() -> dict[int, _Process]:
-    """Every process that is no zombie."""
-    table = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                stat = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                command = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ")
-                if stat[0] != "Z":
-                    process_id = int(entry.name)
-                    table[process_id] = _Process(
-                        process_id, int(stat[1]), int(stat[3]), int(stat[17]), stat[19],
-                        command.decode(errors="replace"),
-                    )  # fmt: skip
-    return table
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -13,13 +13,16 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from cluster.config.serve_file import is_loopback
 from cluster.lifecycle.findings import Finding, Level
+from cluster.lifecycle.processes import process_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cluster.lifecycle.processes import Process
 
 Family = Literal["tcp", "unix", "abstract"]
 
@@ -240,7 +243,7 @@ def read_listeners(root: Path = Path("/proc")) -> tuple[Listener, ...]:
 
 def _sockets(root: Path) -> Iterator[Socket]:
     listening = {**_tcp(root / "net/tcp"), **_tcp(root / "net/tcp6"), **_unix(root / "net/unix")}
-    processes = _processes(root)
+    processes = process_table(root)
     for pid, process in processes.items():
         is_below = any(_is_of_cluster(above.command) for above in _above(process, processes))
         with contextlib.suppress(OSError):
@@ -250,32 +253,12 @@ def _sockets(root: Path) -> Iterator[Socket]:
                 yield Socket(family, address, pid, process.command, has_token, is_below)
 
 
-class _Process(NamedTuple):
-    parent: int
-    command: str
-
-
-def _processes(root: Path) -> dict[int, _Process]:
-    """Every process by its id."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for folder in root.iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):
-                    parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(folder.name)] = _Process(
-                        int(parent.split()[1]), command.decode(errors="replace")
-                    )
-    return found
-
-
-def _above(process: _Process, processes: dict[int, _Process]) -> Iterator[_Process]:
+def _above(process: Process, processes: dict[int, Process]) -> Iterator[Process]:
     """The processes that a process descends from, the nearest first."""
     seen = set()
-    while process.parent in processes and process.parent not in seen:
-        seen.add(process.parent)
-        process = processes[process.parent]
+    while process.parent_id in processes and process.parent_id not in seen:
+        seen.add(process.parent_id)
+        process = processes[process.parent_id]
         yield process
 
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from cluster.routing.tickets import key_ring
-from kv_transfer.keys import KeyRing
+from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
 
 if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
 
-_NEW_SECRET_BYTES = 32
 _NAMESPACE = b"ttserve"
 
 
@@ -48,8 +47,6 @@ def application_secret(application: str) -> bytes:
     """
     key = f"secret of application {application}".encode()
     # Of several that make one at the same time the first wins, and all of them read that.
-    _internal_kv_put(
-        key, secrets.token_bytes(_NEW_SECRET_BYTES), overwrite=False, namespace=_NAMESPACE
-    )
+    _internal_kv_put(key, secrets.token_bytes(NEW_KEY_BYTES), overwrite=False, namespace=_NAMESPACE)
     found: bytes = _internal_kv_get(key, namespace=_NAMESPACE)
     return found

@@ -33,11 +33,13 @@ from cluster.config.environment import process_environment
 from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import haproxy
+from cluster.lifecycle.processes import process_table
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from cluster.config.serve_file import ServeFile
+    from cluster.lifecycle.processes import Process
 
 STOP_DEADLINE_S = 14.0
 """Seconds that the driver has for a clean stop after the first signal."""
@@ -193,19 +195,6 @@ def require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def session_processes(session_id: int) -> list[int]:
-    """Process ids of a session, zombies left out; empty where there is no /proc."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    stat = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                    if int(stat[3]) == session_id and stat[0] != "Z":
-                        found.append(int(entry.name))
-    return found
-
-
 class _SignalCount:
     """Counts the signals that ask for an end; puts the former handlers back."""
 
@@ -252,11 +241,15 @@ def _end_session(driver: subprocess.Popen[bytes]) -> None:
     if driver.poll() is None:
         driver.kill()
         driver.wait(_KILL_DEADLINE_S)
-    while (left := session_processes(driver.pid)) and time.monotonic() < deadline_s:
-        for process_id in left:
+    while (left := _session(driver.pid)) and time.monotonic() < deadline_s:
+        for process in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
+                os.kill(process.process_id, signal.SIGKILL)
         time.sleep(_POLL_S / 2)
+
+
+def _session(session_id: int) -> list[Process]:
+    return [process for process in process_table().values() if process.session_id == session_id]
 
 
 def say(text: str) -> None:

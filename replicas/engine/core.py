@@ -31,6 +31,7 @@ from kv_transfer.connector import (
     load_connector,
 )
 from kv_transfer.errors import TransferError
+from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.facts import connector_settings
 from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler, failure_word
@@ -584,7 +585,7 @@ class EngineCore:
 def _prefix_cache_key(keys: KeyRing) -> bytes:
     """The deployment's key, or where it has no secrets one of this engine alone."""
     derived = keys.derive(PREFIX_CACHE)
-    return derived[0] if derived else secrets.token_bytes(32)
+    return derived[0] if derived else secrets.token_bytes(NEW_KEY_BYTES)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:

@@ -18,7 +18,13 @@ import zmq
 
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.curve import Doorkeeper, secure_server
-from replicas.codec import decode_client_message, encode, max_client_message_bytes
+from replicas.codec import (
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    decode_client_message,
+    encode,
+    max_client_message_bytes,
+)
 from replicas.engine.inbox import GONE, Inbox, Unreadable
 from replicas.errors import UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
@@ -54,7 +60,6 @@ _MAX_THROWN_AWAY = 64
 """Messages on the output socket that are read between two frames, lest a flood delays these."""
 _MAX_SILENT_BYTES = 1024
 """Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
-_ZMQ_HEARTBEAT_MS, _ZMQ_HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 
 class Forget(msgspec.Struct, frozen=True):
@@ -104,8 +109,8 @@ class Door:
             RCVHWM=0,
             SNDHWM=_SEND_HWM,
             ROUTER_MANDATORY=1,
-            HEARTBEAT_IVL=_ZMQ_HEARTBEAT_MS,
-            HEARTBEAT_TIMEOUT=_ZMQ_HEARTBEAT_TIMEOUT_MS,
+            HEARTBEAT_IVL=HEARTBEAT_MS,
+            HEARTBEAT_TIMEOUT=HEARTBEAT_TIMEOUT_MS,
         )
 
     def _bind(self, max_message_bytes: int, **options: int) -> zmq.Socket[bytes]:
