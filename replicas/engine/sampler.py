@@ -5,11 +5,18 @@ the same numbers whether it was chunked, preempted, moved to another engine, or 
 The draw inverts the cumulative distribution in vocabulary order: a change of the last bits of the
 logits moves no boundary by more than that, whereas sorted order could swap whole intervals. Order
 of operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
+
+A row costs what it asks for. Its vocabulary is seen as blocks: the greatest value of each finds the
+most likely token, and bounds the k best from below, so that only a few blocks are searched for
+candidates; the sum of each finds the block that a random number falls into. Nothing is ever sorted
+but candidates, and no row's arithmetic depends on another's.
+
+Dimensions: R rows; V vocabulary; n rows that are treated together.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -17,7 +24,22 @@ import torch
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
+
+    Float32Array = npt.NDArray[np.float32]
+    Float64Array = npt.NDArray[np.float64]
+    Int64Array = npt.NDArray[np.int64]
+
+_BLOCK = 256
+"""Tokens of a block: at most a few hundred blocks of as many tokens, for any vocabulary in use."""
+
+_ELEMENTS_AT_ONCE = 1 << 18
+"""Logits that are treated together: 1 MiB as float32, which a core's cache holds."""
+
+_FIRST_CANDIDATES = 64
+"""Of these many the nucleus is first looked for; it is seldom larger."""
 
 
 def sample(
@@ -39,43 +61,129 @@ def sample(
     Returns:
         R token ids.
     """
-    token_ids = logits.argmax(dim=-1)
-    random_rows = np.flatnonzero(temperature >= GREEDY_EPS)
-    if len(random_rows):
-        rows = torch.from_numpy(random_rows)
-        scaled = (
-            logits[rows].double()
-            / torch.from_numpy(temperature[random_rows].astype(np.float64))[:, None]
-        )
-        masked = _mask_top_k_top_p(scaled, top_k[random_rows], top_p[random_rows])
-        token_ids[rows] = _invert_cdf(masked, torch.from_numpy(uniforms[random_rows]))
+    vocab = logits.shape[-1]
+    is_greedy = temperature < GREEDY_EPS
+    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0)
+    token_ids = np.empty(len(logits), dtype=np.int64)
+    for rows in _portions(np.flatnonzero(is_greedy), vocab):
+        token_ids[rows] = _most_likely(_rows_of(logits, rows).float())
+    for rows in _portions(np.flatnonzero(~is_greedy & is_whole), vocab):
+        scaled = _rows_of(logits, rows) / torch.from_numpy(temperature[rows])[:, None]
+        token_ids[rows] = _draw_from_whole(scaled.softmax(dim=-1), uniforms[rows])
+    for row in np.flatnonzero(~is_greedy & ~is_whole).tolist():
+        limit = int(top_k[row]) if 0 < top_k[row] < vocab else vocab
+        scaled = logits[row].float() / float(temperature[row])
+        token_ids[row] = _draw_restricted(scaled, limit, float(top_p[row]), uniforms[row])
     result: list[int] = token_ids.tolist()
     return result
 
 
-def _mask_top_k_top_p(
-    logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
-) -> torch.Tensor:
-    """Set what is outside the top k, then outside the nucleus, to -inf; one token stays."""
-    vocab = logits.shape[-1]
-    limits = np.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(np.int64)
-    if (limits == vocab).all() and (top_p >= 1.0).all():
-        return logits
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocab)[None, :]
-    ordered = ordered.masked_fill(ranks >= torch.from_numpy(limits)[:, None], -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    # Mass before a token reaches top_p: the token is outside. Rank 0 has no mass before it.
-    before = probs.cumsum(dim=-1) - probs
-    outside = (before >= torch.from_numpy(top_p.astype(np.float64))[:, None]) & (ranks > 0)
-    ordered = ordered.masked_fill(outside & torch.from_numpy(top_p < 1.0)[:, None], -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+def _portions(rows: Int64Array, vocab: int) -> Iterator[Int64Array]:
+    """The rows, so many at a time that their logits stay in a core's cache."""
+    size = max(1, _ELEMENTS_AT_ONCE // vocab)
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
-def _invert_cdf(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-    target = (uniforms * cumulative[:, -1])[:, None]
-    # right=True skips tokens of probability zero; the clamp guards the last bit of the total.
-    found = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    last = logits.shape[-1] - 1 - logits.isfinite().flip(-1).int().argmax(dim=-1)
-    return torch.minimum(found, last)
+def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
+    """(n, V); without a copy where the rows are neighbours, which they mostly are."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return logits[first : last + 1]
+    return logits[torch.from_numpy(rows)]
+
+
+def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Tensor:
+    """(n, ceil(V / block)) of (n, V): one value for each block; the last may be shorter."""
+    num_whole = values.shape[-1] // _BLOCK
+    whole = values[:, : num_whole * _BLOCK].reshape(-1, num_whole, _BLOCK)
+    parts = [getattr(whole, reduce)(-1)]
+    if num_whole * _BLOCK < values.shape[-1]:
+        parts.append(getattr(values[:, num_whole * _BLOCK :], reduce)(-1, keepdim=True))
+    return torch.cat(parts, dim=-1)
+
+
+def _most_likely(logits: torch.Tensor) -> list[int]:
+    """The first of the greatest of each row of float32 (n, V)."""
+    blocks = _by_block(logits, "amax").argmax(dim=-1).tolist()
+    return [
+        block * _BLOCK + int(row[block * _BLOCK : (block + 1) * _BLOCK].argmax())
+        for row, block in zip(logits.numpy(), blocks, strict=True)
+    ]
+
+
+def _draw_from_whole(probs: torch.Tensor, uniforms: Float64Array) -> list[int]:
+    """A token of each row of float32 (n, V): its block by the blocks' sums, then within it."""
+    cumulative = _by_block(probs, "sum").double().cumsum(dim=-1).numpy()
+    token_ids = []
+    for row, sums, number in zip(probs.numpy(), cumulative, uniforms, strict=True):
+        target = number * sums[-1]
+        block = _index_of(sums, target)
+        before = sums[block - 1] if block else 0.0
+        inside = row[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
+        token_ids.append(block * _BLOCK + _index_of(inside, target - before))
+    return token_ids
+
+
+def _index_of(cumulative: Float64Array, target: float) -> int:
+    """Where a cumulative sum passes the target; never where it does not grow.
+
+    The last place where it grows bounds the answer: rounding may leave the sum short of the target.
+    """
+    found = int(cumulative.searchsorted(target, side="right"))
+    return found if found < len(cumulative) else int(cumulative.searchsorted(cumulative[-1]))
+
+
+def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
+    """A token of float32 (V,), scaled by its temperature, among the k best or in the nucleus."""
+    maxima = _by_block(logits[None], "amax").numpy()[0]
+    values = logits.numpy()
+    if top_k < len(values):
+        token_ids = _best(values, maxima, top_k)[:top_k]
+        weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
+        total = weights.sum()
+    else:
+        token_ids, weights, total = _cover(values, maxima, top_p)
+    if top_p < 1.0:
+        # Mass before a token reaches top_p: it is outside. Nothing is before the first.
+        before = weights.cumsum() - weights
+        size = max(1, int(before.searchsorted(np.float64(np.float32(top_p)) * total)))
+        token_ids, weights = token_ids[:size], weights[:size]
+    in_order = token_ids.argsort()
+    cumulative = weights[in_order].cumsum()
+    return int(token_ids[in_order][_index_of(cumulative, number * cumulative[-1])])
+
+
+def _cover(
+    logits: Float32Array, maxima: Float32Array, top_p: float
+) -> tuple[Int64Array, Float64Array, float]:
+    """The best tokens, as many as hold the nucleus; their weights; the weight of all tokens."""
+    greatest = maxima.max()
+    total = float(np.exp(logits - greatest).sum(dtype=np.float64))
+    count = _FIRST_CANDIDATES
+    while True:
+        token_ids = _best(logits, maxima, count)
+        weights = np.exp(logits[token_ids].astype(np.float64) - greatest)
+        if weights.sum() >= top_p * total or len(token_ids) == len(logits):
+            return token_ids, weights, total
+        count *= 8
+
+
+def _best(logits: Float32Array, maxima: Float32Array, count: int) -> Int64Array:
+    """At least the `count` best tokens of (V,), best first, the lower first where two are equal.
+
+    As many blocks as are asked for have a token that reaches the `count`-th of their maxima: no
+    token below it is among the best.
+    """
+    if count >= len(maxima):
+        candidates = np.arange(len(logits))
+        if count < len(logits):
+            bound = np.partition(logits, len(logits) - count)[len(logits) - count]
+            candidates = np.flatnonzero(logits >= bound)
+    else:
+        bound = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
+        blocks = np.flatnonzero(maxima >= bound)
+        places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
+        places = places[: len(places) - max(0, int(places[-1]) + 1 - len(logits))]
+        candidates = places[logits[places] >= bound]
+    return candidates[np.argsort(-logits[candidates], kind="stable")]

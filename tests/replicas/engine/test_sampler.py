@@ -101,5 +101,57 @@ def test_extreme_numbers_never_draw_what_is_masked_or_impossible(number):
     assert draw(logits, [number], top_p=1e-6) == [1]
 
 
+def reference(logits, temperature, top_k, top_p, number):
+    """What float64 and a whole sort give."""
+    scaled = np.asarray(logits, dtype=np.float64) / np.float64(np.float32(temperature))
+    order = np.argsort(-scaled, kind="stable")
+    weights = np.exp(scaled - scaled.max())
+    if 0 < top_k < len(scaled):
+        weights[order[top_k:]] = 0.0
+    if top_p < 1.0:
+        before = weights[order].cumsum() - weights[order]
+        outside = before >= np.float64(np.float32(top_p)) * weights.sum()
+        outside[0] = False
+        weights[order[outside]] = 0.0
+    cumulative = weights.cumsum()
+    target = number * cumulative[-1]
+    found = int(cumulative.searchsorted(target, side="right"))
+    # How far the number is from another token's, as a share of all.
+    margin = min(abs(target - c) for c in cumulative[max(0, found - 1) : found + 1])
+    return found, margin / cumulative[-1]
+
+
+@pytest.mark.parametrize("vocab", [255, 256, 257, 1000, 128_256])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (50, 1.0), (900, 1.0), (0, 0.9), (0, 0.9999), (40, 0.5)]
+)
+def test_tokens_are_those_of_a_sort_in_float64(vocab, spread, top_k, top_p):
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    numbers = uniform(np.full(8, 3), np.arange(8))
+    tokens = draw(logits, numbers, 0.7, top_k, top_p)
+    for row, token, number in zip(logits, tokens, numbers, strict=True):
+        wanted, margin = reference(row, 0.7, top_k, top_p, number)
+        assert token == wanted or margin < 1e-5
+
+
+def test_equal_logits_are_ranked_by_token_over_blocks():
+    logits = torch.zeros(1, 2000)
+    logits[0, [1999, 700, 3]] = 5.0
+    # Three best and, of all that are equal after them, the lowest two.
+    grid = (np.arange(4000) + 0.5) / 4000
+    assert set(draw(logits.expand(4000, -1), grid, top_k=5)) == {0, 1, 3, 700, 1999}
+
+
+def test_tokens_with_no_probability_are_never_drawn_from_other_blocks():
+    logits = torch.full((2, 1500), -torch.inf)
+    logits[0, 700] = 0.0
+    logits[1, [300, 1400]] = 0.0
+    for number in (0.0, 0.3, np.nextafter(1.0, 0.0)):
+        first, second = draw(logits, [number] * 2)
+        assert (first, second) == (700, 300 if number < 0.5 else 1400)
+        assert draw(logits, [number] * 2, top_p=0.9)[0] == 700
+
+
 def test_bfloat16_logits_are_sampled():
     assert draw(torch.tensor([[0.0, 9.0, 0.0]], dtype=torch.bfloat16), [0.5], 0.1) == [1]
