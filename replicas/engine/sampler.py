@@ -96,7 +96,7 @@ def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
 def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Tensor:
     """(n, ceil(V / block)) of (n, V): one value for each block; the last may be shorter."""
     num_whole = values.shape[-1] // _BLOCK
-    whole = values[:, : num_whole * _BLOCK].reshape(-1, num_whole, _BLOCK)
+    whole = values[:, : num_whole * _BLOCK].reshape(len(values), num_whole, _BLOCK)
     parts = [getattr(whole, reduce)(-1)]
     if num_whole * _BLOCK < values.shape[-1]:
         parts.append(getattr(values[:, num_whole * _BLOCK :], reduce)(-1, keepdim=True))
