@@ -133,8 +133,10 @@ def test_an_engine_without_a_simulated_mesh_has_no_faults():
 
 
 def test_plan_seconds_of_an_engine_count_from_the_epoch_of_its_configuration():
-    faults = engine_faults(config(fault(0, "kill"), epoch_unix_s=time.time() - 500.0))
-    assert faults.clock.plan_s(time.monotonic()) == pytest.approx(500.0, abs=60.0)
+    epoch_unix_s = time.time() - 500.0
+    faults = engine_faults(config(fault(0, "kill"), epoch_unix_s=epoch_unix_s))
+    plan_s = time.time() - epoch_unix_s
+    assert faults.clock.plan_s(time.monotonic()) == pytest.approx(plan_s, abs=60.0)
     assert faults.faults.kills() == (0.0,)
 
 
