@@ -36,12 +36,15 @@ from replicas.codec import decode_client_message, encode
 from replicas.config import EngineConfig
 from replicas.launch import start_engine
 from replicas.messages import (
+    Accepted,
+    AddRequest,
     EngineDescription,
     EngineFrame,
     EngineRequest,
     EngineSnapshot,
     GroupSnapshot,
     Hello,
+    TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
 from tests.streams import pulled
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 
     from replicas.config import Role
     from replicas.launch import EngineHandle
-    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics, TokenOutput
+    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
 
 KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 BLOCK_SIZE = 32
@@ -331,6 +334,28 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
     }
     description = EngineDescription(**{**fields, **changes})
     return Member(role, f"{role}-{incarnation}", description)
+
+
+def accepts(message: ClientMessage) -> list[EngineEvent]:
+    """An engine that takes every request and says no more."""
+    if isinstance(message, AddRequest):
+        return [Accepted(message.request.request_id, 0, 0, 0)]
+    return []
+
+
+def prefills(message: ClientMessage) -> list[EngineEvent]:
+    """One that gives the first token at once."""
+    if isinstance(message, AddRequest):
+        return [
+            Accepted(message.request.request_id, 0, -1, 0),
+            TokenOutput(message.request.request_id, 0, [5]),
+        ]
+    return []
+
+
+def silent(_message: ClientMessage) -> list[EngineEvent]:
+    """One that says nothing."""
+    return []
 
 
 class ScriptedEngine:

@@ -347,6 +347,14 @@ def test_a_request_that_cannot_be_read_is_refused_by_name(engines):
         assert (refused.request_id, refused.reason) == ("mine", "invalid")
 
 
+async def connected(description):
+    """A client of an engine, and why it has lost it, once it has."""
+    lost = []
+    client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
+    await client.connect(description)
+    return client, lost
+
+
 async def to_the_end(stream):
     while True:
         await stream.get()
@@ -357,9 +365,7 @@ def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engi
 
     async def scenario():
         async with tapped(decode) as (seen, inward, outward), rig(decode) as witness:
-            lost = []
-            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
-            await client.connect(seen)
+            client, lost = await connected(seen)
             # More than it can be through with before it notices.
             for n, prompt in enumerate(prompts(24)):
                 request = AddRequest(EngineRequest(f"vanished{n}", prompt, sampling(4000)))
@@ -382,9 +388,7 @@ def test_an_engine_that_takes_nothing_is_lost_before_it_costs_memory():
 
     async def scenario():
         async with ScriptedEngine("decode", "deaf", lambda _: []) as engine:
-            lost = []
-            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
-            await client.connect(engine.member.description)
+            client, lost = await connected(engine.member.description)
             engine.stop_reading()
             request = AddRequest(EngineRequest("first", [5], sampling(2)))
             stream = client.open_stream("deaf", "first", request)
@@ -411,9 +415,7 @@ def test_a_client_that_the_engine_has_given_up_is_told_so_and_comes_back(engines
 
     async def scenario():
         async with tapped(decode) as (seen, _, outward), rig(decode) as witness:
-            lost = []
-            client = AsyncMPClient(KEYS, on_dead=lambda _, reason: lost.append(reason))
-            await client.connect(seen)
+            client, lost = await connected(seen)
             request = EngineRequest("cut", prompts(1)[0], sampling(4000))
             stream = client.open_stream(seen.incarnation, "cut", AddRequest(request))
             while not isinstance(await stream.get(), TokenOutput):

@@ -1,12 +1,14 @@
 """A `Backend` without engines: byte tokens, an echo of the prompt, or a script."""
 
+import asyncio
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.transfers import ReplicaView, TransfersView
 from replicas.messages import TokenLogprob, TokenOutput
-from replicas.output_processor import OutputProcessor
+from replicas.output_processor import OutputDelta, OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 TEMPLATE = """{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}
@@ -32,6 +34,14 @@ def likely(token_id, count):
     """A token that was the likeliest, and the `count` likeliest ones: those that follow it."""
     likeliest = [TokenLogprob(token_id + i, -0.5 - i, 1 + i) for i in range(count)]
     return [TokenLogprob(token_id, -0.5, 1), *likeliest]
+
+
+async def flood(request, emit):
+    """A script that never ends."""
+    del request
+    for i in range(10**9):
+        await emit(OutputDelta(0, "x" * 1000, [i % 256]))
+        await asyncio.sleep(0)
 
 
 class FakeBackend:

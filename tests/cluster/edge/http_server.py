@@ -77,3 +77,29 @@ def ask(port, body, **options):
     with contextlib.closing(connect(port)) as client:
         client.sendall(request_bytes(body, **options))
         return answer(client)
+
+
+OF_SERVE = [
+    "X-Request-Timeout-Seconds: 0",
+    "x-request-disconnect-disabled: ?1",
+    "serve_multiplexed_model_id: a",
+    "Serve-Multiplexed-Model_Id: \xff",
+    "x-session-id: \xff",
+    "X_Session_Id: b",
+    "x-serve-router-target: c",
+    "x-request-id: \xff",
+]
+"""Headers that Serve would obey, or fail on."""
+
+
+class NamesOfHeaders:
+    """An application that answers everything, and keeps which headers came."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            self.seen.extend(name for name, _ in scope["headers"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})

@@ -10,8 +10,17 @@ from cluster.edge.door import Door, DoorLimits
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
-from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.http_server import answer, ask, connect, poll, request_bytes, serving
+from tests.cluster.edge.fake_backend import FakeBackend, flood
+from tests.cluster.edge.http_server import (
+    OF_SERVE,
+    NamesOfHeaders,
+    answer,
+    ask,
+    connect,
+    poll,
+    request_bytes,
+    serving,
+)
 
 HI = {"prompt": "hi"}
 QUICK = DoorLimits(body_timeout_s=1.0, write_timeout_s=0.5)
@@ -118,11 +127,6 @@ def test_a_large_body_comes_through_as_it_was_sent():
 
 
 def test_a_stream_that_nobody_reads_is_aborted():
-    async def flood(request, emit):
-        del request
-        for i in range(10**9):
-            await emit(OutputDelta(0, "x" * 1000, [i % 256]))
-
     service = FakeBackend(flood)
     with (
         door(app=make_app(service)) as (_, port),
@@ -148,28 +152,10 @@ def test_a_quiet_stream_outlives_the_time_for_writes():
 
 
 def test_headers_of_serve_do_not_pass():
-    passed = []
-
-    async def app(scope, receive, send):
-        if scope["type"] == "http":
-            passed.extend(name for name, _ in scope["headers"])
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-    headers = [
-        "X-Request-Timeout-Seconds: 0",
-        "x-request-disconnect-disabled: ?1",
-        "serve_multiplexed_model_id: a",
-        "Serve-Multiplexed-Model_Id: \xff",
-        "x-session-id: \xff",
-        "X_Session_Id: b",
-        "x-serve-router-target: c",
-        "x-request-id: \xff",
-        "x-mine: d",
-    ]
+    app = NamesOfHeaders()
     with door(app=app) as (_, port):
-        assert ask(port, HI, headers=headers)[0] == 200
-    assert sorted(passed) == [b"connection", b"content-length", b"host", b"x-mine"]
+        assert ask(port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
+    assert sorted(app.seen) == [b"connection", b"content-length", b"host", b"x-mine"]
 
 
 @pytest.mark.parametrize("num_events", [0, 1])

@@ -16,8 +16,17 @@ import pytest
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
-from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.http_server import answer, ask, connect, poll, request_bytes, serving
+from tests.cluster.edge.fake_backend import FakeBackend, flood
+from tests.cluster.edge.http_server import (
+    OF_SERVE,
+    NamesOfHeaders,
+    answer,
+    ask,
+    connect,
+    poll,
+    request_bytes,
+    serving,
+)
 from tests.cluster.lifecycle import haproxy_world
 from tests.cluster.lifecycle.haproxy_world import NOBODY, World, as_nobody
 
@@ -266,12 +275,6 @@ def num_closed(clients):
 
 
 def test_a_stream_that_nobody_reads_frees_its_slot(config, shared):
-    async def flood(request, emit):
-        del request
-        for i in range(10**9):
-            await emit(OutputDelta(0, "x" * 1000, [i % 256]))
-            await asyncio.sleep(0)
-
     service = FakeBackend(flood)
     with (
         world(config, shared, make_app(service=service), client_timeout_s=1) as front,
@@ -299,27 +302,9 @@ def test_a_quiet_stream_outlives_the_timeout_for_clients(config, shared):
 
 
 def test_headers_of_serve_do_not_pass(config, shared):
-    passed = []
-
-    async def app(scope, receive, send):
-        if scope["type"] == "http":
-            passed.extend(name for name, _ in scope["headers"])
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-    headers = [
-        "X-Request-Timeout-Seconds: 0",
-        "x-request-disconnect-disabled: ?1",
-        "serve_multiplexed_model_id: a",
-        "Serve-Multiplexed-Model_Id: \xff",
-        "x-session-id: \xff",
-        "X_Session_Id: b",
-        "x-serve-router-target: c",
-        "x-request-id: \xff",
-        "x-mine: d",
-    ]
+    app = NamesOfHeaders()
     with world(config, shared, app) as front:
-        assert ask(front.port, HI, headers=headers)[0] == 200
+        assert ask(front.port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
         assert ask(front.port, HI, headers=["x-request-id: job 7"])[0] == 200
-    names = [name for name in passed if name.startswith((b"x", b"serve"))]
+    names = [name for name in app.seen if name.startswith((b"x", b"serve"))]
     assert sorted(set(names)) == [b"x-mine", b"x-request-id"]

@@ -36,11 +36,14 @@ from tests import engines as local
 from tests.cluster.engines import (
     BLOCK_SIZE,
     ScriptedEngine,
+    accepts,
     engine_config,
+    prefills,
     prompts,
     rig,
     running,
     sampling,
+    silent,
     until,
     until_idle,
 )
@@ -588,22 +591,11 @@ def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
 # --- the queue, and races, against scripted engines --------------------------------------------
 
 
-def accepts(message):
-    """An engine that takes every request."""
-    if isinstance(message, AddRequest):
-        return [Accepted(message.request.request_id, 0, 0, 0)]
-    return []
-
-
 def finishes(message):
     """An engine that takes every request and ends it with one token."""
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
         return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [5], "length")]
-    return []
-
-
-def silent(_message):
     return []
 
 
@@ -833,12 +825,6 @@ def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang(
 
 
 def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout_not_a_bug():
-    def prefills(message):
-        if isinstance(message, AddRequest):
-            request_id = message.request.request_id
-            return [Accepted(request_id, 0, -1, 0), TokenOutput(request_id, 0, [5])]
-        return []
-
     async def run():
         async with (
             ScriptedEngine("prefill", "p", prefills) as prefill,

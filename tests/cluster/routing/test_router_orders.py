@@ -16,7 +16,6 @@ from cluster.errors import (
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     Abort,
-    Accepted,
     Activate,
     AddRequest,
     KVLoaded,
@@ -24,24 +23,10 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
-from tests.cluster.engines import KEYS, ScriptedEngine, rig, until
+from tests.cluster.engines import KEYS, ScriptedEngine, accepts, prefills, rig, until
 
 PROMPT = [7] * 40
 FIRST = 5
-
-
-def accepts(message):
-    """An engine that takes every request and says no more."""
-    if isinstance(message, AddRequest):
-        return [Accepted(message.request.request_id, 0, 0, 0)]
-    return []
-
-
-def prefills(message):
-    """A prefill engine that gives the first token at once."""
-    if isinstance(message, AddRequest):
-        return [*accepts(message), TokenOutput(message.request.request_id, 0, [FIRST])]
-    return []
 
 
 def decodes(message):

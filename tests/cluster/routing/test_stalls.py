@@ -15,29 +15,18 @@ from replicas.generators.simulated.tokens import expected_tokens
 from replicas.messages import Abort, Accepted, Activate, AddRequest, TokenOutput
 from tests.cluster.engines import (
     ScriptedEngine,
+    accepts,
     engine_config,
+    prefills,
     rig,
     running,
     sampling,
+    silent,
     until,
     until_idle,
 )
 
 pytestmark = pytest.mark.process
-
-
-def accepts(message):
-    if isinstance(message, AddRequest):
-        return [Accepted(message.request.request_id, 0, 0, 0)]
-    return []
-
-
-def prefills(message):
-    """Accepts, and gives a first token at once."""
-    if isinstance(message, AddRequest):
-        request_id = message.request.request_id
-        return [Accepted(request_id, 0, -1, 0), TokenOutput(request_id, 0, [5])]
-    return []
 
 
 def decodes(message):
@@ -46,10 +35,6 @@ def decodes(message):
         num_had = len(message.token_ids[0]) if message.token_ids else 0
         return [TokenOutput(message.request_id, num_had, [6], "length")]
     return accepts(message)
-
-
-def silent(_message):
-    return []
 
 
 def asked(engine):

@@ -18,6 +18,8 @@ from tests.replicas.engine.fakes import (
     make_ticket,
 )
 
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
 
 def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
     return Scheduler(
@@ -28,6 +30,15 @@ def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
         eos_token_ids=frozenset({EOS}),
         connector=connector,
     )
+
+
+def being_loaded(**changes):
+    """A scheduler with a reservation whose prompt is on its way, and its connector."""
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler.reserve(make_sequence("r", PROMPT, mode="decode"), 0.0)
+    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    return scheduler, connector
 
 
 def step(scheduler, token=1):
@@ -183,10 +194,7 @@ def test_reservation_that_nobody_activates_lapses():
 
 
 def test_loaded_prompt_goes_on_with_one_token():
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
-    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded()
     scheduler.activate("r", [5], 0.0)
     assert step(scheduler) == {}
     del connector.transfers["r"]
@@ -195,10 +203,7 @@ def test_loaded_prompt_goes_on_with_one_token():
 
 
 def test_tokens_that_the_client_has_already_are_computed_after_a_load():
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
-    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded()
     scheduler.activate("r", [5, 6, 7], 0.0)
     del connector.transfers["r"]
     scheduler.kv_received("r")
@@ -206,10 +211,7 @@ def test_tokens_that_the_client_has_already_are_computed_after_a_load():
 
 
 def test_failed_load_of_an_activated_prompt_is_computed_here():
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
-    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded()
     scheduler.activate("r", [5], 0.0)
     del connector.transfers["r"]
     scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
@@ -238,66 +240,51 @@ def test_a_ticket_for_more_than_the_prompt_loads_nothing():
 
 @pytest.mark.parametrize("is_delivered", [True, False])
 def test_a_block_that_may_be_computed_again_is_nobody_elses(is_delivered):
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(num_blocks=16, connector=connector)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     if is_delivered:
         scheduler.kv_received("r")
     else:
         # Given up after the last row was verified.
         scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD, 8), 0.0)
-    scheduler.add(make_sequence("early", [*prompt, 9]), 0.0)
+    scheduler.add(make_sequence("early", [*PROMPT, 9]), 0.0)
     assert step(scheduler) == {"early": 5}, "the last block of r is not to be found yet"
     # Its first token was lost with the engine that drew it: the logits are computed again here.
     scheduler.activate("r", [], 0.0)
     scheduler.check_invariants()
     assert step(scheduler) == {"early": 1, "r": 1}
-    scheduler.add(make_sequence("late", [*prompt, 9]), 0.0)
+    scheduler.add(make_sequence("late", [*PROMPT, 9]), 0.0)
     assert step(scheduler)["late"] == 1
 
 
 def test_converted_kv_is_found_by_nobody_until_it_is_computed_here():
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(num_blocks=16, connector=connector)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     scheduler.kv_received("r", is_converted=True)
     scheduler.activate("r", [9], 0.0)
     for _ in range(8):
         assert step(scheduler) == {"r": 1}
     # Nor what was computed from it.
-    scheduler.add(make_sequence("other", [*prompt, 9, 1, 1, 1, 1, 1]), 0.0)
+    scheduler.add(make_sequence("other", [*PROMPT, 9, 1, 1, 1, 1, 1]), 0.0)
     assert step(scheduler) == {"r": 1, "other": 14}
-    scheduler.add(make_sequence("third", [*prompt, 9, 1, 1, 1, 1, 1]), 0.0)
+    scheduler.add(make_sequence("third", [*PROMPT, 9, 1, 1, 1, 1, 1]), 0.0)
     assert step(scheduler)["third"] == 2
 
 
 @pytest.mark.parametrize("num_verified", [0, 4])
 def test_of_a_failed_load_what_counts_decides_whether_blocks_are_found(num_verified):
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(num_blocks=16, connector=connector)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    scheduler.reserve(make_sequence("r", prompt, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     failure = Failure(FailureReason.PEER_DEAD, num_verified)
     scheduler.kv_failed("r", failure, 0.0, is_converted=True)
     scheduler.activate("r", [], 0.0)
     assert step(scheduler) == {"r": 8 - num_verified}
-    scheduler.add(make_sequence("other", [*prompt, 9]), 0.0)
+    scheduler.add(make_sequence("other", [*PROMPT, 9]), 0.0)
     assert step(scheduler) == {"r": 1, "other": 9 if num_verified else 1}
 
 
 def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
-    connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
-    scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler, connector = being_loaded()
     scheduler.abort("r")
     [group] = scheduler.group_snapshots()
     assert (group.num_empty_slots, group.num_free_blocks) == (4, 5)
