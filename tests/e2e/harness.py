@@ -194,7 +194,7 @@ class LocalServer:
         """Everything that it has printed."""
         return self._log.read_text(errors="replace")
 
-    def wait_ready(self, deadline_s: float = 60.0) -> None:
+    def wait_ready(self, deadline_s: float = 300.0) -> None:
         """Wait until it has said that it is ready.
 
         Raises:

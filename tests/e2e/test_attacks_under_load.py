@@ -125,7 +125,7 @@ def served(path: Path, port: int) -> Iterator[Front]:
     """`ttserve serve`."""
     server = harness.LocalServer(["--config", str(path)], port)
     try:
-        server.wait_ready(START_S)
+        server.wait_ready()
         yield Front(server.url, port, server.footprint)
     finally:
         server.close()

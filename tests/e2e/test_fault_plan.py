@@ -45,7 +45,7 @@ def server(tmp_path_factory):
         ["--config", str(config), "--faults", str(plan), "--port", str(port)], port
     )
     try:
-        server.wait_ready(90)
+        server.wait_ready()
         yield server
     finally:
         server.close()
