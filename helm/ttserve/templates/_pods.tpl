@@ -171,6 +171,11 @@ spec:
     - name: ray-worker
       image: {{ include "ttserve.image" .root }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- if $hasBoards }}
+      # KubeRay runs it before `ray start`. A pod may see no device node but number 3: Ray counts and
+      # numbers its boards by this variable alone.
+      args: ['export TT_VISIBLE_DEVICES=$(ls /dev/tenstorrent | grep -E "^[0-9]+$" | sort -n | paste -sd,)']
+      {{- end }}
       ports:
         - {name: serve, containerPort: 8000}
         - {name: metrics, containerPort: 8080}
@@ -194,6 +199,13 @@ spec:
       {{- end }}
       resources:
         {{- toYaml $resources | nindent 8 }}
+      # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone.
+      readinessProbe:
+        exec:
+          command: [wget, -q, -T, "4", -O, /dev/null, "http://127.0.0.1:8000/health"]
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
       lifecycle:
         preStop:
           exec:
