@@ -71,7 +71,7 @@ def main() -> int:
         lacking = lacking_resources(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
         if lacking:
             # Ray would wait for a node to bring them, and a local cluster gets none.
-            say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
+            say(f"The replicas need {lacking} on this host; `ttserve doctor` says what is here.")
             return 1
         try:
             _deploy(file, application)
