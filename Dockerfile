@@ -1,35 +1,63 @@
-# One image a flavour; both run as user 1000 on a read-only root without any capability.
+# One file, two flavours; the Python of BASE decides, as ttnn has wheels for 3.10 and 3.12 alone:
 #   docker build -t ttserve:0.1.0 .                                                  CPU, simulated meshes
 #   docker build -t ttserve:0.1.0-tt --build-arg BASE=python:3.12-slim-bookworm .    Tenstorrent boards
-# The Python of BASE decides: with 3.10 or 3.12 the ttnn wheel is installed, with 3.11 there is none.
-# A base without Python gets Debian's. TORCH_INDEX names an index of CPU wheels of torch, which makes
-# the image smaller by the CUDA libraries.
+# TORCH_INDEX names an index of torch's CPU wheels, which make the image smaller by the CUDA libraries.
+# PIP_CERT names certificates that a mirror of Python's packages asks for, mounted while it builds.
 ARG BASE=python:3.11-slim-bookworm
 
-FROM ${BASE} AS build
+FROM ${BASE} AS dependencies
 ARG PIP_CERT
 ARG TORCH_INDEX
+# A base without Python gets Debian's.
 RUN command -v python3 && python3 -c 'import venv, ensurepip' || \
     { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv; }
 RUN python3 -m venv /opt/ttserve
 ENV PATH=/opt/ttserve/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
-# The dependencies first: a change of the code alone leaves their layer as it is.
 COPY pyproject.toml constraints.txt ./
-RUN python3 - <<'SCRIPT' > requirements.txt
-from pip._vendor import tomli
-print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
-SCRIPT
-RUN if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
+RUN python3 -c 'from pip._vendor import tomli; print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        > requirements.txt \
+    && if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
     && pip install --constraint constraints.txt --requirement requirements.txt
+
+# Beside the dependencies, not into them: a change of the code is a layer of a few megabytes.
+FROM dependencies AS code
+ARG PIP_CERT
 COPY LICENSE README.md ./
 COPY cluster cluster
 COPY configs configs
 COPY kv_transfer kv_transfer
 COPY replicas replicas
-RUN pip install --no-deps . && python3 -m compileall -q /opt/ttserve/lib || true
+RUN pip install --no-deps --root /code .
 
 FROM ${BASE}
+# bash and wget are what KubeRay's commands and probes call. Whoever is 1000 owns HAProxy's folder,
+# which every container gets anew: Serve's files and the admin socket are nobody else's.
+RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
+        $(command -v python3 > /dev/null || echo python3) \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve \
+    && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
+    && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
+VOLUME /run/ttserve
+# The variables of `ttserve environment`: in pods nobody runs it before `ray start`.
+ENV PATH=/opt/ttserve/bin:$PATH \
+    HOME=/tmp/home \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.edge.door:middlewares \
+    RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1 \
+    RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/ttserve/bin/ttserve-haproxy \
+    RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600 \
+    RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=/run/ttserve/haproxy.cfg \
+    RAY_SERVE_HAPROXY_SOCKET_PATH=/run/ttserve/admin.sock \
+    RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH=/run/ttserve/m.sock \
+    RAY_SERVE_HAPROXY_SERVER_STATE_BASE=/run/ttserve \
+    RAY_SERVE_HAPROXY_SERVER_STATE_FILE=/run/ttserve/state
+COPY --from=dependencies /opt/ttserve /opt/ttserve
+COPY --from=code /code /
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="ttserve" \
@@ -37,21 +65,6 @@ LABEL org.opencontainers.image.title="ttserve" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# bash and wget are what KubeRay's commands and probes call.
-RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
-        $(command -v python3 > /dev/null || echo python3) \
-    && rm -rf /var/lib/apt/lists/* \
-    && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve
-COPY --from=build /opt/ttserve /opt/ttserve
-# A login shell sets its own PATH.
-RUN echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
-ENV PATH=/opt/ttserve/bin:$PATH \
-    HOME=/tmp/home \
-    PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1 \
-    RAY_USAGE_STATS_ENABLED=0 \
-    RAY_SERVE_ENABLE_HA_PROXY=1 \
-    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/ttserve/bin/ttserve-haproxy
 USER 1000:1000
 WORKDIR /tmp
 EXPOSE 8000

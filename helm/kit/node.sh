@@ -5,14 +5,15 @@
 #
 #   node.sh up            start it; prints the kubeconfig's path
 #   node.sh exec CMD...   run a command where the cluster is: kubectl, helm, curl, python
-#   node.sh load TAR      import a docker archive into the node
+#   node.sh load [TAR]    import a docker archive, or standard input, into the node
 #   node.sh down          end it, also one that was killed half-way; leaves nothing
+#   node.sh guard PID     end it when a process has ended, however that ends
 #
-# BIN: where programs.sh put the programs. IMAGES: where images.sh put the archives. STATE: the folder
-# of everything that it writes. NAME: of the namespace and of the pods' control group. Needs root, and
-# Debian's containerd, runc, containernetworking-plugins, iproute2, nftables, openssl.
+# BIN: where programs.sh and images.sh put what they made. STATE: the folder of everything that it
+# writes. NAME: of the network namespace and of the pods' control group. Needs root, and Debian's
+# containerd, runc, containernetworking-plugins, iproute2, nftables, openssl, procps.
 set -euo pipefail
-BIN=${BIN:?where programs.sh put the programs}
+BIN=${BIN:-$(cd "$(dirname "$0")/../.." && pwd)/.kit}
 NAME=${NAME:-ttserve-node}
 STATE=${STATE:-/tmp/$NAME}
 IP=10.210.0.1
@@ -122,6 +123,7 @@ state = "$STATE/containerd/state"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "localhost/pause:1"
   restrict_oom_score_adj = true
+  netns_mounts_under_state_dir = true
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "/usr/lib/cni"
     conf_dir = "$STATE/cni"
@@ -130,7 +132,7 @@ state = "$STATE/containerd/state"
 EOF
     start containerd containerd -c "$STATE/containerd.toml"
     wait_for 30 containerd test -S "$STATE/containerd.sock"
-    load "$IMAGES/pause.tar" > /dev/null
+    load "$BIN/pause.tar" > /dev/null
 }
 
 node() {
@@ -213,7 +215,7 @@ up() {
     echo "$STATE/admin.conf"
 }
 
-load() { ctr -a "$STATE/containerd.sock" -n k8s.io images import "$1"; }
+load() { ctr -a "$STATE/containerd.sock" -n k8s.io images import "${1:--}"; }
 
 control_groups() {  # every hierarchy of version 1, or the one of version 2
     if [ -f /sys/fs/cgroup/cgroup.controllers ]; then
@@ -223,8 +225,10 @@ control_groups() {  # every hierarchy of version 1, or the one of version 2
     fi
 }
 
-# Whoever was started here has the folder in its command line, or is in the pods' control group.
+# Whoever was started here is in the network namespace, or has the folder in its command line, or is
+# in the pods' control group.
 processes() {
+    ip netns pids "$NAME" 2> /dev/null || true
     grep -lsF "$STATE/" /proc/[0-9]*/cmdline | cut -d/ -f3 | grep -vx $$ || true
     for controller in $(control_groups); do
         find "$controller/$NAME" -name cgroup.procs -exec cat {} + 2> /dev/null || true
@@ -242,14 +246,9 @@ down() {
             sleep 0.2
         done
     done
-    grep -o " $STATE[^ ]*" /proc/mounts | sort -r | while read -r at; do umount -l "$at" 2> /dev/null; done
-    # A pod's own namespace is named in what the bridge plugin kept of it.
-    for result in /var/lib/cni/results/"$NAME"-*; do
-        [ -e "$result" ] || continue
-        netns=$(grep -o '/[^"]*/netns/cni-[0-9a-f-]*' "$result" | head -1)
-        [ -n "$netns" ] && { umount -l "$netns"; rm -f "$netns"; } 2> /dev/null
-        rm -f "$result"
-    done
+    grep -o " $STATE/[^ ]*" /proc/mounts | sort -r | while read -r at; do umount -l "$at" 2> /dev/null; done
+    rm -f /var/lib/cni/results/"$NAME"-*
+    rmdir /var/lib/cni/results /var/lib/cni 2> /dev/null
     ip netns del "$NAME" 2> /dev/null
     for controller in $(control_groups); do
         find "$controller/$NAME" -depth -type d -exec rmdir {} + 2> /dev/null
@@ -258,10 +257,16 @@ down() {
     [ -z "$(processes)" ] && [ ! -e "$STATE" ]
 }
 
+guard() {
+    tail --pid="$1" -f /dev/null
+    [ ! -e "$STATE" ] || down
+}
+
 case ${1:-} in
 up) up ;;
 down) down ;;
 exec) shift; export KUBECONFIG=$STATE/admin.conf PATH=$BIN:$PATH; exec ip netns exec "$NAME" "$@" ;;
-load) load "$2" ;;
-*) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
+load) load "${2:-}" ;;
+guard) guard "$2" ;;
+*) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the programs of the chart's tests from the Go modules pinned in programs/*/go.mod, into BIN.
-# What is there is not built again. Needs Go 1.26; 11 minutes on two cores when nothing is cached.
+# Builds the programs of the chart's tests from the Go modules pinned in programs/*/go.mod, into BIN
+# (.kit of the repository). What is there is not built again. Needs Go 1.26; 11 minutes on two cores when nothing is cached.
 #
 #   programs.sh chart    helm, helm-unittest, kubeconform, the definitions of custom resources
 #   programs.sh node     those of a Kubernetes node beside them
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-BIN=${BIN:?where the programs go}
+BIN=${BIN:-$(cd "$here/../.." && pwd)/.kit}
 mkdir -p "$BIN/crds"
 
 build() {  # build MODULE NAME PACKAGE [LDFLAGS]
