@@ -5,22 +5,27 @@
 # PIP_CERT names certificates that a mirror of Python's packages asks for, mounted while it builds.
 ARG BASE=python:3.11-slim-bookworm
 
+# bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. Whoever
+# is 1000 owns HAProxy's folder, which every container gets anew: Serve's files and the admin socket are
+# nobody else's.
 FROM ${BASE} AS dependencies
-ARG PIP_CERT
-ARG TORCH_INDEX
-# A base without Python gets Debian's.
-RUN command -v python3 && python3 -c 'import venv, ensurepip' || \
-    { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv; }
-RUN python3 -m venv /opt/ttserve
-ENV PATH=/opt/ttserve/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
+        $(python3 -c 'import venv, ensurepip' 2> /dev/null || echo python3 python3-venv) \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve \
+    && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
+    && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-RUN python3 -c 'from pip._vendor import tomli; print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        > requirements.txt \
+ARG PIP_CERT
+ARG TORCH_INDEX
+RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CACHE_DIR=1 \
+    && python3 -c 'from pip._vendor import tomli; print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        > /tmp/requirements.txt \
     && if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
-    && pip install --constraint constraints.txt --requirement requirements.txt
+    && pip install --constraint constraints.txt --requirement /tmp/requirements.txt \
+    && rm /tmp/requirements.txt
 
-# Beside the dependencies, not into them: a change of the code is a layer of a few megabytes.
 FROM dependencies AS code
 ARG PIP_CERT
 COPY LICENSE README.md ./
@@ -28,17 +33,11 @@ COPY cluster cluster
 COPY configs configs
 COPY kv_transfer kv_transfer
 COPY replicas replicas
-RUN pip install --no-deps --root /code .
+RUN /opt/ttserve/bin/pip install --no-cache-dir --no-deps --root /code .
 
-FROM ${BASE}
-# bash and wget are what KubeRay's commands and probes call. Whoever is 1000 owns HAProxy's folder,
-# which every container gets anew: Serve's files and the admin socket are nobody else's.
-RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
-        $(command -v python3 > /dev/null || echo python3) \
-    && rm -rf /var/lib/apt/lists/* \
-    && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve \
-    && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
-    && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
+# A change of the code is a layer of a few megabytes over that of the dependencies.
+FROM dependencies
+COPY --from=code /code /
 VOLUME /run/ttserve
 # The variables of `ttserve environment`: in pods nobody runs it before `ray start`.
 ENV PATH=/opt/ttserve/bin:$PATH \
@@ -56,8 +55,6 @@ ENV PATH=/opt/ttserve/bin:$PATH \
     RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH=/run/ttserve/m.sock \
     RAY_SERVE_HAPROXY_SERVER_STATE_BASE=/run/ttserve \
     RAY_SERVE_HAPROXY_SERVER_STATE_FILE=/run/ttserve/state
-COPY --from=dependencies /opt/ttserve /opt/ttserve
-COPY --from=code /code /
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="ttserve" \

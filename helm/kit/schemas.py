@@ -40,7 +40,7 @@ def _write(out: Path, group: str, version: str, kind: str, schema: object) -> No
 
 
 def _strict(schema: object) -> object:
-    """The schema with what OpenAPI says and JSON schema does not: no other fields, int-or-string."""
+    """The schema with what only OpenAPI says in it: no other fields, integer or string."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -49,7 +49,11 @@ def _strict(schema: object) -> object:
         return {"type": ["integer", "string"]}
     strict = {key: _strict(value) for key, value in schema.items() if key != "default"}
     is_open = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not is_open:
+    if (
+        isinstance(schema.get("properties"), dict)
+        and schema.get("type") == "object"
+        and not is_open
+    ):
         strict["additionalProperties"] = False
     if schema.get("nullable") and isinstance(schema.get("type"), str):
         strict["type"] = [schema["type"], "null"]

@@ -82,9 +82,7 @@ class Cluster:
         """One object, or the list of them; None if there is no such object."""
         where = [*(["-n", namespace] if namespace else []), *(["-l", selector] if selector else [])]
         names = [name] if name else []
-        found = self.kubectl(
-            "get", kind, *names, *where, "-o", "json", "--ignore-not-found"
-        ).stdout
+        found = self.kubectl("get", kind, *names, *where, "-o", "json", "--ignore-not-found").stdout
         if not found:
             return None if name else []
         return json.loads(found) if name else json.loads(found)["items"]
@@ -168,7 +166,13 @@ class Release:
                 ["describe", "rayservice", self.name],
                 ["get", "pods", "-o", "wide"],
                 ["get", "events", "--sort-by=.lastTimestamp"],
-                ["logs", "-l", f"app.kubernetes.io/instance={self.name}", "--all-containers", "--tail=30"],
+                [
+                    "logs",
+                    "-l",
+                    f"app.kubernetes.io/instance={self.name}",
+                    "--all-containers",
+                    "--tail=30",
+                ],
             )
         ]
         return "\n".join(parts)
@@ -238,7 +242,18 @@ class Client:
         return Streams(process)
 
     def _command(self, arguments):
-        return ["kubectl", "-n", self.namespace, "exec", "-i", self.name, "--", "python3", "-", *arguments]
+        return [
+            "kubectl",
+            "-n",
+            self.namespace,
+            "exec",
+            "-i",
+            self.name,
+            "--",
+            "python3",
+            "-",
+            *arguments,
+        ]
 
 
 class Streams:

@@ -19,7 +19,8 @@ IDLE_S = 120
 def stream(number, has_begun, result):
     start_s = time.monotonic()
     body = {
-        "prompt": f"{number} of {COUNT}: " + "a prompt of more than one block, that is its own, " * 4,
+        "prompt": f"{number} of {COUNT}: "
+        + "a prompt of more than one block, that is its own, " * 4,
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "stream": True,
