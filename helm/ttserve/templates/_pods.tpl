@@ -118,6 +118,8 @@ spec:
       ports:
         - {name: gcs-server, containerPort: 6379}
         - {name: dashboard, containerPort: 8265}
+        # KubeRay makes the Service for Serve from it, though the head is none of its pods.
+        - {name: serve, containerPort: 8000}
         - {name: metrics, containerPort: 8080}
         - {name: as-metrics, containerPort: 44217}
         - {name: dash-metrics, containerPort: 44227}
