@@ -39,12 +39,13 @@ RUN /opt/ttserve/bin/pip install --no-cache-dir --no-deps --root /code .
 FROM dependencies
 COPY --from=code /code /
 VOLUME /run/ttserve
-# The variables of `ttserve environment`: in pods nobody runs it before `ray start`.
+# Mostly the variables of `ttserve environment`: in pods nobody runs it before `ray start`.
 ENV PATH=/opt/ttserve/bin:$PATH \
     HOME=/tmp/home \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
+    SPT_NOENV=1 \
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.edge.door:middlewares \
     RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1 \
     RAY_SERVE_ENABLE_HA_PROXY=1 \

@@ -76,7 +76,9 @@ def environment() -> None:
         typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
     folder = private_folder()
     # Ray lets every user of the host write in its own folder: nobody else reaches one below ours.
-    variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder)}
+    # With the last one its processes keep their variables, which `ttserve doctor` reads, when they
+    # write a title of their own.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder), "SPT_NOENV": "1"}
     variables |= haproxy.environment(folder, script)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
