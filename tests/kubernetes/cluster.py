@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -105,13 +105,16 @@ class Cluster:
 
 @dataclass
 class Release:
-    """A release of the chart, installed; `name` is also that of its RayService and its Service."""
+    """A release of the chart; `name` is also that of its namespace, RayService and Service."""
 
     cluster: Cluster
-    namespace: str
+    image: str
     name: str
     values: list[str]
-    ready_s: float = field(default=0.0)
+
+    @property
+    def namespace(self):
+        return self.name
 
     @property
     def url(self):
@@ -122,8 +125,8 @@ class Release:
         start_s = time.monotonic()
         self.cluster.helm("install", *self.arguments())
         self.wait_ready(900)
-        self.ready_s = time.monotonic() - start_s
-        print(f"\n{self.name}: {self.ready_s:.0f} s from `helm install` to Ready")
+        ready_s = time.monotonic() - start_s
+        print(f"\n{self.name}: {ready_s:.0f} s from `helm install` to Ready")
 
     def upgrade(self, *more, **options):
         """`helm upgrade` with more values behind those of the installation."""
@@ -133,7 +136,9 @@ class Release:
         self.cluster.helm("uninstall", self.name, "-n", self.namespace, "--ignore-not-found")
 
     def arguments(self, *more):
-        return [self.name, CHART, "-n", self.namespace, *self.values, *more]
+        repository, _, tag = self.image.rpartition(":")
+        own = f"fullnameOverride={self.name},image.repository={repository},image.tag={tag}"
+        return [self.name, CHART, "-n", self.namespace, "--set", own, *self.values, *more]
 
     def service(self):
         return self.cluster.get("rayservice", self.name, self.namespace)
@@ -197,13 +202,14 @@ class Client:
     """A pod that is no part of a release: what it reaches, everybody in the cluster reaches."""
 
     cluster: Cluster
+    image: str
     namespace: str
     name: str = "client"
 
     def start(self):
         container = {
             "name": "client",
-            "image": IMAGE,
+            "image": self.image,
             "imagePullPolicy": "IfNotPresent",
             "command": ["sleep", "infinity"],
             "securityContext": _RESTRICTED,

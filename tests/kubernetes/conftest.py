@@ -72,21 +72,18 @@ def kit(cluster):
 
 @pytest.fixture(scope="session")
 def image(cluster):
-    """Values that name the image; on the kit's node it is the one that images.sh built."""
+    """The image's name; on the kit's node it is the one that images.sh built."""
     if not cluster.is_kit:
-        name = os.environ.get("TTSERVE_IMAGE")
-        if not name:
+        if "TTSERVE_IMAGE" not in os.environ:
             pytest.skip("with KUBECONFIG, TTSERVE_IMAGE=repository:tag names an image it can pull")
-        repository, _, tag = name.rpartition(":")
-        return ["--set", f"image.repository={repository},image.tag={tag}"]
+        return os.environ["TTSERVE_IMAGE"]
     push = ["buildah", "--storage-driver", "overlay", "push", "--quiet", IMAGE]
     with subprocess.Popen(
         [*push, f"docker-archive:/dev/stdout:{IMAGE}"], stdout=subprocess.PIPE
     ) as pushing:
         subprocess.run([NODE, "load"], stdin=pushing.stdout, check=True)
     assert pushing.returncode == 0
-    repository, _, tag = IMAGE.rpartition(":")
-    return ["--set", f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"]
+    return IMAGE
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +93,7 @@ def make_release(cluster, image):
 
     def make(name, *values):
         cluster.make_namespace(name)
-        release = Release(cluster, name, name, [*image, *map(str, values)])
+        release = Release(cluster, image, name, [str(value) for value in values])
         made.append(release)
         release.install()
         return release
@@ -116,7 +113,7 @@ def release(make_release):
 def client(cluster, image):
     """A pod of a namespace of its own."""
     with cluster.namespace("somebody") as namespace:
-        pod = Client(cluster, namespace)
+        pod = Client(cluster, image, namespace)
         pod.start()
         yield pod
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.kubernetes.cluster import wait_until
-from tests.kubernetes.conftest import LAPTOP, SIMULATED
+from tests.kubernetes.cluster import Release, wait_until
+from tests.kubernetes.conftest import LAPTOP
 
 ABSENT_MODEL = "/models/absent"
 NUM_STREAMS, NUM_TOKENS = 16, 1500
@@ -86,52 +86,38 @@ def assert_serves(release, client):
 
 
 def test_a_privileged_pod_beside_the_release_is_refused(cluster, image, tmp_path):
+    container = {"name": "loose", "image": image, "securityContext": {"privileged": True}}
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "loose"},
-        "spec": {
-            "containers": [{"name": "loose", "image": "x", "securityContext": {"privileged": True}}]
-        },
+        "spec": {"containers": [container]},
     }
-    values = values_file(
-        tmp_path / "values.yaml", {"extraObjects": [pod], "validate": {"enabled": False}}
-    )
-    with cluster.namespace("loosened") as namespace:
-        done = cluster.helm(
-            "install",
-            "loosened",
-            "helm/ttserve",
-            "-n",
-            namespace,
-            *image,
-            "-f",
-            values,
-            check=False,
-        )
+    values = {"extraObjects": [pod], "validate": {"enabled": False}}
+    file = values_file(tmp_path / "values.yaml", values)
+    release = Release(cluster, image, "loosened", ["-f", file])
+    with cluster.namespace(release.namespace):
+        done = cluster.helm("install", *release.arguments(), check=False)
         assert done.returncode != 0
         assert 'violates PodSecurity "restricted' in done.stderr
+        release.uninstall()
 
 
 def test_pods_of_a_release_that_loosens_them_are_refused(cluster, image, tmp_path):
-    loosened = {
-        "extraVolumes": [{"name": "host", "hostPath": {"path": "/"}}],
-        "validate": {"enabled": False},
-    }
-    values = values_file(tmp_path / "values.yaml", loosened)
-    with cluster.namespace("loosened") as namespace:
-        cluster.helm(
-            "install", "loosened", "helm/ttserve", "-n", namespace, *image, *LAPTOP, "-f", values,
-            "--set-file", f"serveConfig={SIMULATED}",
-        )  # fmt: skip
+    volumes = [{"name": "host", "hostPath": {"path": "/"}}]
+    values = {"extraVolumes": volumes, "validate": {"enabled": False}}
+    file = values_file(tmp_path / "values.yaml", values)
+    release = Release(cluster, image, "loosened", [*LAPTOP, "-f", file])
+    with cluster.namespace(release.namespace) as namespace:
+        cluster.helm("install", *release.arguments())
 
         def refusals():
             events = cluster.get("events", None, namespace)
             return [event for event in events if "violates PodSecurity" in event["message"]]
 
         assert "hostPath" in wait_until(refusals, "an event")[0]["message"]
-        assert not cluster.get("pods", None, namespace)
-        cluster.helm("uninstall", "loosened", "-n", namespace)
+        assert not release.pods()
+        release.uninstall()
 
 
 def test_what_is_bound_to_loopback_refuses_other_pods(release, client):
@@ -147,18 +133,18 @@ def test_what_is_bound_to_loopback_refuses_other_pods(release, client):
 
 def listeners(release, pod):
     """Addresses and ports that processes of a pod listen on over TCP, as the kernel has them."""
-    program = (
-        "import json, socket, struct\n"
-        "found = []\n"
-        "for line in list(open('/proc/net/tcp'))[1:]:\n"
-        "    local, state = line.split()[1], line.split()[3]\n"
-        "    host, port = local.split(':')\n"
-        "    if state == '0A':\n"
-        "        address = socket.inet_ntoa(struct.pack('=I', int(host, 16)))\n"
-        "        found.append((address, int(port, 16)))\n"
-        "found += [('::', int(line.split()[1].split(':')[1], 16)) for line in list(open('/proc/net/tcp6'))[1:]\n"
-        "          if line.split()[3] == '0A']\n"
-        "print(json.dumps(found))\n"
-    )
+    program = """
+import json, socket
+
+found = []
+for file, family in ("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6):
+    for line in open(file).readlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        host, port = local.split(":")
+        words = [bytes.fromhex(host)[i : i + 4][::-1] for i in range(0, len(host) // 2, 4)]
+        if state == "0A":
+            found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+print(json.dumps(found))
+"""
     command = ["-n", release.namespace, "exec", "-i", pod, "-c", "ray-worker", "--", "python3", "-"]
     return json.loads(release.cluster.kubectl(*command, input=program).stdout)
