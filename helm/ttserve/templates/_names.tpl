@@ -23,6 +23,21 @@ app.kubernetes.io/name: {{ include "ttserve.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Pods of Ray, head and workers. */}}
+{{- define "ttserve.raySelector" -}}
+matchLabels:
+  {{- include "ttserve.selector" . | nindent 2 }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [head, worker]}
+{{- end }}
+
+{{/* Pods of one component: (dict "root" $ "component" "head") */}}
+{{- define "ttserve.componentSelector" -}}
+matchLabels:
+  {{- include "ttserve.selector" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
 {{- define "ttserve.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ include "ttserve.selector" . }}
@@ -68,8 +83,4 @@ annotations:
 
 {{- define "ttserve.keysSecret" -}}
 {{- default (printf "%s-keys" (include "ttserve.fullname" .)) .Values.secrets.existingKeys }}
-{{- end }}
-
-{{- define "ttserve.rayTokenSecret" -}}
-{{- default (printf "%s-ray" (include "ttserve.fullname" .)) .Values.secrets.existingRayToken }}
 {{- end }}

@@ -18,14 +18,9 @@ seccompProfile:
 - name: HOME
   value: /tmp/home
 - name: HF_HUB_OFFLINE
-  value: {{ ternary "0" "1" (ne .Values.secrets.huggingFace "") | quote }}
+  value: "1"
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
-{{- with .Values.secrets.huggingFace }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef: {name: {{ . }}, key: token}
-{{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
@@ -34,6 +29,8 @@ seccompProfile:
 {{/* Volumes of every pod of Ray: (dict "root" $ "shmSize" …) */}}
 {{- define "ttserve.volumes" -}}
 - name: tmp
+  emptyDir: {}
+- name: home
   emptyDir: {}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .shmSize }}}
@@ -48,6 +45,7 @@ seccompProfile:
 
 {{- define "ttserve.volumeMounts" -}}
 - {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /tmp/home}
 - {name: shm, mountPath: /dev/shm}
 - {name: keys, mountPath: /run/secrets/ttserve, readOnly: true}
 {{- with .Values.extraVolumeMounts }}
@@ -55,7 +53,8 @@ seccompProfile:
 {{- end }}
 {{- end }}
 
-{{/* Where pods go: (dict of a group's or the head's values) */}}
+{{/* Where pods go, of the head's or a group's values; `spread`: a group whose pods go to different
+   hosts where there are some, unless its values say otherwise. */}}
 {{- define "ttserve.scheduling" -}}
 {{- with .nodeSelector }}
 nodeSelector:
@@ -72,9 +71,18 @@ affinity:
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .topologySpreadConstraints }}
+{{- if .topologySpreadConstraints }}
 topologySpreadConstraints:
-  {{- toYaml . | nindent 2 }}
+  {{- toYaml .topologySpreadConstraints | nindent 2 }}
+{{- else if .spread }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "ttserve.selector" .spread.root | nindent 8 }}
+        ttserve.io/group: {{ .spread.name }}
 {{- end }}
 {{- end }}
 
@@ -101,9 +109,8 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "ttserve.serviceAccount" . }}
-  {{- if not .Values.autoscaling.enabled }}
-  automountServiceAccountToken: false
-  {{- end }}
+  # For Ray's autoscaler alone.
+  automountServiceAccountToken: {{ .Values.autoscaling.enabled }}
   enableServiceLinks: false
   securityContext: {runAsNonRoot: true, runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000, seccompProfile: {type: RuntimeDefault}}
   {{- with .Values.imagePullSecrets }}
@@ -123,6 +130,8 @@ spec:
         - {name: metrics, containerPort: 8080}
         - {name: as-metrics, containerPort: 44217}
         - {name: dash-metrics, containerPort: 44227}
+        # KubeRay makes no Service of Serve without a port of this name.
+        - {name: serve, containerPort: 8000}
       env:
         {{- include "ttserve.env" . | nindent 8 }}
       resources:
@@ -142,11 +151,15 @@ spec:
 {{- $mode := .root.Values.device.mode }}
 {{- $count := int .group.boards.count }}
 {{- $hasBoards := gt $count 0 }}
+{{- $hasCache := or .root.Values.device.cache.hostPath .root.Values.device.cache.claim }}
 metadata:
   labels:
     {{- include "ttserve.labels" .root | nindent 4 }}
     app.kubernetes.io/component: worker
     ttserve.io/group: {{ .name }}
+    {{- if has "ingress" .group.roles }}
+    ttserve.io/ingress: "true"
+    {{- end }}
   {{- with merge (dict) .group.annotations .root.Values.commonAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -163,7 +176,8 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ add $drain 30 }}
+  # The drain, and twice the time in which an engine ends: one with a mesh may take a minute.
+  terminationGracePeriodSeconds: {{ add $drain (ternary 150 30 $hasBoards) }}
   {{- if and $hasBoards (eq $mode "dra") }}
   resourceClaims:
     - name: boards
@@ -201,7 +215,8 @@ spec:
       {{- end }}
       resources:
         {{- toYaml $resources | nindent 8 }}
-      # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone.
+      # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone. It
+      # goes on asking for as long as weights take to load: liveness is Ray's, and not in question.
       readinessProbe:
         exec:
           command: [wget, -q, -T, "4", -O, /dev/null, "http://127.0.0.1:8000/health"]
@@ -226,7 +241,7 @@ spec:
         {{- if and $hasBoards .root.Values.device.hugepages.enabled }}
         - {name: hugepages, mountPath: /dev/hugepages-1G}
         {{- end }}
-        {{- if and $hasBoards .root.Values.device.cache.hostPath }}
+        {{- if and $hasBoards $hasCache }}
         - {name: cache, mountPath: /tmp/home/.cache}
         {{- end }}
   volumes:
@@ -239,9 +254,14 @@ spec:
     - name: hugepages
       emptyDir: {medium: HugePages-1Gi}
     {{- end }}
-    {{- if and $hasBoards .root.Values.device.cache.hostPath }}
+    {{- if and $hasBoards $hasCache }}
     - name: cache
-      hostPath: {path: {{ .root.Values.device.cache.hostPath }}, type: DirectoryOrCreate}
+      {{- with .root.Values.device.cache.claim }}
+      persistentVolumeClaim: {claimName: {{ . }}}
+      {{- end }}
+      {{- with .root.Values.device.cache.hostPath }}
+      hostPath: {path: {{ . }}, type: Directory}
+      {{- end }}
     {{- end }}
-  {{- include "ttserve.scheduling" .group | nindent 2 }}
+  {{- include "ttserve.scheduling" (merge (dict "spread" (dict "root" .root "name" .name)) .group) | nindent 2 }}
 {{- end }}

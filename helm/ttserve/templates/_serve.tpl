@@ -25,10 +25,19 @@
 {{- toYaml $file }}
 {{- end }}
 
+{{/* The application's args. */}}
+{{- define "ttserve.args" -}}
+{{- (first (fromYaml (include "ttserve.file" .)).applications).args | toYaml }}
+{{- end }}
+
+{{/* What a file that says nothing means. */}}
+{{- define "ttserve.defaults" -}}
+{{- .Files.Get "files/defaults.yaml" }}
+{{- end }}
+
 {{/* Groups that are made, by name, each with its defaults filled in, as YAML. */}}
 {{- define "ttserve.groups" -}}
-{{- $file := fromYaml (include "ttserve.file" .) }}
-{{- $served := append (keys (first $file.applications).args.pools) "ingress" }}
+{{- $served := append (keys (fromYaml (include "ttserve.args" .)).pools) "ingress" }}
 {{- $groups := dict }}
 {{- range $name, $given := .Values.workers }}
   {{- if $given }}
@@ -39,85 +48,40 @@
         {{- $roles = append $roles . }}
       {{- end }}
     {{- end }}
-    {{- if and $roles (gt (int $group.replicas) 0) }}
-      {{- $_ := set $groups $name (mergeOverwrite $group (dict "roles" $roles)) }}
+    {{- $most := int $group.replicas }}
+    {{- if and $.Values.autoscaling.enabled (not (kindIs "invalid" $group.maxReplicas)) }}
+      {{- $most = int $group.maxReplicas }}
+    {{- end }}
+    {{- if and $roles (gt $most 0) }}
+      {{- $_ := set $groups $name (mergeOverwrite $group (dict "roles" $roles "most" $most)) }}
     {{- end }}
   {{- end }}
 {{- end }}
 {{- toYaml $groups }}
 {{- end }}
 
-{{/* Device nodes that a replica of a pool takes; {devices, board}: (dict "root" $ "role" … "args" …) */}}
+{{/* Device nodes of a replica of a pool, its boards' type and hosts: (dict "root" $ "role" … "args" …) */}}
 {{- define "ttserve.boardsOfPool" -}}
-{{- $pool := index .args.pools .role }}
+{{- $pool := default (dict) (index .args.pools .role) }}
 {{- $engine := merge (dict) (default (dict) $pool.engine) (default (dict) .args.engine) }}
-{{- $mesh := default (dict) $engine.mesh }}
 {{- $known := fromYaml (.root.Files.Get "files/meshes.yaml") }}
-{{- $found := dict "devices" 0 "board" "" }}
-{{- with $mesh.name }}
+{{- $found := dict "devices" 0 "board" "" "hosts" 1 }}
+{{- with (default (dict) $engine.mesh).name }}
   {{- $key := regexReplaceAll "[\\s_-]+" . "" | lower }}
   {{- if hasKey $known $key }}
     {{- $found = index $known $key }}
   {{- end }}
 {{- end }}
 {{- $asked := dig "TTNPU" "" (default (dict) $pool.resources) }}
-{{- toYaml (dict "devices" (ternary $found.devices $asked (eq (toString $asked) "")) "board" $found.board) }}
+{{- if ne (toString $asked) "" }}
+  {{- $found = dict "devices" $asked "board" $found.board "hosts" 1 }}
 {{- end }}
-
-{{/* Refuses what cannot fit, with both numbers. Renders nothing. */}}
-{{- define "ttserve.check" -}}
-{{- $file := fromYaml (include "ttserve.file" .) }}
-{{- $args := (first $file.applications).args }}
-{{- $groups := fromYaml (include "ttserve.groups" .) }}
-{{- $total := 0 }}
-{{- $wanted := 0 }}
-{{- range $groups }}
-  {{- $total = add $total (mul .replicas .numOfHosts .boards.count) }}
-  {{- if and (gt (int .boards.count) 0) (eq $.Values.device.mode "none") }}
-    {{- fail "a worker group has boards and device.mode is none: set it to dra, plugin or hostPath" }}
-  {{- end }}
-  {{- if and (gt (int .boards.count) 0) (not .boards.type) }}
-    {{- fail "a worker group has boards.count and no boards.type" }}
-  {{- end }}
-{{- end }}
-{{- range $role, $pool := $args.pools }}
-  {{- $replicas := int (dig "replicas" 1 $pool) }}
-  {{- $need := fromYaml (include "ttserve.boardsOfPool" (dict "root" $ "role" $role "args" $args)) }}
-  {{- $wanted = add $wanted (mul $replicas $need.devices) }}
-  {{- $names := list }}
-  {{- $room := 0 }}
-  {{- $cpus := 0.0 }}
-  {{- range $name, $group := $groups }}
-    {{- if has $role $group.roles }}
-      {{- $names = append $names $name }}
-      {{- $cpus = addf $cpus (mulf $group.replicas (float64 (include "ttserve.rayCPUs" $group))) }}
-      {{- if gt (int $need.devices) 0 }}
-        {{- $room = add $room (mul $group.replicas (div $group.boards.count $need.devices)) }}
-        {{- if and $need.board $group.boards.type (ne $need.board $group.boards.type) }}
-          {{- fail (printf "pool %s needs boards of type %s and workers.%s has %s" $role $need.board $name $group.boards.type) }}
-        {{- end }}
-      {{- end }}
-    {{- end }}
-  {{- end }}
-  {{- if not $names }}
-    {{- fail (printf "pool %s has no worker group: none of workers.* with replicas has the role %s" $role $role) }}
-  {{- end }}
-  {{- if and (gt (int $need.devices) 0) (gt $replicas (int $room)) }}
-    {{- fail (printf "pool %s wants %d replicas of %d boards each, and the pods of workers.%s hold %d of them" $role $replicas (int $need.devices) (join ", workers." $names) (int $room)) }}
-  {{- end }}
-  {{- $cpu := mulf $replicas (float64 (dig "num_cpus" 0.1 $pool)) }}
-  {{- if gt $cpu $cpus }}
-    {{- fail (printf "pool %s wants %v CPUs of Ray, and the pods of workers.%s have %v: raise their rayCPUs or resources" $role $cpu (join ", workers." $names) $cpus) }}
-  {{- end }}
-{{- end }}
-{{- if and (gt $wanted 0) (gt $wanted $total) }}
-  {{- fail (printf "the pools want %d boards, and all worker groups together have %d" (int $wanted) (int $total)) }}
-{{- end }}
+{{- toYaml $found }}
 {{- end }}
 
 {{/* CPUs that Ray counts on a group's pod. */}}
 {{- define "ttserve.rayCPUs" -}}
-{{- if ne (toString (default "" .rayCPUs)) "" }}
+{{- if not (kindIs "invalid" .rayCPUs) }}
 {{- .rayCPUs }}
 {{- else }}
 {{- $request := toString (dig "requests" "cpu" "1" .resources) }}
@@ -129,18 +93,50 @@
 {{- end }}
 {{- end }}
 
+{{/* Bytes of Ray's object store: three quarters of a pod's shared memory, which Ray would exceed. */}}
+{{- define "ttserve.objectStoreBytes" -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 }}
+{{- $unit := regexFind "[KMG]i$" . }}
+{{- div (mul (trimSuffix $unit . | int) (get $units $unit) 3) 4 }}
+{{- end }}
+
 {{/* The longest time that a pool lets its requests end. */}}
 {{- define "ttserve.drainSeconds" -}}
-{{- if ne (toString (default "" .Values.drainSeconds)) "" }}
+{{- if not (kindIs "invalid" .Values.drainSeconds) }}
 {{- .Values.drainSeconds }}
 {{- else }}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
 {{- $longest := 0 }}
-{{- $file := fromYaml (include "ttserve.file" .) }}
-{{- range (first $file.applications).args.pools }}
-  {{- $longest = max $longest (ceil (dig "drain_timeout_s" 600 .)) }}
+{{- range (fromYaml (include "ttserve.args" .)).pools }}
+  {{- $longest = max $longest (ceil (dig "drain_timeout_s" $defaults.drain_timeout_s (default (dict) .))) }}
 {{- end }}
 {{- $longest }}
 {{- end }}
+{{- end }}
+
+{{/* How long a request may take in all, in whole seconds: what stands before the pods waits so long. */}}
+{{- define "ttserve.requestSeconds" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- ceil (dig "ingress" "request_timeout_s" $defaults.request_timeout_s (fromYaml (include "ttserve.args" .))) }}
+{{- end }}
+
+{{/* Bytes of the largest body. */}}
+{{- define "ttserve.maxBodyBytes" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- int64 (dig "ingress" "max_body_bytes" $defaults.max_body_bytes (fromYaml (include "ttserve.args" .))) }}
+{{- end }}
+
+{{/* Ingresses: those of the file, and one at least for each pod that is there for them. A pod without
+   a replica has no proxy, and is never ready. */}}
+{{- define "ttserve.ingressReplicas" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- $pods := 0 }}
+{{- range fromYaml (include "ttserve.groups" .) }}
+  {{- if has "ingress" .roles }}
+    {{- $pods = add $pods (mul .replicas .numOfHosts) }}
+  {{- end }}
+{{- end }}
+{{- max $pods (int (dig "ingress" "replicas" $defaults.ingress_replicas (fromYaml (include "ttserve.args" .)))) }}
 {{- end }}
 
 {{/* Ray's resource that pins a role to the groups that have it. */}}
@@ -152,24 +148,20 @@
 {{- define "ttserve.serveConfigV2" -}}
 {{- include "ttserve.check" . }}
 {{- $file := fromYaml (include "ttserve.file" .) }}
-{{- $groups := fromYaml (include "ttserve.groups" .) }}
 {{- $application := first $file.applications }}
-{{- $pinned := list }}
-{{- range $groups }}
-  {{- $pinned = concat $pinned .roles }}
-{{- end }}
-{{- range $role, $pool := $application.args.pools }}
+{{- $args := $application.args }}
+{{- range $role := keys $args.pools }}
+  {{- $pool := default (dict) (index $args.pools $role) }}
   {{- $resources := merge (dict (include "ttserve.roleResource" $role) 0.001) (default (dict) $pool.resources) }}
-  {{- $_ := set $application.args.pools $role (mergeOverwrite $pool (dict "resources" $resources)) }}
+  {{- $_ := set $args.pools $role (mergeOverwrite $pool (dict "resources" $resources)) }}
 {{- end }}
-{{- if has "ingress" $pinned }}
-  {{- $ingress := default (dict) $application.args.ingress }}
-  {{- $resources := dict (include "ttserve.roleResource" "ingress") 0.001 }}
-  {{- $_ := set $application.args "ingress" (mergeOverwrite $ingress (dict "resources" $resources)) }}
-{{- end }}
-{{- $_ := set $application.args "data_host" "node" }}
-{{- $_ := set $application.args "key_file" "/run/secrets/ttserve/keys" }}
-{{- $_ := set $file "applications" (list $application) }}
+{{- $ingress := default (dict) $args.ingress }}
+{{- $resources := merge (dict (include "ttserve.roleResource" "ingress") 0.001) (default (dict) $ingress.resources) }}
+{{- $replicas := int (include "ttserve.ingressReplicas" .) }}
+{{- $_ := set $args "ingress" (mergeOverwrite $ingress (dict "resources" $resources "replicas" $replicas)) }}
+{{- $_ := set $args "data_host" "node" }}
+{{- $_ := set $args "key_file" (printf "/run/secrets/ttserve/%s" .Values.secrets.keysName) }}
+{{- $_ := set $file "applications" (list (mergeOverwrite $application (dict "args" $args))) }}
 {{- $http := default (dict) $file.http_options }}
 {{- $_ := set $file "http_options" (mergeOverwrite $http (dict "host" "0.0.0.0" "port" 8000)) }}
 {{- $_ := set $file "proxy_location" "EveryNode" }}
