@@ -130,8 +130,6 @@ spec:
         - {name: metrics, containerPort: 8080}
         - {name: as-metrics, containerPort: 44217}
         - {name: dash-metrics, containerPort: 44227}
-        # KubeRay makes no Service of Serve without a port of this name.
-        - {name: serve, containerPort: 8000}
       env:
         {{- include "ttserve.env" . | nindent 8 }}
       resources:
