@@ -1,4 +1,4 @@
-"""What the chart repeats of the code is what the code says. Needs no helm: tests/helm has the rest."""
+"""What the chart repeats of the code is what the code says; tests/helm has what needs helm."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that the chart must pass, for `make test-helm`: lint, helm-unittest, every file of
-# helm/ttserve/ci against the schemas of Kubernetes and of the custom resources, alert rules, and
+# Everything that the chart must pass, for `make test-helm`: lint, helm-unittest, tests/helm (every file
+# of helm/ttserve/ci against the schemas of Kubernetes and of the custom resources, alert rules), and
 # tests/kubernetes on a real cluster: the one that KUBECONFIG names, else a node of its own.
 # What this machine cannot do is said and skipped; with TTSERVE_REQUIRE_NODE only Go and the kernel's
 # rights may be absent, and Debian's packages are installed.
@@ -42,9 +42,6 @@ refused() {
     mkdir "$group/ttserve-probe" 2> /dev/null && rmdir "$group/ttserve-probe" || echo "a control group"
 }
 
-# What a file of helm/ttserve/ci is used with stands in its second line, a command for people too.
-options_of() { sed -n 's/^# *helm install [^ ]* helm\/ttserve //p' "$1"; }
-
 check_chart() {
     "$BIN/helm" lint --quiet "$chart"
     "$BIN/helm-unittest" "$chart"
@@ -53,18 +50,7 @@ check_chart() {
         "$PYTHON" "$here/schemas.py" "$specification" "$BIN/crds" "$BIN/schemas.new"
         mv "$BIN/schemas.new" "$BIN/schemas"
     fi
-    local file rendered
-    rendered=$(mktemp)
-    for file in "$chart"/ci/*.yaml; do
-        echo "$(basename "$file")"
-        # shellcheck disable=SC2046
-        "$BIN/helm" template demo "$chart" $(options_of "$file") > "$rendered"
-        "$BIN/kubeconform" -strict -summary -schema-location "$BIN/schemas/{{ .ResourceKind }}{{ .KindSuffix }}.json" "$rendered"
-    done
-    "$BIN/helm" template demo "$chart" --set monitoring.rules.enabled=true --show-only templates/prometheusrule.yaml |
-        "$PYTHON" -c 'import sys, yaml; yaml.safe_dump(yaml.safe_load(sys.stdin)["spec"], sys.stdout)' > "$rendered"
-    promtool check rules "$rendered"
-    rm "$rendered"
+    "$PYTHON" -m pytest -q tests/helm
 }
 
 has_go || skip "everything: Go 1.26 is not here (go.dev/dl), and the chart's programs are built with it"

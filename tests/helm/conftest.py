@@ -1,4 +1,4 @@
-"""What the chart renders, judged. Only `make test-helm` collects these tests, once it has built helm."""
+"""What the chart renders, judged; only `make test-helm` collects this, once it has built helm."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every alert fires when it should and is silent when it should, by promtool on the rendered rules."""
+"""Every alert fires when it should and is silent when it should, by promtool."""
 
 import re
 import shutil

@@ -62,7 +62,9 @@ def _pods(made, role):
 def _check_pods(objects):
     """No port is named twice in a container, and Pod Security has nothing to say against any."""
     specs = [group["template"]["spec"] for group in groups(objects).values()]
-    specs.append(rayservice(objects)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"])
+    specs.append(
+        rayservice(objects)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    )
     for found in objects:
         if found["kind"] in {"Job", "Deployment"}:
             specs.append(found["spec"]["template"]["spec"])
@@ -88,7 +90,9 @@ def test_a_preset_gives_memory_to_what_it_mounts(preset, render):
         assert shm["medium"] == "Memory"
         kept = int(group["rayStartParams"]["object-store-memory"])
         assert 75 * 2**20 <= kept < _bytes(shm["sizeLimit"])
-        assert _bytes(shm["sizeLimit"]) < _bytes(spec["containers"][0]["resources"]["limits"]["memory"])
+        assert _bytes(shm["sizeLimit"]) < _bytes(
+            spec["containers"][0]["resources"]["limits"]["memory"]
+        )
 
 
 def _bytes(quantity):

@@ -49,7 +49,7 @@ def test_the_values_themselves_are_right(tmp_path):
 def test_every_key_that_is_misspelt_is_refused_by_its_name(tmp_path):
     """In one run for each section, as helm lists all that is wrong at once."""
     for section in VALUES:
-        wrong = [path for path in paths({section: VALUES[section]})]
+        wrong = list(paths({section: VALUES[section]}))
         values = copy.deepcopy(VALUES)
         for path in sorted(wrong, key=len, reverse=True):
             at = values
