@@ -51,7 +51,9 @@ def rows(values: Path, schema: Path) -> list[Row]:
     """
     text = values.read_text()
     whole = json.loads(schema.read_text())
-    found = _walk(yaml.compose(text), (), _Comments(text.splitlines()))
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)
+    found = _walk(root, (), _Comments(text.splitlines()))
     return [replace(row, kind=_kind(whole, row.path) if row.default else "") for row in found]
 
 
