@@ -229,7 +229,9 @@ control_groups() {  # every hierarchy of version 1, or the one of version 2
 # in the pods' control group.
 processes() {
     ip netns pids "$NAME" 2> /dev/null || true
-    grep -lsF "$STATE/" /proc/[0-9]*/cmdline | cut -d/ -f3 | grep -vx $$ || true
+    # Listed before grep starts: its own command line has the folder too.
+    local running=(/proc/[0-9]*/cmdline)
+    grep -lsF "$STATE/" "${running[@]}" | cut -d/ -f3 | grep -vx $$ || true
     for controller in $(control_groups); do
         find "$controller/$NAME" -name cgroup.procs -exec cat {} + 2> /dev/null || true
     done
