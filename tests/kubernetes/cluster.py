@@ -280,8 +280,9 @@ class Streams:
 
     def results(self):
         """One dictionary a stream, at the end of all: tokens, finish_reason, error, seconds."""
-        said = self._process.stdout.read()
-        assert self._process.wait(600) == 0, said
+        with self._process:
+            said = self._process.stdout.read()
+        assert self._process.returncode == 0, said
         return json.loads(said.splitlines()[-1])
 
 

@@ -24,6 +24,6 @@ def test_uninstall_leaves_nothing_but_the_secrets_that_are_kept(release):
     wait_until(
         lambda: contents(release.cluster, release.namespace) == kept,
         f"an end of all but {kept}; first {left}",
-        120,
+        700,
     )
     assert f"{release.name}-keys" in said
