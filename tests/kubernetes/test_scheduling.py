@@ -126,23 +126,19 @@ class Pods:
     def all(self):
         return self._cluster.get("pods", None, self._namespace, "app.kubernetes.io/instance=demo")
 
-    def places(self, group):
-        """Hosts of a group's pods that have one, once the scheduler has judged each of them."""
-        selector = f"ttserve.io/group={group}"
-        wait_until(
-            lambda: all(
-                condition(pod) is not None
-                for pod in self._cluster.get("pods", None, self._namespace, selector)
-            ),
-            "the scheduler's word",
-        )
-        found = self._cluster.get("pods", None, self._namespace, selector)
-        return sorted(pod["spec"].get("nodeName", "") for pod in found)
+    def of(self, groups):
+        """Pods of these groups, once the scheduler has judged each of them."""
+        selector = f"app.kubernetes.io/instance=demo,ttserve.io/group in ({','.join(groups)})"
 
-    def pending(self, group):
-        """What the scheduler says of a group's pods that it has put nowhere."""
-        found = self._cluster.get("pods", None, self._namespace, f"ttserve.io/group={group}")
-        return [condition(pod)["message"] for pod in found if not pod["spec"].get("nodeName")]
+        def judged():
+            found = self._cluster.get("pods", None, self._namespace, selector)
+            return found if all(condition(pod) is not None for pod in found) else None
+
+        return wait_until(judged, "the scheduler's word")
+
+    def pending(self, *groups):
+        """What the scheduler says of each pod of these groups that it has put nowhere."""
+        return [condition(p)["message"] for p in self.of(groups) if not p["spec"].get("nodeName")]
 
     def boards(self):
         """(host, group) -> boards of each claim that is allotted."""
@@ -202,9 +198,7 @@ def test_a_preset_is_admitted(preset, options, cluster):
 )
 def test_every_pod_gets_its_boards(preset, boards, scheduled):
     pods = scheduled(preset)
-    for _, group in boards:
-        assert all(pods.places(group)), pods.pending(group)
-    assert all(pods.places("ingress")), pods.pending("ingress")
+    assert pods.pending("ingress", *(group for _, group in boards)) == []
     found = pods.boards()
     kinds = {(host.partition("-")[0], group): count for (host, group), count in found.items()}
     assert kinds == boards
@@ -212,11 +206,16 @@ def test_every_pod_gets_its_boards(preset, boards, scheduled):
 
 
 @pytest.mark.parametrize(
-    ("preset", "group", "hosts_of_kind"),
-    [("n150", "both", 1), ("galaxy", "both", 2), ("t3k-pd", "decode", 1), ("galaxy-pd", "decode", 1)],
+    ("preset", "replicas"),
+    [
+        ("n150", {"both": 2}),
+        ("galaxy", {"both": 3}),
+        ("t3k-pd", {"decode": 2}),
+        ("galaxy-pd", {"prefill": 2}),
+    ],
 )
-def test_one_too_many_waits_for_boards(preset, group, hosts_of_kind, scheduled):
-    pods = scheduled(preset, **{group: hosts_of_kind + 1})
-    assert pods.places(group).count("") == 1
-    (why,) = pods.pending(group)
+def test_one_too_many_waits_for_boards(preset, replicas, scheduled):
+    pods = scheduled(preset, **replicas)
+    (why,) = pods.pending("prefill", "decode", "both")
     assert "cannot allocate all claims" in why
+    assert pods.pending("ingress") == []

@@ -145,10 +145,11 @@ spec:
 
 {{/* (dict "root" $ "name" "prefill" "group" (dict …)) */}}
 {{- define "ttserve.workerPod" -}}
-{{- $drain := int (include "ttserve.drainSeconds" .root) }}
 {{- $mode := .root.Values.device.mode }}
 {{- $count := int .group.boards.count }}
 {{- $hasBoards := gt $count 0 }}
+{{- /* A minute for successors to start in, the drain, and twice the time in which an engine ends. */}}
+{{- $leave := add 60 (include "ttserve.drainSeconds" .root) (ternary 120 10 $hasBoards) }}
 {{- $hasCache := or .root.Values.device.cache.hostPath .root.Values.device.cache.claim }}
 metadata:
   labels:
@@ -174,8 +175,7 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  # The drain, and twice the time in which an engine ends: one with a mesh may take a minute.
-  terminationGracePeriodSeconds: {{ add $drain (ternary 150 30 $hasBoards) }}
+  terminationGracePeriodSeconds: {{ add $leave 30 }}
   {{- if and $hasBoards (eq $mode "dra") }}
   resourceClaims:
     - name: boards
@@ -224,7 +224,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [ttserve, leave, --seconds, {{ $drain | quote }}]
+            command: [ttserve, leave, --seconds, {{ $leave | quote }}]
       securityContext:
         {{- if and $hasBoards (eq $mode "hostPath") }}
         privileged: true
