@@ -29,6 +29,7 @@ from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.application import bind
 from cluster.lifecycle.deployments import lacking_resources
+from cluster.lifecycle.status import reason
 from cluster.lifecycle.supervisor import ServeOptions, say
 
 if TYPE_CHECKING:
@@ -197,15 +198,13 @@ def _progress(application: ApplicationStatusOverview) -> str:
 
 
 def _reasons(application: ApplicationStatusOverview) -> str:
-    """Serve's messages are tracebacks; the reason is the last line of each."""
+    """What is wrong, one line for each that has a message."""
     messages = {"application": application.message} | {
         f"deployment {name}": deployment.message
         for name, deployment in sorted(application.deployments.items())
     }
     lines = [
-        f"  {name}: {message.strip().splitlines()[-1]}"
-        for name, message in messages.items()
-        if message.strip()
+        f"  {name}: {reason(message)}" for name, message in messages.items() if message.strip()
     ]
     return "\n".join(["The application did not start:", *lines])
 
