@@ -20,9 +20,8 @@
   {{- if and (gt $count 0) (not $group.boards.type) }}
     {{- fail (printf "workers.%s.boards has count %d and no type" $name $count) }}
   {{- end }}
-  {{- $least := ternary $group.replicas $group.minReplicas (kindIs "invalid" $group.minReplicas) }}
-  {{- if gt (int $least) (int $group.most) }}
-    {{- fail (printf "workers.%s has minReplicas %d and maxReplicas %d" $name (int $least) (int $group.most)) }}
+  {{- if gt (int $group.least) (int $group.most) }}
+    {{- fail (printf "workers.%s has minReplicas %d and maxReplicas %d" $name (int $group.least) (int $group.most)) }}
   {{- end }}
 {{- end }}
 {{- if not $hasIngress }}

@@ -53,7 +53,8 @@
       {{- $most = int $group.maxReplicas }}
     {{- end }}
     {{- if and $roles (gt $most 0) }}
-      {{- $_ := set $groups $name (mergeOverwrite $group (dict "roles" $roles "most" $most)) }}
+      {{- $least := ternary $group.replicas $group.minReplicas (kindIs "invalid" $group.minReplicas) }}
+      {{- $_ := set $groups $name (mergeOverwrite $group (dict "roles" $roles "least" $least "most" $most)) }}
     {{- end }}
   {{- end }}
 {{- end }}
