@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test test-slow test-tt check lint types imports chaos clean
+.PHONY: serve test test-slow test-tt test-helm check lint types imports chaos clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
@@ -38,6 +38,11 @@ test-slow: $(VENV)/.installed-dev
 test-tt: $(VENV_TTNN)/.installed-dev
 	TTSERVE_REQUIRE_TTNN=1 $(VENV_TTNN)/bin/python -m pytest -q -n 2 --dist loadfile $(or $(TESTS),tests/tt)
 
+# The chart, and the image on a real Kubernetes: the one of KUBECONFIG, else a node made here, which needs
+# Go 1.26, root and packages of Debian. 35 minutes the first time.
+test-helm: $(VENV)/.installed-dev
+	PYTHON=$(VENV)/bin/python helm/kit/test.sh
+
 check: lint types imports test
 
 lint: $(VENV)/.installed-dev
@@ -56,7 +61,7 @@ chaos: $(VENV)/.installed
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
 clean:
-	rm -rf $(VENV) $(VENV_TTNN) generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
+	rm -rf $(VENV) $(VENV_TTNN) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \

@@ -25,6 +25,7 @@ app = typer.Typer(
 _BAD_CONFIG = 2
 _FAILED = 1
 _LOOK_TIMEOUT_S = 5.0
+_LEAVE_S = 660.0
 _IS_IT_SERVED = "is a cluster of this version served there?"
 
 
@@ -76,7 +77,9 @@ def environment() -> None:
         typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
     folder = private_folder()
     # Ray lets every user of the host write in its own folder: nobody else reaches one below ours.
-    variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder)}
+    # With the last one its processes keep their variables, which `ttserve doctor` reads, when they
+    # write a title of their own.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder), "SPT_NOENV": "1"}
     variables |= haproxy.environment(folder, script)
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -243,6 +246,45 @@ def kv(
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         _fail(f"{address}: {reason}; {_IS_IT_SERVED}", _FAILED)
     typer.echo(body.decode() if json else transfers_text(view), nl=json)
+
+
+@app.command()
+def leave(
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, help="Gone by then: the longest drain time, and what a start takes."),
+    ] = _LEAVE_S,
+) -> None:
+    """Take this host, or pod, out of its Ray cluster: let its requests end, then return."""
+    from cluster.lifecycle.leave import LeaveError
+    from cluster.lifecycle.leave import leave as run
+    from cluster.lifecycle.ray_nodes import NoNodeError
+
+    try:
+        run(seconds, lambda text: typer.echo(f"ttserve: {text}", err=True))
+    except NoNodeError as error:
+        _fail(str(error), _BAD_CONFIG)
+    except LeaveError as error:
+        _fail(str(error), _FAILED)
+
+
+@app.command()
+def status() -> None:
+    """Say what Serve runs, why it does not, and which hosts leave; on a host of a Ray cluster."""
+    from cluster.lifecycle.ray_nodes import ControlLostError, NoNodeError, node_here
+    from cluster.lifecycle.status import is_whole, serve_status, status_text
+
+    try:
+        _, nodes = node_here()
+        found = serve_status(nodes.address)
+        text = status_text(found, nodes.alive(), nodes.draining())
+    except NoNodeError as error:
+        _fail(str(error), _BAD_CONFIG)
+    except (ControlLostError, ConnectionError) as error:
+        _fail(f"the head does not answer: {error}", _FAILED)
+    typer.echo(text, nl=False)
+    if not is_whole(found):
+        raise typer.Exit(_FAILED)
 
 
 @app.command()

@@ -15,6 +15,7 @@ FOLDERS = (
     "scripts",
     "examples",
     "docs",
+    "helm",
     "tests",
 )
 FILES = [p.relative_to(ROOT).as_posix() for folder in FOLDERS for p in (ROOT / folder).rglob("*")]

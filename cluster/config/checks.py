@@ -27,6 +27,7 @@ _CONNECTORS = ("p2p", *STORE_CONNECTORS)
 _OWN_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
 _OWN_ENGINE_KEYS = ("model", "role", *_OWN_KV_KEYS, "keys")
 _OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
+_LEAST_RESOURCE = 0.0001
 
 
 def check_args(args: ClusterArgs) -> None:
@@ -37,6 +38,9 @@ def check_args(args: ClusterArgs) -> None:
             f"args.pools must hold prefill and decode, or both alone; got {sorted(roles)}"
         )
     _check_counts(args)
+    for role, pool in args.pools.items():
+        _check_resources(f"args.pools.{role}", pool.resources)
+    _check_resources("args.ingress", args.ingress.resources)
     if args.model != DEMO_MODEL:
         _check_absolute("args.model", args.model, f", or {DEMO_MODEL!r}")
     _check_data_host(args.data_host)
@@ -111,6 +115,17 @@ def _check_counts(args: ClusterArgs) -> None:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
     if not args.router.queue_timeout_s > 0:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
+
+
+def _check_resources(where: str, resources: Mapping[str, float]) -> None:
+    for name, quantity in resources.items():
+        if name == "CPU":
+            raise ClusterConfigError(f"{where}.resources.CPU: say it as {where}.num_cpus")
+        # Ray counts in ten-thousandths, and takes less for nothing at all.
+        if quantity != 0 and quantity < _LEAST_RESOURCE:
+            raise ClusterConfigError(
+                f"{where}.resources.{name} must be 0 or at least {_LEAST_RESOURCE}, got {quantity}"
+            )
 
 
 def _check_absolute(key: str, path: str, instead: str = "") -> None:

@@ -94,7 +94,9 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
         pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
         engines=MappingProxyType(engines),
         router=args.router,
-        ingress=args.ingress,
+        ingress=msgspec.structs.replace(
+            args.ingress, resources=MappingProxyType(args.ingress.resources)
+        ),
         fault_plan=_fault_plan(args, engines),
         fault_epoch_unix_s=args.fault_epoch_unix_s,
     )

@@ -84,6 +84,8 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         replicas: Ingress processes behind the load balancer; each can serve every request.
         num_cpus: CPUs that Ray sets aside for each.
+        resources: Further Ray resources of each, for one `{edge: 0.001}`: they start only on hosts
+            where `ray start --resources` says that there is some.
         max_ongoing_requests: Requests that one of them holds open at a time.
         max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
         request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
@@ -92,6 +94,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     replicas: int = 1
     num_cpus: float = 0.1
+    resources: Mapping[str, float] = {}
     max_ongoing_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 3600.0

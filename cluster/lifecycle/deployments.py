@@ -336,7 +336,7 @@ def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
 
 
 def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
-    """What the pools ask Ray for beyond what there is; empty if they can all start.
+    """What pools and ingress ask Ray for beyond what there is; empty if they can all start.
 
     Args:
         config: The cluster's configuration.
@@ -346,6 +346,8 @@ def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
     for role, pool in config.pools.items():
         for name, count in pool_resources(pool, config.engines[role]).items():
             wanted[name] += count * pool.replicas
+    for name, count in config.ingress.resources.items():
+        wanted[name] += count * config.ingress.replicas
     return ", ".join(
         f"{count:g} {name} and there are {found.get(name, 0):g}"
         for name, count in wanted.items()
@@ -368,6 +370,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         ray_actor_options={
             "num_cpus": config.ingress.num_cpus,
+            "resources": dict(config.ingress.resources),
             "runtime_env": {"env_vars": _INGRESS_VARIABLES},
         },
         # As long as the pools let their requests run, or streams would be cut here.

@@ -29,6 +29,7 @@ from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.application import bind
 from cluster.lifecycle.deployments import lacking_resources
+from cluster.lifecycle.status import reason
 from cluster.lifecycle.supervisor import ServeOptions, say
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def main() -> int:
         lacking = lacking_resources(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
         if lacking:
             # Ray would wait for a node to bring them, and a local cluster gets none.
-            say(f"The pools need {lacking} on this host; `ttserve doctor` says what is here.")
+            say(f"The replicas need {lacking} on this host; `ttserve doctor` says what is here.")
             return 1
         try:
             _deploy(file, application)
@@ -197,15 +198,13 @@ def _progress(application: ApplicationStatusOverview) -> str:
 
 
 def _reasons(application: ApplicationStatusOverview) -> str:
-    """Serve's messages are tracebacks; the reason is the last line of each."""
+    """What is wrong, one line for each that has a message."""
     messages = {"application": application.message} | {
         f"deployment {name}": deployment.message
         for name, deployment in sorted(application.deployments.items())
     }
     lines = [
-        f"  {name}: {message.strip().splitlines()[-1]}"
-        for name, message in messages.items()
-        if message.strip()
+        f"  {name}: {reason(message)}" for name, message in messages.items() if message.strip()
     ]
     return "\n".join(["The application did not start:", *lines])
 

@@ -14,6 +14,8 @@ HAProxy (same process id, which Serve checks).
   takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; one address has half of all
   connections at most (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
 - Headers that are Serve's own are taken off.
+- While its host leaves (`ttserve leave`), /health is a 503 and everything else is served on: Serve
+  says so at its own /-/healthz alone.
 - What HAProxy answers by itself is an OpenAI-style error instead of a bare 500, and instead of a
   404 while no ingress is known, which clients would take for good.
 - Requests are not spliced: with `option splice-request` HAProxy 2.8 often does not notice that a
@@ -53,6 +55,11 @@ _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<re
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
 _NOT_FOUND = re.compile(r"^\s*http-request return status 404\b")
 _OWN_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
+_DRAINS = re.compile(
+    r"^\s*http-request return status 503 .*node is being drained.* if healthcheck$"
+)
+_LEAVES = """    http-request return status 503 content-type application/json string \
+'{"status":"not ready","reason":"this host leaves"}' if { path /health }"""
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 _TAKE_OVER = frozenset({"-sf", "-st", "-x"})
@@ -68,7 +75,7 @@ _UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
-    """Bind HAProxy's own listeners to loopback, answer our own error, splice no requests.
+    """Bind HAProxy's own listeners to loopback, answer our own errors, splice no requests.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
@@ -92,7 +99,9 @@ def rewrite(config: str, error_file: str | None = None) -> str:
             result.append("    http-request return status 503 errorfile " + error_file)
         elif error and error_file is not None:
             result.append(f"{error['indent']}errorfile {error['status']} {error_file}")
-        elif not _SPLICE.match(line):
+        elif _DRAINS.match(line):
+            result += [line, _LEAVES]
+        elif not _SPLICE.match(line) and line != _LEAVES:
             result.append(line)
     return "\n".join(result) + "\n"
 

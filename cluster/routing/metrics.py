@@ -1,12 +1,14 @@
 """Every metric once: name, unit, labels, help; vLLM's names where they exist, else `ttserve_`.
 
-An ingress counts its own requests; engines count theirs and are asked when somebody scrapes, so
-any ingress shows every engine, labelled by pool, replica and DP group.
+An ingress counts its own requests and labels them as its own: what stands before the ingresses
+sends a scrape to any of them. Engines count theirs and are asked when somebody scrapes, so any
+ingress shows every engine, labelled by pool, replica and DP group.
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +54,7 @@ class RouterMetrics:
         model_name: The served model's name, a label of every series.
 
     Attributes:
+        ingress: Which one; a label of every series.
         queue_time: Seconds that a request waited for a decode slot.
         time_to_first_token: Seconds from arrival to the first token.
         inter_token_latency: Seconds between the outputs of a request.
@@ -66,6 +69,7 @@ class RouterMetrics:
     """
 
     def __init__(self, model_name: str) -> None:
+        self.ingress = secrets.token_hex(4)
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self.queue_time = self._histogram(
@@ -128,7 +132,24 @@ def render(
     router: RouterMetrics, engines: Sequence[tuple[Member, EngineMetrics]], model_name: str
 ) -> bytes:
     """All metrics in Prometheus' text format: this ingress's own, then every engine's."""
-    return generate_latest(router.registry) + generate_latest(_EngineCollector(engines, model_name))
+    return generate_latest(_IngressCollector(router)) + generate_latest(
+        _EngineCollector(engines, model_name)
+    )
+
+
+class _IngressCollector(Collector):
+    """Says of an ingress's own metrics whose they are."""
+
+    def __init__(self, router: RouterMetrics) -> None:
+        self._router = router
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._router.registry.collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, "ingress": self._router.ingress})
+                for sample in metric.samples
+            ]
+            yield metric
 
 
 class _EngineCollector(Collector):

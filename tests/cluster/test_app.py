@@ -66,6 +66,7 @@ def deployments(application):
 
 
 def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
+    args["ingress"]["resources"] = {"edge": 0.5}
     bound = deployments(build(args))
     assert {name: d.num_replicas for name, d in bound.items()} == {
         "ingress": 3,
@@ -74,6 +75,7 @@ def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
     }
     assert bound["prefill"].ray_actor_options["resources"] == {"TTNPU": 1}
     assert bound["prefill"].ray_actor_options["num_cpus"] == 0.5
+    assert bound["ingress"].ray_actor_options["resources"] == {"edge": 0.5}
     assert bound["prefill"].init_args[:2] == (args, "prefill")
     assert bound["ingress"].init_args[0] == args
 
@@ -243,3 +245,12 @@ def test_a_host_without_enough_boards_is_named_with_both_numbers(on_mesh):
     assert lacking(config, {"TTNPU": 8.0, "CPU": 1.0}) == ""
     assert lacking(config, {"TTNPU": 7.0}) == "8 TTNPU and there are 7"
     assert lacking(config, {"CPU": 64.0}) == "8 TTNPU and there are 0"
+
+
+def test_a_host_without_what_the_ingresses_ask_for_is_named_too(args):
+    args["pools"]["prefill"]["resources"] = {}
+    args["ingress"]["resources"] = {"edge": 0.5}
+    config = resolve(args)
+    lacking = deployments_module.lacking_resources
+    assert lacking(config, {"edge": 1.5}) == ""
+    assert lacking(config, {"edge": 1.0}) == "1.5 edge and there are 1"

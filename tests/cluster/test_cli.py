@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
-from cluster.lifecycle import haproxy
+from cluster.lifecycle import haproxy, ray_nodes
 
 GOOD = """\
 http_options: {{host: 127.0.0.1}}
@@ -31,7 +31,10 @@ def run():
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    names = ("serve", "environment", "validate", "generate", "simulate", "kv", "doctor", "chaos")
+    names = {
+        "serve", "environment", "validate", "generate", "simulate", "kv", "leave", "status",
+        "doctor", "chaos",
+    }  # fmt: skip
     assert all(name in result.output for name in names)
 
 
@@ -131,6 +134,22 @@ def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
     result = run("kv", "--url", url.format(endpoint=endpoint))
     assert result.exit_code == code
     assert reason in result.output
+
+
+@pytest.mark.parametrize("command", ["leave", "status"])
+def test_where_no_ray_node_runs_it_says_where_to_go(run, command, monkeypatch):
+    monkeypatch.setattr(ray_nodes.services, "find_node_ids", set)
+    result = run(command)
+    assert result.exit_code == 2
+    assert "no Ray node runs here; run it where `ray start` did" in result.output
+
+
+def test_where_several_ray_nodes_run_none_of_them_leaves(run, monkeypatch):
+    monkeypatch.setattr(ray_nodes.services, "find_node_ids", lambda: {"a", "b"})
+    monkeypatch.setattr(ray_nodes.services, "find_gcs_addresses", lambda: {"127.0.0.1:1"})
+    result = run("leave")
+    assert result.exit_code == 2
+    assert "2 Ray nodes run here, and it cannot tell which is meant" in result.output
 
 
 def test_generate_names_the_folder_that_holds_no_model(run, tmp_path):

@@ -339,7 +339,8 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             service.fleet._set_moves(prefill.incarnation, moves=False)
             assert service.is_ready() == (True, "replicas that do not move: 1")
             metrics = (await service.metrics_text()).decode()
-            assert 'ttserve_router_stalled_replicas{model_name="tiny"} 1.0' in metrics
+            own = f'ingress="{service.metrics.ingress}",model_name="tiny"'
+            assert f"ttserve_router_stalled_replicas{{{own}}} 1.0" in metrics
             service.fleet._set_moves(decode.incarnation, moves=False)
             assert service.is_ready() == (True, "replicas that do not move: 2")
             service._router.queue.check_open()  # As /health says.

@@ -171,6 +171,11 @@ FILE_MISTAKES = [
     # values that cannot work
     ("applications[0].args.pools.decode.replicas", 0, "args.pools.decode.replicas must be at le"),
     ("applications[0].args.ingress.replicas", 0, "args.ingress.replicas must be at least 1"),
+    ("applications[0].args.ingress.resources", {"edge": "x"}, r"args.ingress.resources\[...\]"),
+    ("applications[0].args.ingress.resources", {"edge": -1}, "edge must be 0 or at least 0.0001"),
+    ("applications[0].args.ingress.resources", {"edge": 1e-5}, "args.ingress.resources.edge must"),
+    ("applications[0].args.ingress.resources", {"CPU": 1}, "say it as args.ingress.num_cpus"),
+    ("applications[0].args.pools.decode.resources", {"x": -1}, "args.pools.decode.resources.x mu"),
     ("applications[0].args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
     ("applications[0].args.ingress.max_body_bytes", 2**26 + 1, "max_body_bytes must be at most 67"),
     ("applications[0].args.ingress.request_timeout_s", 0, "args.ingress.request_timeout_s must be"),

@@ -54,6 +54,7 @@ def args(model="demo", pools=None, **engine):
         ("n300", {"both": ("N300", 1, 32)}),
         ("t3k-pd", {"prefill": ("T3K", 4, 16), "decode": ("T3K", 8, 256)}),
         ("galaxy-lanes", {"both": ("Galaxy", 16, 128)}),
+        ("galaxy-pd", {"prefill": ("Galaxy", 16, 16), "decode": ("Galaxy", 16, 128)}),
         ("p150x4", {"both": ("P150x4", 4, 128)}),
     ],
 )
@@ -73,6 +74,7 @@ def test_shipped_meshes_are_what_their_names_say(name, pools):
         ("n300", {"both": 2}),
         ("t3k-pd", {"prefill": 1, "decode": 8}),
         ("galaxy-lanes", {"both": 4}),
+        ("galaxy-pd", {"prefill": 4, "decode": 4}),
         ("p150x4", {"both": 4}),
     ],
 )

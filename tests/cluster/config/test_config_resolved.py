@@ -40,6 +40,7 @@ def raw():
     args = {
         "engine": {"block_size": 64, "max_model_len": 2048, "simulated_mesh": dict(MESH)},
         "pools": {"prefill": {"resources": {"ours": 1}}, "decode": {"replicas": 2}},
+        "ingress": {"resources": {"ours": 0.001}},
     }
     application = {"name": "ttserve", "import_path": "cluster.app:build", "args": args}
     return {"http_options": {"host": "127.0.0.1"}, "applications": [application]}
@@ -180,7 +181,7 @@ def test_the_driver_resolves_once(raw, write, made, monkeypatch, tmp_path, capsy
     stop = threading.Event()
     stop.set()
     monkeypatch.setattr(driver, "_stop_event", lambda: stop)
-    monkeypatch.setattr(driver.ray, "cluster_resources", lambda: {"CPU": 8.0, "ours": 1.0})
+    monkeypatch.setattr(driver.ray, "cluster_resources", lambda: {"CPU": 8.0, "ours": 2.0})
     monkeypatch.setattr(driver, "_wait_until_running", lambda *_: True)
     monkeypatch.setattr(driver.ray, "shutdown", lambda: None)
     deployed = []
@@ -280,7 +281,8 @@ def test_nothing_that_can_be_reached_can_be_changed(config):
 
 
 def test_mappings_cannot_be_changed_either(config):
-    for mapping in (config.pools, config.engines, config.pools["prefill"].resources):
+    resources = (config.pools["prefill"].resources, config.ingress.resources)
+    for mapping in (config.pools, config.engines, *resources):
         with pytest.raises(TypeError):
             mapping["decode"] = None
         with pytest.raises(AttributeError):

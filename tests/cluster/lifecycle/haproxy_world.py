@@ -25,6 +25,7 @@ config = h.HAProxyConfig(
     http_options=options, grpc_options=gRPCOptions(), is_head=True,
     socket_path="/F/admin.sock", server_state_base="/F", server_state_file="/F/state",
     metrics_socket_path="/F/m.sock", metrics_port={_METRICS}, stats_port={_STATS},
+    has_received_routes=True, pass_health_checks=not os.environ["DRAINS"],
 )
 folder = os.environ["FOLDER"]
 with mock.patch.object(h.HAProxyApi, "_initialize_directories_and_error_files"):
@@ -35,10 +36,17 @@ api._generate_config_file_internal()
 """Private parts of Ray: what `ttserve-haproxy` gets is theirs, and no other way writes it."""
 
 
-def serve_config():
-    """The configuration that Serve writes, with places for folder and ports."""
+def serve_config(*, drains=False):
+    """The configuration that Serve writes, with places for folder and ports.
+
+    Args:
+        drains: On a node that drains.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "RAY_SERVE_ENABLE_HA_PROXY": "1", "FOLDER": folder}
+        environment = {
+            **os.environ, "RAY_SERVE_ENABLE_HA_PROXY": "1", "FOLDER": folder,
+            "DRAINS": "yes" if drains else "",
+        }  # fmt: skip
         subprocess.run(
             [sys.executable, "-c", _RENDER], env=environment, check=True, capture_output=True
         )

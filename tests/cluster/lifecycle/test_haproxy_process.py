@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -107,6 +108,20 @@ def test_a_folder_that_another_user_made_first_is_refused(config, shared):
     as_nobody(lambda: (os.umask(0), folder.mkdir(mode=0o777)))
     (folder / "node").mkdir()
     check_refused(World(folder / "node", config, 1), f"{folder} belongs to user {NOBODY}")
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_host_that_leaves_is_not_healthy_and_serves_on(shared, drains):
+    with world(haproxy_world.serve_config(drains=drains), shared, make_app()) as front:
+        statuses = {path: get(front.port, path) for path in ("/health", "/v1/models", "/live")}
+    assert statuses == {"/health": 503 if drains else 200, "/v1/models": 200, "/live": 200}
+
+
+def get(port, path):
+    """The status of a GET."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as client:
+        client.request("GET", path)
+        return client.getresponse().status
 
 
 def test_a_folder_that_others_can_write_is_refused(config, shared):

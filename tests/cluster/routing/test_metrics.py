@@ -53,6 +53,7 @@ def histogram(*seconds):
 def samples():
     """(name, labels) -> value of a page over one prefill and one decode engine."""
     router = RouterMetrics("tiny")
+    router.ingress = "mine"
     router.requests.labels("stop").inc(4)
     router.refusals.labels("no_slot").inc(2)
     router.retries.labels("prefill").inc()
@@ -232,15 +233,33 @@ def test_no_series_names_a_peer_or_a_request(samples):
     assert labels == known | {"role", "path", "outcome", "reason", "event", "stage", "le"}
 
 
-def test_ingress_counts_its_own_requests(samples):
-    assert of(samples, "ttserve_ingress_requests_total") == {("stop",): 4}
-    assert of(samples, "ttserve_router_refusals_total") == {("no_slot",): 2}
-    assert of(samples, "ttserve_router_retries_total") == {("prefill",): 1}
-    assert of(samples, "ttserve_router_queued_requests") == {("tiny",): 5}
+def test_ingress_counts_its_own_requests_and_says_that_they_are_its_own(samples):
+    def own(name, **labels):
+        return of(samples, name, ingress="mine", **labels)
+
+    assert own("ttserve_ingress_requests_total") == {("stop",): 4}
+    assert own("ttserve_router_refusals_total") == {("no_slot",): 2}
+    assert own("ttserve_router_retries_total") == {("prefill",): 1}
+    assert own("ttserve_router_queued_requests") == {("tiny",): 5}
     for name in ("vllm:request_queue_time_seconds", "vllm:time_to_first_token_seconds"):
-        assert of(samples, f"{name}_count") == {("tiny",): 1}
-    assert of(samples, "vllm:time_to_first_token_seconds_bucket", le="0.04") == {("tiny",): 1}
-    assert of(samples, "vllm:time_to_first_token_seconds_bucket", le="0.02") == {("tiny",): 0}
+        assert own(f"{name}_count") == {("tiny",): 1}
+    assert own("vllm:time_to_first_token_seconds_bucket", le="0.04") == {("tiny",): 1}
+    assert own("vllm:time_to_first_token_seconds_bucket", le="0.02") == {("tiny",): 0}
+
+
+def test_two_ingresses_have_no_series_in_common():
+    def series(router):
+        router.requests.labels("stop").inc()
+        page = render(router, [], "tiny").decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items())))
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+
+    one, other = series(RouterMetrics("tiny")), series(RouterMetrics("tiny"))
+    assert one
+    assert not one & other
 
 
 def test_page_without_engines_is_still_a_page():

@@ -1,0 +1,69 @@
+# One file, two flavours; the Python of BASE decides, as ttnn has wheels for 3.10 and 3.12 alone:
+#   docker build -t ttserve:0.1.0 .                                                  CPU, simulated meshes
+#   docker build -t ttserve:0.1.0-tt --build-arg BASE=python:3.12-slim-bookworm .    Tenstorrent boards
+# TORCH_INDEX names an index of torch's CPU wheels, which make the image smaller by the CUDA libraries.
+# PIP_CERT names certificates that a mirror of Python's packages asks for, mounted while it builds.
+ARG BASE=python:3.11-slim-bookworm
+
+# bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. Whoever
+# is 1000 owns HAProxy's folder, which every container gets anew: Serve's files and the admin socket are
+# nobody else's.
+FROM ${BASE} AS dependencies
+RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
+        $(python3 -c 'import venv, ensurepip' 2> /dev/null || echo python3 python3-venv) \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve \
+    && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
+    && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
+WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+ARG PIP_CERT
+ARG TORCH_INDEX
+RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CACHE_DIR=1 \
+    && python3 -c 'from pip._vendor import tomli; print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        > /tmp/requirements.txt \
+    && if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
+    && pip install --constraint constraints.txt --requirement /tmp/requirements.txt \
+    && rm /tmp/requirements.txt
+
+FROM dependencies AS code
+ARG PIP_CERT
+COPY LICENSE README.md ./
+COPY cluster cluster
+COPY configs configs
+COPY kv_transfer kv_transfer
+COPY replicas replicas
+RUN /opt/ttserve/bin/pip install --no-cache-dir --no-deps --root /code .
+
+# A change of the code is a layer of a few megabytes over that of the dependencies.
+FROM dependencies
+COPY --from=code /code /
+VOLUME /run/ttserve
+# Mostly the variables of `ttserve environment`: in pods nobody runs it before `ray start`.
+ENV PATH=/opt/ttserve/bin:$PATH \
+    HOME=/tmp/home \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    SPT_NOENV=1 \
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.edge.door:middlewares \
+    RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1 \
+    RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/ttserve/bin/ttserve-haproxy \
+    RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600 \
+    RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=/run/ttserve/haproxy.cfg \
+    RAY_SERVE_HAPROXY_SOCKET_PATH=/run/ttserve/admin.sock \
+    RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH=/run/ttserve/m.sock \
+    RAY_SERVE_HAPROXY_SERVER_STATE_BASE=/run/ttserve \
+    RAY_SERVE_HAPROXY_SERVER_STATE_FILE=/run/ttserve/state
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="ttserve" \
+      org.opencontainers.image.description="LLM serving from pools of prefill and decode replicas on Tenstorrent hardware" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+USER 1000:1000
+WORKDIR /tmp
+EXPOSE 8000
+ENTRYPOINT ["ttserve", "serve"]

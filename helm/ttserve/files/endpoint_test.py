@@ -1,0 +1,89 @@
+"""What `helm test` runs: asks the endpoint what a user would ask, and says what it got."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+
+_TRANSFERS = re.compile(r"^ttserve_kv_transfers_total\{([^}]*)\} (\S+)$", re.MULTILINE)
+
+
+class Endpoint:
+    """The endpoint, which has until a deadline to answer.
+
+    Args:
+        url: Where it is.
+        timeout_s: How long it has for everything.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._deadline_s = time.monotonic() + timeout_s
+
+    def ask(self, path: str, body: object = None) -> str:
+        """The answer's text, once there is one."""
+        while True:
+            answer, why = self._try(path, body)
+            if answer is not None:
+                return answer
+            self.wait_or_exit(f"{self._url}{path}: {why}")
+
+    def num_transfers(self) -> float:
+        """KV transfers that decode engines have received."""
+        return sum(
+            float(count)
+            for labels, count in _TRANSFERS.findall(self.ask("/metrics"))
+            if 'outcome="ok"' in labels and 'role="consumer"' in labels
+        )
+
+    def wait_or_exit(self, why: str) -> None:
+        """Wait a second, or end once the deadline is over."""
+        if time.monotonic() > self._deadline_s:
+            sys.exit(why)
+        time.sleep(1)
+
+    def _try(self, path: str, body: object) -> tuple[str | None, object]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return reply.read().decode(), None
+        except urllib.error.HTTPError as error:
+            return None, error.read().decode()
+        except OSError as error:
+            return None, error
+
+
+def main() -> None:
+    """Health, models, one stream, and one request that crosses from prefill to decode."""
+    endpoint = Endpoint(os.environ["URL"], float(os.environ["TIMEOUT_S"]))
+    endpoint.ask("/health")
+    print("health: ok")
+    model = json.loads(endpoint.ask("/v1/models"))["data"][0]["id"]
+    print("model:", model)
+
+    is_disaggregated = os.environ["IS_DISAGGREGATED"] == "true"
+    before = endpoint.num_transfers() if is_disaggregated else 0
+    words = "a prompt of more than one block, which nobody has sent before, "
+    body = {"model": model, "prompt": f"{time.time_ns()} {words * 4}", "max_tokens": 16}
+    stream = endpoint.ask("/v1/completions", {**body, "stream": True, "ignore_eos": True})
+    events = [line[6:] for line in stream.splitlines() if line.startswith("data: ")]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    if not events or events[-1] != "[DONE]" or any("error" in chunk for chunk in chunks):
+        sys.exit(f"the stream did not end well: {events[-3:]}")
+    print("stream:", len(chunks), "chunks")
+
+    while is_disaggregated and endpoint.num_transfers() <= before:
+        endpoint.wait_or_exit("no KV went from a prefill to a decode replica: see `ttserve kv`")
+    if is_disaggregated:
+        print("prefill to decode: ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+{{/* Names and labels. */}}
+
+{{- define "ttserve.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* 40 characters at most: KubeRay adds to it, and a Service's name has 63. */}}
+{{- define "ttserve.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "ttserve.name" . }}
+{{- if contains $name .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.selector" -}}
+app.kubernetes.io/name: {{ include "ttserve.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Pods of Ray, head and workers. */}}
+{{- define "ttserve.raySelector" -}}
+matchLabels:
+  {{- include "ttserve.selector" . | nindent 2 }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [head, worker]}
+{{- end }}
+
+{{/* Pods of one component: (dict "root" $ "component" "head") */}}
+{{- define "ttserve.componentSelector" -}}
+matchLabels:
+  {{- include "ttserve.selector" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "ttserve.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "ttserve.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* metadata of an object: (dict "root" $ "name" "…" "annotations" (dict …) "labels" (dict …)) */}}
+{{- define "ttserve.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "ttserve.labels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (default (dict) .annotations) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.image" -}}
+{{- with .Values.image }}
+{{- if .digest }}
+{{- printf "%s@%s" .repository .digest }}
+{{- else }}
+{{- printf "%s:%s" .repository (default $.Chart.AppVersion .tag) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.serviceAccount" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "ttserve.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.keysSecret" -}}
+{{- default (printf "%s-keys" (include "ttserve.fullname" .)) .Values.secrets.existingKeys }}
+{{- end }}

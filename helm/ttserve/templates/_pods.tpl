@@ -1,0 +1,265 @@
+{{/* Pods of the head and of the worker groups. */}}
+
+{{/* What Pod Security `restricted` asks for, and more: nothing of the image can be written. */}}
+{{- define "ttserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{/* Environment of every pod of Ray. */}}
+{{- define "ttserve.env" -}}
+- name: HOME
+  value: /tmp/home
+- name: HF_HUB_OFFLINE
+  value: "1"
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Volumes of every pod of Ray: (dict "root" $ "shmSize" …) */}}
+{{- define "ttserve.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .shmSize }}}
+- name: keys
+  secret:
+    secretName: {{ include "ttserve.keysSecret" .root }}
+    defaultMode: 0440
+{{- with .root.Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.volumeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /tmp/home}
+- {name: shm, mountPath: /dev/shm}
+- {name: keys, mountPath: /run/secrets/ttserve, readOnly: true}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Where pods go, of the head's or a group's values; `spread`: a group whose pods go to different
+   hosts where there are some, unless its values say otherwise. */}}
+{{- define "ttserve.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- if .topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml .topologySpreadConstraints | nindent 2 }}
+{{- else if .spread }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "ttserve.selector" .spread.root | nindent 8 }}
+        ttserve.io/group: {{ .spread.name }}
+{{- end }}
+{{- end }}
+
+{{/* Ray's custom resources of a group, as `ray start` wants them: JSON in quotes of its own. */}}
+{{- define "ttserve.rayResources" -}}
+{{- $resources := dict }}
+{{- range .roles }}
+  {{- $_ := set $resources (include "ttserve.roleResource" .) 1 }}
+{{- end }}
+{{- if gt (int .boards.count) 0 }}
+  {{- $_ := set $resources "TTNPU" (int .boards.count) }}
+{{- end }}
+{{- printf "%s" (toJson $resources | quote) }}
+{{- end }}
+
+{{- define "ttserve.headPod" -}}
+metadata:
+  labels:
+    {{- include "ttserve.labels" . | nindent 4 }}
+    app.kubernetes.io/component: head
+  {{- with merge (dict) .Values.head.annotations .Values.commonAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "ttserve.serviceAccount" . }}
+  # For Ray's autoscaler alone.
+  automountServiceAccountToken: {{ .Values.autoscaling.enabled }}
+  enableServiceLinks: false
+  securityContext: {runAsNonRoot: true, runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000, seccompProfile: {type: RuntimeDefault}}
+  {{- with .Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  terminationGracePeriodSeconds: 30
+  containers:
+    - name: ray-head
+      image: {{ include "ttserve.image" . }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      ports:
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        # KubeRay makes the Service for Serve from it, though the head is none of its pods.
+        - {name: serve, containerPort: 8000}
+        - {name: metrics, containerPort: 8080}
+        - {name: as-metrics, containerPort: 44217}
+        - {name: dash-metrics, containerPort: 44227}
+      env:
+        {{- include "ttserve.env" . | nindent 8 }}
+      resources:
+        {{- toYaml .Values.head.resources | nindent 8 }}
+      securityContext:
+        {{- include "ttserve.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        {{- include "ttserve.volumeMounts" . | nindent 8 }}
+  volumes:
+    {{- include "ttserve.volumes" (dict "root" . "shmSize" .Values.head.shmSize) | nindent 4 }}
+  {{- include "ttserve.scheduling" .Values.head | nindent 2 }}
+{{- end }}
+
+{{/* (dict "root" $ "name" "prefill" "group" (dict …)) */}}
+{{- define "ttserve.workerPod" -}}
+{{- $mode := .root.Values.device.mode }}
+{{- $count := int .group.boards.count }}
+{{- $hasBoards := gt $count 0 }}
+{{- /* A minute for successors to start in, the drain, and twice the time in which an engine ends. */}}
+{{- $leave := add 60 (include "ttserve.drainSeconds" .root) (ternary 120 10 $hasBoards) }}
+{{- $hasCache := or .root.Values.device.cache.hostPath .root.Values.device.cache.claim }}
+metadata:
+  labels:
+    {{- include "ttserve.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: worker
+    ttserve.io/group: {{ .name }}
+    {{- if has "ingress" .group.roles }}
+    ttserve.io/ingress: "true"
+    {{- end }}
+  {{- with merge (dict) .group.annotations .root.Values.commonAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "ttserve.serviceAccount" .root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- if $hasBoards }}
+  hostIPC: {{ eq $mode "hostPath" }}
+  {{- end }}
+  securityContext: {runAsNonRoot: true, runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000, seccompProfile: {type: RuntimeDefault}}
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ add $leave 30 }}
+  {{- if and $hasBoards (eq $mode "dra") }}
+  resourceClaims:
+    - name: boards
+      resourceClaimTemplateName: {{ include "ttserve.fullname" .root }}-{{ .name }}
+  {{- end }}
+  containers:
+    - name: ray-worker
+      image: {{ include "ttserve.image" .root }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- if $hasBoards }}
+      # KubeRay runs it before `ray start`. A pod may see no device node but number 3: Ray counts and
+      # numbers its boards by this variable alone.
+      args: ['export TT_VISIBLE_DEVICES=$(ls /dev/tenstorrent | grep -E "^[0-9]+$" | sort -n | paste -sd,)']
+      {{- end }}
+      ports:
+        - {name: serve, containerPort: 8000}
+        - {name: metrics, containerPort: 8080}
+      env:
+        {{- include "ttserve.env" .root | nindent 8 }}
+        {{- with .group.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- $resources := deepCopy .group.resources }}
+      {{- if and $hasBoards (eq $mode "plugin") }}
+        {{- $board := dict (printf "%s/%s" .root.Values.device.plugin.prefix .group.boards.type) $count }}
+        {{- $_ := set $resources "limits" (merge (dict) (default (dict) $resources.limits) $board) }}
+      {{- end }}
+      {{- if and $hasBoards .root.Values.device.hugepages.enabled }}
+        {{- $pages := dict "hugepages-1Gi" (printf "%dGi" (int (mul $count .root.Values.device.hugepages.perBoard))) }}
+        {{- $_ := set $resources "limits" (merge (dict) (default (dict) $resources.limits) $pages) }}
+        {{- $_ := set $resources "requests" (merge (dict) (default (dict) $resources.requests) $pages) }}
+      {{- end }}
+      {{- if and $hasBoards (eq $mode "dra") }}
+        {{- $_ := set $resources "claims" (list (dict "name" "boards")) }}
+      {{- end }}
+      resources:
+        {{- toYaml $resources | nindent 8 }}
+      # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone. It
+      # goes on asking for as long as weights take to load: liveness is Ray's, and not in question.
+      readinessProbe:
+        exec:
+          command: [wget, -q, -T, "4", -O, /dev/null, "http://127.0.0.1:8000/health"]
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      lifecycle:
+        preStop:
+          exec:
+            command: [ttserve, leave, --seconds, {{ $leave | quote }}]
+      securityContext:
+        {{- if and $hasBoards (eq $mode "hostPath") }}
+        privileged: true
+        {{- else }}
+        {{- include "ttserve.containerSecurity" .root | nindent 8 }}
+        {{- end }}
+      volumeMounts:
+        {{- include "ttserve.volumeMounts" .root | nindent 8 }}
+        {{- if and $hasBoards (eq $mode "hostPath") }}
+        - {name: boards, mountPath: /dev/tenstorrent}
+        {{- end }}
+        {{- if and $hasBoards .root.Values.device.hugepages.enabled }}
+        - {name: hugepages, mountPath: /dev/hugepages-1G}
+        {{- end }}
+        {{- if and $hasBoards $hasCache }}
+        - {name: cache, mountPath: /tmp/home/.cache}
+        {{- end }}
+  volumes:
+    {{- include "ttserve.volumes" (dict "root" .root "shmSize" .group.shmSize) | nindent 4 }}
+    {{- if and $hasBoards (eq $mode "hostPath") }}
+    - name: boards
+      hostPath: {path: /dev/tenstorrent, type: Directory}
+    {{- end }}
+    {{- if and $hasBoards .root.Values.device.hugepages.enabled }}
+    - name: hugepages
+      emptyDir: {medium: HugePages-1Gi}
+    {{- end }}
+    {{- if and $hasBoards $hasCache }}
+    - name: cache
+      {{- with .root.Values.device.cache.claim }}
+      persistentVolumeClaim: {claimName: {{ . }}}
+      {{- end }}
+      {{- with .root.Values.device.cache.hostPath }}
+      hostPath: {path: {{ . }}, type: Directory}
+      {{- end }}
+    {{- end }}
+  {{- include "ttserve.scheduling" (merge (dict "spread" (dict "root" .root "name" .name)) .group) | nindent 2 }}
+{{- end }}

@@ -1,0 +1,170 @@
+{{/* The served file: read, checked against the worker groups, completed with what only pods know. */}}
+
+{{/* The file as it was given, as YAML. */}}
+{{- define "ttserve.file" -}}
+{{- $file := dict }}
+{{- if .Values.serveConfig }}
+  {{- if .Values.serve }}
+    {{- fail "serveConfig and serve say the same thing twice: give one of them" }}
+  {{- end }}
+  {{- $file = fromYaml .Values.serveConfig }}
+  {{- with $file.Error }}
+    {{- fail (printf "serveConfig is no YAML: %s" .) }}
+  {{- end }}
+{{- else if .Values.serve }}
+  {{- $file = .Values.serve }}
+{{- else }}
+  {{- $file = fromYaml (.Files.Get "files/demo.yaml") }}
+{{- end }}
+{{- if ne (len (default (list) $file.applications)) 1 }}
+  {{- fail (printf "the served file must have one application, it has %d" (len (default (list) $file.applications))) }}
+{{- end }}
+{{- if not (dig "args" "pools" (dict) (first $file.applications)) }}
+  {{- fail "the served file has no pools: applications[0].args.pools" }}
+{{- end }}
+{{- toYaml $file }}
+{{- end }}
+
+{{/* The application's args. */}}
+{{- define "ttserve.args" -}}
+{{- (first (fromYaml (include "ttserve.file" .)).applications).args | toYaml }}
+{{- end }}
+
+{{/* What a file that says nothing means. */}}
+{{- define "ttserve.defaults" -}}
+{{- .Files.Get "files/defaults.yaml" }}
+{{- end }}
+
+{{/* Groups that are made, by name, each with its defaults filled in, as YAML. */}}
+{{- define "ttserve.groups" -}}
+{{- $served := append (keys (fromYaml (include "ttserve.args" .)).pools) "ingress" }}
+{{- $groups := dict }}
+{{- range $name, $given := .Values.workers }}
+  {{- if $given }}
+    {{- $group := mergeOverwrite (deepCopy $.Values.workerDefaults) $given }}
+    {{- $roles := list }}
+    {{- range $group.roles }}
+      {{- if has . $served }}
+        {{- $roles = append $roles . }}
+      {{- end }}
+    {{- end }}
+    {{- $most := int $group.replicas }}
+    {{- if and $.Values.autoscaling.enabled (not (kindIs "invalid" $group.maxReplicas)) }}
+      {{- $most = int $group.maxReplicas }}
+    {{- end }}
+    {{- if and $roles (gt $most 0) }}
+      {{- $least := ternary $group.replicas $group.minReplicas (kindIs "invalid" $group.minReplicas) }}
+      {{- $_ := set $groups $name (mergeOverwrite $group (dict "roles" $roles "least" $least "most" $most)) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- toYaml $groups }}
+{{- end }}
+
+{{/* Device nodes of a replica of a pool, its boards' type and hosts: (dict "root" $ "role" … "args" …) */}}
+{{- define "ttserve.boardsOfPool" -}}
+{{- $pool := default (dict) (index .args.pools .role) }}
+{{- $engine := merge (dict) (default (dict) $pool.engine) (default (dict) .args.engine) }}
+{{- $known := fromYaml (.root.Files.Get "files/meshes.yaml") }}
+{{- $found := dict "devices" 0 "board" "" "hosts" 1 }}
+{{- with (default (dict) $engine.mesh).name }}
+  {{- $key := regexReplaceAll "[\\s_-]+" . "" | lower }}
+  {{- if hasKey $known $key }}
+    {{- $found = index $known $key }}
+  {{- end }}
+{{- end }}
+{{- $asked := dig "TTNPU" "" (default (dict) $pool.resources) }}
+{{- if ne (toString $asked) "" }}
+  {{- $found = dict "devices" $asked "board" $found.board "hosts" 1 }}
+{{- end }}
+{{- toYaml $found }}
+{{- end }}
+
+{{/* CPUs that Ray counts on a group's pod. */}}
+{{- define "ttserve.rayCPUs" -}}
+{{- if not (kindIs "invalid" .rayCPUs) }}
+{{- .rayCPUs }}
+{{- else }}
+{{- $request := toString (dig "requests" "cpu" "1" .resources) }}
+{{- if hasSuffix "m" $request }}
+{{- max 1 (div (trimSuffix "m" $request | int) 1000) }}
+{{- else }}
+{{- max 1 (int (float64 $request)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Bytes of Ray's object store: three quarters of a pod's shared memory, which Ray would exceed. */}}
+{{- define "ttserve.objectStoreBytes" -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 }}
+{{- $unit := regexFind "[KMG]i$" . }}
+{{- div (mul (trimSuffix $unit . | int) (get $units $unit) 3) 4 }}
+{{- end }}
+
+{{/* The longest time that a pool lets its requests end. */}}
+{{- define "ttserve.drainSeconds" -}}
+{{- if not (kindIs "invalid" .Values.drainSeconds) }}
+{{- .Values.drainSeconds }}
+{{- else }}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- $longest := 0 }}
+{{- range (fromYaml (include "ttserve.args" .)).pools }}
+  {{- $longest = max $longest (ceil (dig "drain_timeout_s" $defaults.drain_timeout_s (default (dict) .))) }}
+{{- end }}
+{{- $longest }}
+{{- end }}
+{{- end }}
+
+{{/* How long a request may take in all, in whole seconds: what stands before the pods waits so long. */}}
+{{- define "ttserve.requestSeconds" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- ceil (dig "ingress" "request_timeout_s" $defaults.request_timeout_s (fromYaml (include "ttserve.args" .))) }}
+{{- end }}
+
+{{/* Bytes of the largest body. */}}
+{{- define "ttserve.maxBodyBytes" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- int64 (dig "ingress" "max_body_bytes" $defaults.max_body_bytes (fromYaml (include "ttserve.args" .))) }}
+{{- end }}
+
+{{/* Ingresses: those of the file, and one at least for each pod that is there for them. A pod without
+   a replica has no proxy, and is never ready. */}}
+{{- define "ttserve.ingressReplicas" -}}
+{{- $defaults := fromYaml (include "ttserve.defaults" .) }}
+{{- $pods := 0 }}
+{{- range fromYaml (include "ttserve.groups" .) }}
+  {{- if has "ingress" .roles }}
+    {{- $pods = add $pods (mul .replicas .numOfHosts) }}
+  {{- end }}
+{{- end }}
+{{- max $pods (int (dig "ingress" "replicas" $defaults.ingress_replicas (fromYaml (include "ttserve.args" .)))) }}
+{{- end }}
+
+{{/* Ray's resource that pins a role to the groups that have it. */}}
+{{- define "ttserve.roleResource" -}}
+{{- printf "ttserve_%s" . }}
+{{- end }}
+
+{{/* The file as the cluster gets it: the given one, with what only the pods know. */}}
+{{- define "ttserve.serveConfigV2" -}}
+{{- include "ttserve.check" . }}
+{{- $file := fromYaml (include "ttserve.file" .) }}
+{{- $application := first $file.applications }}
+{{- $args := $application.args }}
+{{- range $role := keys $args.pools }}
+  {{- $pool := default (dict) (index $args.pools $role) }}
+  {{- $resources := merge (dict (include "ttserve.roleResource" $role) 0.001) (default (dict) $pool.resources) }}
+  {{- $_ := set $args.pools $role (mergeOverwrite $pool (dict "resources" $resources)) }}
+{{- end }}
+{{- $ingress := default (dict) $args.ingress }}
+{{- $resources := merge (dict (include "ttserve.roleResource" "ingress") 0.001) (default (dict) $ingress.resources) }}
+{{- $replicas := int (include "ttserve.ingressReplicas" .) }}
+{{- $_ := set $args "ingress" (mergeOverwrite $ingress (dict "resources" $resources "replicas" $replicas)) }}
+{{- $_ := set $args "data_host" "node" }}
+{{- $_ := set $args "key_file" (printf "/run/secrets/ttserve/%s" .Values.secrets.keysName) }}
+{{- $_ := set $file "applications" (list (mergeOverwrite $application (dict "args" $args))) }}
+{{- $http := default (dict) $file.http_options }}
+{{- $_ := set $file "http_options" (mergeOverwrite $http (dict "host" "0.0.0.0" "port" 8000)) }}
+{{- $_ := set $file "proxy_location" "EveryNode" }}
+{{- toYaml $file }}
+{{- end }}

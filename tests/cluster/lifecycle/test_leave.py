@@ -1,0 +1,93 @@
+"""When a node has left: what Ray says of it, and how long is waited for that."""
+
+import itertools
+
+import pytest
+
+from cluster.lifecycle import leave as leave_module
+from cluster.lifecycle.leave import LeaveError, leave
+from cluster.lifecycle.ray_nodes import ControlLostError, RayNode
+
+NODE = "aa"
+
+
+class Nodes:
+    """A cluster whose control plane answers what it is told, the last answer for ever."""
+
+    def __init__(self, *answers, is_head=False):
+        self.drained = []
+        self._is_head = is_head
+        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    def alive(self):
+        return [RayNode("bb", "192.0.2.1", True), RayNode(NODE, "192.0.2.2", self._is_head)]
+
+    def drain(self, node_id, seconds):
+        self._raise(self._next())
+        self.drained.append((node_id, seconds))
+
+    def serving_on(self, node_id):
+        assert node_id == NODE
+        return self._raise(self._next())
+
+    def _next(self):
+        return next(self._answers)
+
+    def _raise(self, answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Time that passes only in sleeps; says which node runs here."""
+    now_s = [1000.0]
+    monkeypatch.setattr(leave_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(leave_module.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
+
+    def set_nodes(nodes):
+        monkeypatch.setattr(leave_module, "node_here", lambda: (NODE, nodes))
+        return nodes
+
+    return set_nodes
+
+
+REPLICA = "SERVE_REPLICA::ttserve#decode#x"
+
+
+def test_it_waits_until_nothing_of_serve_is_left(here):
+    nodes, said = here(Nodes(None, [REPLICA, "P"], [REPLICA, "P"], ["P"], [])), []
+    leave(60, said.append)
+    assert nodes.drained == [(NODE, 60)]
+    assert said == [
+        f"still here: {REPLICA}, P", "still here: P", "nothing of Ray Serve runs here any more",
+    ]  # fmt: skip
+
+
+def test_a_head_that_comes_back_in_time_is_told_what_time_is_left(here):
+    lost = ControlLostError("gone")
+    nodes, said = here(Nodes(lost, lost, None, lost, [])), []
+    leave(60, said.append)
+    assert nodes.drained == [(NODE, 58)]
+    assert said[0] == "the head does not answer: gone"
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([None, [REPLICA]], f"after 5 s still here: {REPLICA}"),
+        ([ControlLostError("gone")], "after 5 s the head does not answer: gone"),
+    ],
+)
+def test_what_is_not_gone_in_time_is_named(here, answers, reason):
+    here(Nodes(*answers))
+    with pytest.raises(LeaveError, match=reason):
+        leave(5, lambda _: None)
+
+
+def test_the_head_stays(here):
+    nodes = here(Nodes([], is_head=True))
+    with pytest.raises(LeaveError, match="the head cannot leave"):
+        leave(5, lambda _: None)
+    assert nodes.drained == []

@@ -1,0 +1,62 @@
+"""What `ttserve status` prints of what Serve and Ray say."""
+
+import warnings
+
+import msgspec
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own
+    from ray.serve.schema import ServeStatus
+
+    from cluster.lifecycle.ray_nodes import RayNode
+    from cluster.lifecycle.status import is_whole, status_text
+
+NODES = [RayNode("bb", "192.0.2.2", False), RayNode("aa", "192.0.2.1", True)]
+
+
+def serve_status(message="", application="RUNNING", deployment="HEALTHY", **states):
+    overview = {
+        "status": deployment, "status_trigger": "CONFIG_UPDATE_STARTED",
+        "replica_states": states, "message": message,
+    }  # fmt: skip
+    of_application = {
+        "status": application, "message": message, "last_deployed_time_s": 0,
+        "deployments": {"decode": overview},
+    }  # fmt: skip
+    proxies = {"bb": "DRAINING"}
+    return msgspec.convert(
+        {"applications": {"ttserve": of_application}, "proxies": proxies}, ServeStatus
+    )
+
+
+def test_a_whole_cluster():
+    status = serve_status(RUNNING=2)
+    assert is_whole(status)
+    assert status_text(status, NODES, {}).splitlines() == [
+        "ttserve: RUNNING",
+        "  decode: HEALTHY, 2 running",
+        "host 192.0.2.1: HTTP none, head",
+        "host 192.0.2.2: HTTP draining",
+    ]
+
+
+def test_a_host_that_leaves_is_named_with_the_time_that_it_has():
+    text = status_text(serve_status(), NODES, {"bb": 41.6})
+    assert "host 192.0.2.2: HTTP draining, leaves, within 42 s" in text
+    assert "  decode: HEALTHY, no replica" in text
+
+
+def test_why_it_does_not_run_is_the_last_line_of_the_traceback():
+    why = "Traceback\n  File x\ncluster.errors.ClusterConfigError: no model"
+    status = serve_status(why, application="DEPLOY_FAILED", deployment="UPDATING", STARTING=1)
+    assert not is_whole(status)
+    assert status_text(status, [], {}).splitlines() == [
+        "ttserve: DEPLOY_FAILED: cluster.errors.ClusterConfigError: no model",
+        "  decode: UPDATING, 1 starting: cluster.errors.ClusterConfigError: no model",
+    ]
+
+
+def test_nothing_is_deployed():
+    status = ServeStatus()
+    assert not is_whole(status)
+    assert status_text(status, [], {}) == "no application is deployed\n"

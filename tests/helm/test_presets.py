@@ -1,0 +1,99 @@
+"""Every preset with its file: it renders, is valid to the letter, and so is what is served."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from cluster.config.resolve import resolve
+from cluster.config.serve_file import read_serve_file
+from tests.helm.conftest import BIN, OPTIONAL, PRESETS, groups, options_of, rayservice
+
+
+@pytest.fixture(params=[[], OPTIONAL], ids=["as it is", "with all options"])
+def options(request):
+    return request.param
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_valid(preset, options, render, tmp_path):
+    objects = render(*options_of(preset), *options)
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(yaml.safe_dump_all(objects))
+    schemas = str(BIN / "schemas") + "/{{ .ResourceKind }}{{ .KindSuffix }}.json"
+    done = subprocess.run(
+        [BIN / "kubeconform", "-strict", "-schema-location", schemas, manifest],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    served = tmp_path / "serve.yaml"
+    served.write_text(rayservice(objects)["spec"]["serveConfigV2"])
+    file = read_serve_file(served)
+    config = resolve(file.args)
+    assert file.http_options.host == "0.0.0.0"
+    assert config.data_host == "node"
+    assert config.key_file == "/run/secrets/ttserve/keys"
+    _check_resources(config, groups(objects))
+    _check_pods(objects)
+
+
+def _check_resources(config, made):
+    """What Ray is asked for by the file it is told to have by the groups, boards included."""
+    wanted = [pool.resources for pool in config.pools.values()] + [config.ingress.resources]
+    told = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in made.values()]
+    for resources in wanted:
+        assert any(resources.keys() <= have.keys() for have in told), resources
+    for role, engine in config.engines.items():
+        boards = 0 if engine.mesh is None else engine.mesh.spec.num_pcie_devices
+        (have,) = (have for have in told if f"ttserve_{role}" in have)
+        assert have.get("TTNPU", 0) == boards * config.pools[role].replicas / len(_pods(made, role))
+
+
+def _pods(made, role):
+    return [
+        group["groupName"]
+        for group in made.values()
+        if f"ttserve_{role}" in group["rayStartParams"]["resources"]
+        for _ in range(group["replicas"])
+    ]
+
+
+def _check_pods(objects):
+    """No port is named twice in a container, and Pod Security has nothing to say against any."""
+    specs = [group["template"]["spec"] for group in groups(objects).values()]
+    specs.append(
+        rayservice(objects)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    )
+    for found in objects:
+        if found["kind"] in {"Job", "Deployment"}:
+            specs.append(found["spec"]["template"]["spec"])
+        if found["kind"] == "Pod":
+            specs.append(found["spec"])
+    assert len(specs) >= 4
+    for spec in specs:
+        assert not spec.get("hostIPC")
+        assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
+        for container in spec["containers"]:
+            ports = container.get("ports", [])
+            for key in ("name", "containerPort"):
+                assert len({port[key] for port in ports}) == len(ports)
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_gives_memory_to_what_it_mounts(preset, render):
+    for group in groups(render(*options_of(preset))).values():
+        spec = group["template"]["spec"]
+        (shm,) = (v["emptyDir"] for v in spec["volumes"] if v["name"] == "shm")
+        assert shm["medium"] == "Memory"
+        kept = int(group["rayStartParams"]["object-store-memory"])
+        assert 75 * 2**20 <= kept < _bytes(shm["sizeLimit"])
+        assert _bytes(shm["sizeLimit"]) < _bytes(
+            spec["containers"][0]["resources"]["limits"]["memory"]
+        )
+
+
+def _bytes(quantity):
+    return int(quantity[:-2]) * {"Mi": 2**20, "Gi": 2**30}[quantity[-2:]]
