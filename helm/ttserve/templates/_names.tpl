@@ -38,14 +38,19 @@ matchLabels:
   app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{- define "ttserve.labels" -}}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{/* Of pods that live on: a label of the chart's version would make every version of it new pods. */}}
+{{- define "ttserve.podLabels" -}}
 {{ include "ttserve.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- with .Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{- define "ttserve.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "ttserve.podLabels" . }}
 {{- end }}
 
 {{/* metadata of an object: (dict "root" $ "name" "…" "annotations" (dict …) "labels" (dict …)) */}}

@@ -101,7 +101,7 @@ topologySpreadConstraints:
 {{- define "ttserve.headPod" -}}
 metadata:
   labels:
-    {{- include "ttserve.labels" . | nindent 4 }}
+    {{- include "ttserve.podLabels" . | nindent 4 }}
     app.kubernetes.io/component: head
   {{- with merge (dict) .Values.head.annotations .Values.commonAnnotations }}
   annotations:
@@ -153,7 +153,7 @@ spec:
 {{- $hasCache := or .root.Values.device.cache.hostPath .root.Values.device.cache.claim }}
 metadata:
   labels:
-    {{- include "ttserve.labels" .root | nindent 4 }}
+    {{- include "ttserve.podLabels" .root | nindent 4 }}
     app.kubernetes.io/component: worker
     ttserve.io/group: {{ .name }}
     {{- if has "ingress" .group.roles }}
