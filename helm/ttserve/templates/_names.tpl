@@ -86,6 +86,13 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* Template of a group's claims, which nobody can change: other boards are one of another name.
+   (dict "root" $ "name" "prefill" "group" (dict …)) */}}
+{{- define "ttserve.claimTemplate" -}}
+{{- $what := list .group.boards.type (int .group.boards.count) .root.Values.device.dra | toJson | sha256sum | trunc 8 }}
+{{- printf "%s-%s-%s" (include "ttserve.fullname" .root) .name $what }}
+{{- end }}
+
 {{- define "ttserve.keysSecret" -}}
 {{- default (printf "%s-keys" (include "ttserve.fullname" .)) .Values.secrets.existingKeys }}
 {{- end }}

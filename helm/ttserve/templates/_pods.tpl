@@ -179,7 +179,7 @@ spec:
   {{- if and $hasBoards (eq $mode "dra") }}
   resourceClaims:
     - name: boards
-      resourceClaimTemplateName: {{ include "ttserve.fullname" .root }}-{{ .name }}
+      resourceClaimTemplateName: {{ include "ttserve.claimTemplate" . }}
   {{- end }}
   containers:
     - name: ray-worker
