@@ -8,7 +8,7 @@ ARG BASE=python:3.11-slim-bookworm
 # bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. Whoever
 # is 1000 owns HAProxy's folder, which every container gets anew: Serve's files and the admin socket are
 # nobody else's.
-FROM ${BASE} AS dependencies
+FROM ${BASE} AS base
 RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
         $(python3 -c 'import venv, ensurepip' 2> /dev/null || echo python3 python3-venv) \
     && rm -rf /var/lib/apt/lists/* \
@@ -16,19 +16,25 @@ RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-ce
     && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
     && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
+
+# Their names alone: nothing else in pyproject.toml is a reason to install them anew.
+FROM base AS names
+COPY pyproject.toml ./
+RUN python3 -m venv /venv && /venv/bin/python -c 'from pip._vendor import tomli; \
+print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > requirements.txt
+
+FROM base AS installed
 ARG PIP_CERT
 ARG TORCH_INDEX
+COPY constraints.txt ./
+COPY --from=names /src/requirements.txt ./
 RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CACHE_DIR=1 \
-    && python3 -c 'from pip._vendor import tomli; print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        > /tmp/requirements.txt \
     && if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
-    && pip install --constraint constraints.txt --requirement /tmp/requirements.txt \
-    && rm /tmp/requirements.txt
+    && pip install --constraint constraints.txt --requirement requirements.txt
 
-FROM dependencies AS code
+FROM installed AS code
 ARG PIP_CERT
-COPY LICENSE README.md ./
+COPY pyproject.toml LICENSE README.md ./
 COPY cluster cluster
 COPY configs configs
 COPY kv_transfer kv_transfer
@@ -36,7 +42,7 @@ COPY replicas replicas
 RUN /opt/ttserve/bin/pip install --no-cache-dir --no-deps --root /code .
 
 # A change of the code is a layer of a few megabytes over that of the dependencies.
-FROM dependencies
+FROM installed
 COPY --from=code /code /
 VOLUME /run/ttserve
 # Mostly the variables of `ttserve environment`: in pods nobody runs it before `ray start`.
