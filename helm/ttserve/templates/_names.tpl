@@ -19,8 +19,8 @@
 {{- end }}
 
 {{- define "ttserve.selector" -}}
-app.kubernetes.io/name: {{ include "ttserve.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "ttserve.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Pods of Ray, head and workers. */}}
@@ -55,8 +55,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* metadata of an object: (dict "root" $ "name" "…" "annotations" (dict …) "labels" (dict …)) */}}
 {{- define "ttserve.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "ttserve.labels" .root | nindent 2 }}
   {{- with .labels }}
@@ -83,6 +83,17 @@ annotations:
 {{- default (include "ttserve.fullname" .) .Values.serviceAccount.name }}
 {{- else }}
 {{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* The Secret with Redis's password; none for a Redis of yours that asks for none. */}}
+{{- define "ttserve.redisSecret" -}}
+{{- with .Values.gcsFaultTolerance }}
+{{- if .existingRedisSecret }}
+{{- .existingRedisSecret }}
+{{- else if not .existingRedis }}
+{{- include "ttserve.fullname" $ }}-redis
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -118,7 +118,7 @@
 {{/* How long a request may take in all, in whole seconds: what stands before the pods waits so long. */}}
 {{- define "ttserve.requestSeconds" -}}
 {{- $defaults := fromYaml (include "ttserve.defaults" .) }}
-{{- ceil (dig "ingress" "request_timeout_s" $defaults.request_timeout_s (fromYaml (include "ttserve.args" .))) }}
+{{- ceil (dig "ingress" "request_timeout_s" $defaults.request_timeout_s (fromYaml (include "ttserve.args" .))) | int64 }}
 {{- end }}
 
 {{/* Bytes of the largest body. */}}
