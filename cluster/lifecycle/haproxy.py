@@ -18,6 +18,8 @@ HAProxy (same process id, which Serve checks).
   says so at its own /-/healthz alone.
 - What HAProxy answers by itself is an OpenAI-style error instead of a bare 500, and instead of a
   404 while no ingress is known, which clients would take for good.
+- Each request has a connection of its own to an ingress: over one that was kept, a request would be
+  lost, its client's connection closed without an answer, when the ingress is about to close it.
 - Requests are not spliced: with `option splice-request` HAProxy 2.8 often does not notice that a
   client has left whose body came after its headers, and a request that nobody waits for would keep
   its decode slot to the end.
@@ -61,6 +63,7 @@ _DRAINS = re.compile(
 _LEAVES = """    http-request return status 503 content-type application/json string \
 '{"status":"not ready","reason":"this host leaves"}' if { path /health }"""
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
+_REUSE = re.compile(r"^(?P<indent>\s*)http-reuse\s")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 _TAKE_OVER = frozenset({"-sf", "-st", "-x"})
 _SOCKET = re.compile(r"^(?P<head>\s*stats socket \S+)(?: mode \d+)?(?P<rest>.*)$")
@@ -75,7 +78,7 @@ _UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
-    """Bind HAProxy's own listeners to loopback, answer our own errors, splice no requests.
+    """Bind HAProxy's own listeners to loopback, answer our own errors, reuse and splice nothing.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
@@ -99,6 +102,8 @@ def rewrite(config: str, error_file: str | None = None) -> str:
             result.append("    http-request return status 503 errorfile " + error_file)
         elif error and error_file is not None:
             result.append(f"{error['indent']}errorfile {error['status']} {error_file}")
+        elif reuse := _REUSE.match(line):
+            result.append(f"{reuse['indent']}option http-server-close")
         elif _DRAINS.match(line):
             result += [line, _LEAVES]
         elif not _SPLICE.match(line) and line != _LEAVES:

@@ -279,7 +279,7 @@ class Streams:
         return self._process.poll() is None
 
     def results(self):
-        """One dictionary a stream, at the end of all: tokens, finish_reason, error, seconds."""
+        """One dictionary a stream, at the end of all; streams.py has its fields."""
         with self._process:
             said = self._process.stdout.read()
         assert self._process.returncode == 0, said

@@ -5,6 +5,7 @@
 Prints `running` once every stream has had a token, and at the end one list in JSON.
 """
 
+import http.client
 import json
 import sys
 import threading
@@ -23,6 +24,8 @@ def stream(number, has_begun, result):
         + "a prompt of more than one block, that is its own, " * 4,
         "max_tokens": TOKENS,
         "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -34,8 +37,8 @@ def stream(number, has_begun, result):
             read(reply, has_begun, result)
     except urllib.error.HTTPError as error:
         result["error"] = f"{error.code} {error.read().decode()}"
-    except OSError as error:
-        result["error"] = str(error)
+    except (OSError, http.client.HTTPException) as error:
+        result["error"] = repr(error)
     finally:
         result["seconds"] = time.monotonic() - start_s
         has_begun.set()
@@ -51,13 +54,15 @@ def read(reply, has_begun, result):
                 result["error"] = chunk["error"]
             for choice in chunk.get("choices", []):
                 has_begun.set()
+                result["token_ids"] += choice.get("token_ids") or []
                 result["finish_reason"] = choice["finish_reason"] or result["finish_reason"]
             result["tokens"] = (chunk.get("usage") or {}).get("completion_tokens", result["tokens"])
 
 
 def main():
     results = [
-        {"tokens": 0, "finish_reason": None, "error": None, "is_done": False} for _ in range(COUNT)
+        {"tokens": 0, "token_ids": [], "finish_reason": None, "error": None, "is_done": False}
+        for _ in range(COUNT)
     ]
     began = [threading.Event() for _ in results]
     threads = [

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import shutil
@@ -229,6 +230,45 @@ def test_a_reload_as_serve_does_it_takes_the_listeners_over_and_cuts_no_stream(c
         assert b"[DONE]" in answer(client)[1]
         old.wait(20)
         assert ask(front.port, HI)[0] == 200
+
+
+class Leaver(http.server.BaseHTTPRequestHandler):
+    """Answers one request of a connection, which it keeps open, and closes it at the next one."""
+
+    protocol_version = "HTTP/1.1"
+    is_first = True
+
+    def do_GET(self):
+        if self.is_first:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self.close_connection = True
+        self.is_first = False
+
+    def log_message(self, *_):
+        """Health checks would fill the log."""
+
+
+def test_an_ingress_that_closes_a_connection_it_kept_costs_no_request(config, shared):
+    folder = shared / "serve"
+    folder.mkdir(mode=0o755)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leaver) as backend:
+        threading.Thread(target=backend.serve_forever, args=(0.05,)).start()
+        front = World(folder, config, backend.server_address[1])
+        try:
+            front.run()
+            assert [get(front.port, "/") for _ in range(5)] == [200] * 5
+            kept = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+            with contextlib.closing(kept):
+                for _ in range(5):
+                    kept.request("GET", "/")
+                    with kept.getresponse() as reply:
+                        assert reply.status == 200
+        finally:
+            front.close()
+            backend.shutdown()
 
 
 # --- clients -----------------------------------------------------------------------------------
