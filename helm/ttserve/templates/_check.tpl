@@ -1,6 +1,10 @@
 {{/* What cannot work together is refused before anything is made, with both numbers. */}}
 
 {{- define "ttserve.check" -}}
+{{- $name := include "ttserve.fullname" . }}
+{{- if not (regexMatch "^[a-z]" $name) }}
+  {{- fail (printf "the release's objects would be called %s, and the name of a Service begins with a letter: set fullnameOverride" $name) }}
+{{- end }}
 {{- include "ttserve.checkGroups" . }}
 {{- include "ttserve.checkPools" . }}
 {{- include "ttserve.checkPorts" . }}
