@@ -145,6 +145,25 @@
 {{- printf "ttserve_%s" . }}
 {{- end }}
 
+{{/* How much of that resource, of which a pod has 1, a replica takes: (dict "root" $ "role" … "replicas" …
+   "devices" …). Where several pods have the role each keeps its share of the replicas: else the
+   successors of a dead pod's replicas start on another one at once, and the next pod, with none, is
+   never ready. One pod alone has room for successors of replicas that drain; boards keep their own share. */}}
+{{- define "ttserve.share" -}}
+{{- $pods := 0 }}
+{{- range fromYaml (include "ttserve.groups" .root) }}
+  {{- if has $.role .roles }}
+    {{- $pods = add $pods (mul .replicas .numOfHosts) }}
+  {{- end }}
+{{- end }}
+{{- if or (le (int $pods) 1) (gt (int .devices) 0) }}
+{{- 0.001 }}
+{{- else }}
+{{- $each := ceil (divf .replicas $pods) }}
+{{- divf (floor (divf 10000 $each)) 10000 }}
+{{- end }}
+{{- end }}
+
 {{/* The file as the cluster gets it: the given one, with what only the pods know. */}}
 {{- define "ttserve.serveConfigV2" -}}
 {{- include "ttserve.check" . }}
@@ -153,12 +172,16 @@
 {{- $args := $application.args }}
 {{- range $role := keys $args.pools }}
   {{- $pool := default (dict) (index $args.pools $role) }}
-  {{- $resources := merge (dict (include "ttserve.roleResource" $role) 0.001) (default (dict) $pool.resources) }}
+  {{- $need := fromYaml (include "ttserve.boardsOfPool" (dict "root" $ "role" $role "args" $args)) }}
+  {{- $own := dict "root" $ "role" $role "replicas" (dig "replicas" 1 $pool) "devices" $need.devices }}
+  {{- $share := include "ttserve.share" $own | float64 }}
+  {{- $resources := merge (dict (include "ttserve.roleResource" $role) $share) (default (dict) $pool.resources) }}
   {{- $_ := set $args.pools $role (mergeOverwrite $pool (dict "resources" $resources)) }}
 {{- end }}
 {{- $ingress := default (dict) $args.ingress }}
-{{- $resources := merge (dict (include "ttserve.roleResource" "ingress") 0.001) (default (dict) $ingress.resources) }}
 {{- $replicas := int (include "ttserve.ingressReplicas" .) }}
+{{- $share := include "ttserve.share" (dict "root" . "role" "ingress" "replicas" $replicas "devices" 0) | float64 }}
+{{- $resources := merge (dict (include "ttserve.roleResource" "ingress") $share) (default (dict) $ingress.resources) }}
 {{- $_ := set $args "ingress" (mergeOverwrite $ingress (dict "resources" $resources "replicas" $replicas)) }}
 {{- $_ := set $args "data_host" "node" }}
 {{- $_ := set $args "key_file" (printf "/run/secrets/ttserve/%s" .Values.secrets.keysName) }}
