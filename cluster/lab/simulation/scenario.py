@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from cluster.config.schema import RouterConfig
+from cluster.config.schema import IngressConfig, RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import PoolSpec, SimulationOptions
 from cluster.lab.simulation.simulator import Simulation
@@ -372,6 +372,10 @@ class _Dice:
             scenario = self._with_lost_consumers(scenario)
         elif self._happens(0.3):
             scenario = self._with_stuck_engines(scenario)
+        if any(f.kind in _ENDLESS and f.duration_s is None for f in scenario.faults):
+            # Of several that hang each is ended by its parent before the next one is waited for.
+            longest_s = IngressConfig().request_timeout_s
+            scenario = msgspec.structs.replace(scenario, deadline_s=longest_s)
         return self._with_set_clocks(scenario) if self._happens(0.2) else scenario
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
