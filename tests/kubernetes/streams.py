@@ -57,6 +57,8 @@ def read(reply, has_begun, result):
                 result["token_ids"] += choice.get("token_ids") or []
                 result["finish_reason"] = choice["finish_reason"] or result["finish_reason"]
             result["tokens"] = (chunk.get("usage") or {}).get("completion_tokens", result["tokens"])
+    if not result["is_done"]:
+        result["error"] = result["error"] or "it ended without [DONE]"
 
 
 def main():

@@ -103,7 +103,6 @@ def check(results, expected):
         if result["is_done"] and not result["error"]:
             assert result["token_ids"] == tokens
         else:
-            assert result["error"], "it ended neither whole nor with a reason"
             assert result["token_ids"] == tokens[: len(result["token_ids"])]
     return [result["error"] for result in results if result["error"]]
 
