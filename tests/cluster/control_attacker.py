@@ -76,9 +76,11 @@ def attack(known: Knowledge) -> int:
                 # A socket that was turned away takes nothing any more.
                 with contextlib.suppress(zmq.Again):
                     dealer.send(raw, zmq.NOBLOCK)
-        while from_engine.poll(50):
-            from_engine.recv()
-            num_frames += 1
+        # A busy engine tells its load at every step: waiting for silence would never end.
+        from_engine.poll(50)
+        with contextlib.suppress(zmq.Again):
+            while from_engine.recv(zmq.NOBLOCK):
+                num_frames += 1
     for dealer in sockets:
         dealer.close(linger=0)
     context.term()

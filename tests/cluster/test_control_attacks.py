@@ -69,7 +69,12 @@ async def attacked(known):
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
-    told, _ = await process.communicate(msgspec.json.encode(known))
+    try:
+        told, _ = await process.communicate(msgspec.json.encode(known))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode == 0
     return int(told)
 
