@@ -73,8 +73,10 @@ class Host:
         self.first = children.split()[0]
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs another one there."""
-        return ["nsenter", "-t", self.first, "-n", "-i", "-p", "-m", *command]
+        """The command that runs another one there, in the repository."""
+        enter = ["nsenter", "-t", self.first, "-n", "-i", "-p", "-m"]
+        # Another mount namespace is entered at its root.
+        return [*enter, "env", f"--chdir={harness.REPOSITORY}", *command]
 
     def run(
         self, *command: str, environment: dict[str, str] | None = None
@@ -82,7 +84,7 @@ class Host:
         """Run a command to its end."""
         return subprocess.run(
             self.command(*command),
-            env=environment, timeout=300, check=False, cwd=harness.REPOSITORY,
+            env=environment, timeout=300, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -91,7 +93,7 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start a command whose standard input is a pipe; it ends with the host."""
         process = subprocess.Popen(
-            self.command(*command), env=environment, cwd=harness.REPOSITORY,
+            self.command(*command), env=environment,
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._started.append(process)

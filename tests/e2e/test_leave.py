@@ -71,7 +71,10 @@ class Streams:
         return self._read()
 
     def _read(self):
-        return msgspec.json.decode(self._process.stdout.readline(), type=steady_streams.Report)
+        line = self._process.stdout.readline()
+        # Anything else is the error that ended it.
+        assert line.startswith(b"{"), (line + self._process.communicate()[0]).decode()
+        return msgspec.json.decode(line, type=steady_streams.Report)
 
 
 @pytest.fixture(scope="module")
