@@ -77,7 +77,7 @@ def assert_all_moved(pair, path=None):
 
 
 ONE, SHARDED2, SHARDED3 = "ShardedConnector", "Sharded2", "Sharded3"
-SHARDED4, SHARDED8, STAGED = "Sharded4", "Sharded8", "Staged3Sharded2"
+SHARDED4, SHARDED8 = "Sharded4", "Sharded8"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ SHARDED4, SHARDED8, STAGED = "Sharded4", "Sharded8", "Staged3Sharded2"
         # (devices, block size, lanes)
         ("llama-gqa", (ONE, 64, 1), (SHARDED2, 32, 4)),
         ("llama-gqa", (SHARDED8, 32, 2), (SHARDED3, 128, 1)),
-        ("llama-gqa", (SHARDED3, 96, 4), (STAGED, 64, 2)),
+        ("llama-gqa", (SHARDED3, 96, 4), (SHARDED2, 64, 2)),
         ("llama-mha", (SHARDED3, 32, 1), (SHARDED4, 96, 2)),
-        ("llama-mha", (STAGED, 128, 2), (SHARDED3, 64, 4)),
+        ("llama-mha", (SHARDED2, 128, 2), (SHARDED3, 64, 4)),
         ("llama-mha", (SHARDED4, 64, 4), (ONE, 64, 1)),
         ("llama-tied", (SHARDED2, 96, 2), (SHARDED8, 32, 4)),
         # One end in plain memory, which the other may or may not be able to map.

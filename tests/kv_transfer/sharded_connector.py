@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from kv_transfer.p2p import P2PConnector
-from kv_transfer.sharding import Shard, ShardedKVIO, mesh_shards
+from kv_transfer.sharding import head_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,95 +17,74 @@ if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorSettings, KVConnectorWorker, KVDeviceIO
     from kv_transfer.layout import KVLayout
 
+    Pieces = Sequence[NDArray[np.uint8]]
 
-class ShardArray:
-    """Implements ``ShardMemory`` by plain indexing; knows nothing of the shards beside it.
+
+class ShardedIO:
+    """Implements ``KVDeviceIO`` by plain indexing; of replicas it reads the first, and writes all.
 
     Args:
-        layout: Of the shard alone.
-        pieces: Per layer and plane (num_blocks, heads of the shard, rows_per_block, unit_bytes),
-            in any strides, so that it may be a part of a larger cache.
+        layout: Of the whole cache.
+        lanes: ``[lane][shard][layer and plane]``: (num_blocks, heads of the shard, rows_per_block,
+            unit_bytes) uint8, in any strides, so that it may be a part of a larger cache.
     """
 
-    def __init__(self, layout: KVLayout, pieces: Sequence[NDArray[np.uint8]]) -> None:
-        self.layout = layout
-        self.pieces = list(pieces)
-        self.num_reads = 0
-        assert len(pieces) == layout.num_pieces
-        for piece in pieces:
-            assert piece.shape[1:] == (
-                layout.num_kv_heads,
-                layout.rows_per_block,
-                layout.unit_bytes,
-            )
+    host_blocks = shared_region = region_layout = None
 
-    @classmethod
-    def empty(cls, layout: KVLayout, num_blocks: int) -> ShardArray:
-        """Memory of its own, full of a byte that a test would notice."""
-        shape = (num_blocks, layout.num_kv_heads, layout.rows_per_block, layout.unit_bytes)
-        return cls(layout, [np.full(shape, 0xEE, np.uint8) for _ in range(layout.num_pieces)])
+    def __init__(self, layout: KVLayout, lanes: Sequence[Sequence[Pieces]]) -> None:
+        self.layout = layout
+        self._lanes = lanes
+        self._heads = head_shards(layout.num_kv_heads, len(lanes[0]))
 
     def read_rows(
-        self, block_ids: Sequence[int], first_row: int, num_rows: int
+        self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
     ) -> NDArray[np.uint8]:
-        self.num_reads += 1
-        rows = [
-            np.stack([piece[block, :, row] for piece in self.pieces])
-            for block, row in self._places(block_ids, first_row, num_rows)
-        ]
-        return np.stack(rows).reshape(num_rows, self.layout.row_bytes)
+        rows = np.empty((num_rows, self.layout.row_bytes), np.uint8)
+        for units, block, row in self._places(rows, block_ids, first_row):
+            for heads, pieces in reversed(self._shards(lane)):
+                for piece, held in zip(units, pieces, strict=True):
+                    piece[heads] = held[block, :, row]
+        return rows
 
-    def write_rows(self, block_ids: Sequence[int], first_row: int, data: NDArray[np.uint8]) -> None:
-        units = data.reshape(len(data), len(self.pieces), self.layout.num_kv_heads, -1)
-        places = self._places(block_ids, first_row, len(data))
-        for values, (block, row) in zip(units, places, strict=True):
-            for piece, value in zip(self.pieces, values, strict=True):
-                piece[block, :, row] = value
+    def write_rows(
+        self, lane: int, block_ids: Sequence[int], first_row: int, data: NDArray[np.uint8]
+    ) -> None:
+        for units, block, row in self._places(data, block_ids, first_row):
+            for heads, pieces in self._shards(lane):
+                for piece, held in zip(units, pieces, strict=True):
+                    held[block, :, row] = piece[heads]
+
+    def _shards(self, lane: int) -> list[tuple[slice, Pieces]]:
+        spans = (slice(heads.start, heads.stop) for heads in self._heads)
+        return list(zip(spans, self._lanes[lane], strict=True))
 
     def _places(
-        self, block_ids: Sequence[int], first_row: int, num_rows: int
-    ) -> list[tuple[int, int]]:
-        places = (divmod(row, self.layout.rows_per_block) for row in range(num_rows + first_row))
-        return [(block_ids[block], row) for block, row in places][first_row:]
+        self, rows: NDArray[np.uint8], block_ids: Sequence[int], first_row: int
+    ) -> list[tuple[NDArray[np.uint8], int, int]]:
+        """Each row as (layer and plane, head, byte of the unit), its block, its row there."""
+        layout = self.layout
+        units = rows.reshape(len(rows), layout.num_pieces, layout.num_kv_heads, layout.unit_bytes)
+        places = (divmod(first_row + i, layout.rows_per_block) for i in range(len(rows)))
+        return [(units[i], block_ids[block], row) for i, (block, row) in enumerate(places)]
 
 
-def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
-    return msgspec.structs.replace(
-        layout, num_layers=len(shard.layers), num_kv_heads=len(shard.heads)
-    )
-
-
-def shards_of_cache(io: KVDeviceIO, shards: Sequence[Shard]) -> ShardedKVIO:
-    """See an engine's cache as if every shard had its layers and heads for itself."""
+def shards_of_cache(io: KVDeviceIO, num_shards: int) -> ShardedIO:
+    """See an engine's cache as if every shard had its heads for itself."""
     layout = io.layout
     assert io.host_blocks is not None
     lanes = []
     for blocks in io.host_blocks:
         shape = (blocks.num_blocks, layout.num_kv_heads, layout.rows_per_block, layout.unit_bytes)
-        pieces = [piece.reshape(shape) for piece in blocks._pieces]
-        lanes.append(
-            [
-                ShardArray(
-                    shard_layout(layout, shard),
-                    [
-                        pieces[layer * layout.num_planes + plane][
-                            :, shard.heads.start : shard.heads.stop
-                        ]
-                        for layer in shard.layers
-                        for plane in range(layout.num_planes)
-                    ],
-                )
-                for shard in shards
-            ]
-        )
-    return ShardedKVIO(layout, shards, lanes)
+        pieces = [piece.reshape(shape) for piece in blocks.pieces]
+        shards = head_shards(layout.num_kv_heads, num_shards)
+        lanes.append([[piece[:, heads.start : heads.stop] for piece in pieces] for heads in shards])
+    return ShardedIO(layout, lanes)
 
 
 class ShardedConnector(P2PConnector):
     """Point-to-point connector of an engine whose heads are spread over ``num_shards`` devices."""
 
     num_shards = 1
-    num_stages = 1
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]
@@ -115,8 +93,7 @@ class ShardedConnector(P2PConnector):
         register = worker.register_kv_caches
 
         def register_sharded(io: KVDeviceIO) -> None:
-            shards = mesh_shards(io.layout, self.num_shards, self.num_stages)
-            register(shards_of_cache(io, shards))
+            register(shards_of_cache(io, self.num_shards))
 
         worker.register_kv_caches = register_sharded  # type: ignore[method-assign]
         return worker
@@ -136,10 +113,3 @@ class Sharded4(ShardedConnector):
 
 class Sharded8(ShardedConnector):
     num_shards = 8
-
-
-class Staged3Sharded2(ShardedConnector):
-    """Three pipeline stages of two shards."""
-
-    num_shards = 2
-    num_stages = 3

@@ -10,7 +10,7 @@ import ttnn
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import KVLayout
-from kv_transfer.sharding import ShardedKVIO, mesh_shards
+from kv_transfer.sharding import head_shards
 from replicas.generators.ttnn.kv_table import (
     LaneMemory,
     build_table,
@@ -18,6 +18,7 @@ from replicas.generators.ttnn.kv_table import (
     lane_memory,
     write_table,
 )
+from tests.kv_transfer.sharded_connector import ShardedIO
 
 BASES = (64, 50_048, 100_032, 150_016)
 NUM_BLOCKS = 9
@@ -51,9 +52,8 @@ def banks_of(pieces, memory, tile_bytes):
 def test_a_reader_finds_every_row_s_bytes(tmp_path, heads, tp, num_banks, block_size):
     layout = make_layout(heads=heads, block_size=block_size)
     memory = make_memory(tp, 1088 + 64, num_banks)
-    shards = mesh_shards(layout, tp)
     rng = np.random.default_rng(0)
-    local = make_layout(heads=len(shards[0].heads), block_size=block_size)
+    local = make_layout(heads=len(head_shards(heads, tp)[0]), block_size=block_size)
     shape = (NUM_BLOCKS, local.piece_bytes)
     chips = [
         HostBlocks(local, [rng.integers(0, 256, shape, np.uint8) for _ in BASES]) for _ in range(tp)
@@ -65,7 +65,9 @@ def test_a_reader_finds_every_row_s_bytes(tmp_path, heads, tp, num_banks, block_
 
     table = ttnn.experimental.disaggregation.import_from_protobuf_file(str(path))
     assert table.num_configs() == 2 * heads * 2
-    whole = ShardedKVIO(layout, shards, [chips])
+    units = (NUM_BLOCKS, local.num_kv_heads, local.rows_per_block, local.unit_bytes)
+    shards = [[piece.reshape(units) for piece in held.pieces] for held in chips]
+    whole = ShardedIO(layout, [shards])
     for slot, block_ids in enumerate(tables):
         num_rows = len(block_ids) * layout.rows_per_block
         wanted = whole.read_rows(0, block_ids, 0, num_rows).reshape(num_rows, 2, 2, heads, 2, 1088)

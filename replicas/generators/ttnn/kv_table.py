@@ -20,7 +20,7 @@ import ttnn
 
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import BFLOAT8_B, BFLOAT8_B_TILE_BYTES, DTYPE_BYTES, ROW_TOKENS
-from kv_transfer.sharding import mesh_shards
+from kv_transfer.sharding import head_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -120,7 +120,7 @@ def build_table(
     nodes = [ttnn.FabricNodeId(ttnn.MeshId(mesh), chip) for mesh, chip in memory.chips]
     for node in nodes:
         table.set_fabric_node_host(node, host)
-    shards = [shard.heads for shard in mesh_shards(layout, len(nodes))]
+    shards = head_shards(layout.num_kv_heads, len(nodes))
     for head in range(layout.num_kv_heads):
         holders = [chip for chip, heads in enumerate(shards) if head in heads]
         location = ttnn.experimental.disaggregation.KvCacheLocation()
