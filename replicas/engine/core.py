@@ -33,8 +33,9 @@ from kv_transfer.connector import (
 from kv_transfer.errors import TransferError
 from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.facts import connector_settings
+from replicas.engine.loads import failure_word
 from replicas.engine.pulse import Pulse
-from replicas.engine.scheduler import Scheduler, failure_word
+from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.errors import ConfigError, EngineError, InvalidRequestError
 from replicas.kv_sizing import derive_max_model_len
@@ -553,12 +554,14 @@ class EngineCore:
     def _tell_loaded(self, seq: Sequence | None) -> None:
         if seq is None:
             return
-        self._events[seq.client].append(KVLoaded(seq.request_id, seq.load_epoch, seq.load_failure))
+        assert seq.load is not None
+        self._events[seq.client].append(KVLoaded(seq.request_id, seq.load.epoch, seq.load.failure))
         if seq.status is SequenceStatus.FINISHED:
             self._fail_transfer(seq)
 
     def _fail_transfer(self, seq: Sequence) -> None:
-        self._fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load_failure}")
+        assert seq.load is not None
+        self._fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}")
 
     def _fail(self, seq: Sequence, error: str) -> None:
         self._events[seq.client].append(

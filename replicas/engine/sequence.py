@@ -1,6 +1,6 @@
 """The engine's mutable record of one request.
 
-Owner: the scheduler, on the engine's core thread; nothing else writes to it.
+Owner: the scheduler, on the engine's core thread; nothing but its parts writes to it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,32 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class KVLoad:
+    """KV that a sequence waits for, or has waited for. Owner: `KVLoads`.
+
+    Attributes:
+        is_under_way: KV was asked for that may still come.
+        end: Tokens whose KV is here once the load under way has succeeded.
+        failure: Why the KV of the latest load did not come; None if it did, or may yet.
+        deadline_s: Of a reservation: when it lapses.
+        is_activated: Of a reservation: the client said to start.
+        is_announced: Of a reservation: the connector knows of it.
+        epoch: Of a reservation: the client's number of the ticket in use.
+        next: Of a reservation: ticket and epoch that replace the transfer under way as soon as that
+            has ended.
+    """
+
+    is_under_way: bool = False
+    end: int = 0
+    failure: str | None = None
+    deadline_s: float = 0.0
+    is_activated: bool = False
+    is_announced: bool = False
+    epoch: int = 0
+    next: tuple[bytes, int] | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request inside the engine.
 
@@ -49,18 +75,10 @@ class Sequence:
         num_cached_tokens: Prompt tokens found when it was first admitted, in the prefix cache or by
             the connector.
         transfer: What a KV connector is told of it; None in an engine without one.
-        is_loading: LOADING or RESERVED only: KV was asked for that may still come.
-        load_end: Tokens whose KV is here once the load under way has succeeded.
-        is_announced: RESERVED only: the connector knows of it.
-        next_load: RESERVED only: ticket and epoch that replace the transfer under way as soon as
-            that has ended.
-        load_epoch: RESERVED only: the client's number of the ticket in use.
+        load: What comes, or came, from elsewhere; None if it never waited for any KV.
         is_converted: Some of the KV in its blocks came in another dtype. That, and what is computed
             from it, is not what this engine computes: nobody else may find those blocks.
-        load_failure: Why the KV of the latest load did not come; None if it did, or may yet.
-        is_activated: RESERVED only: the client said to start.
         is_aborted: The client gave it up; nobody may count on what it still holds.
-        deadline_s: RESERVED only: when the reservation lapses.
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
@@ -80,16 +98,9 @@ class Sequence:
     slot: int = -1
     num_cached_tokens: int = -1
     transfer: TransferRequest | None = None
-    is_loading: bool = False
-    load_end: int = 0
-    is_announced: bool = False
-    next_load: tuple[bytes, int] | None = None
-    load_epoch: int = 0
+    load: KVLoad | None = None
     is_converted: bool = False
-    load_failure: str | None = None
-    is_activated: bool = False
     is_aborted: bool = False
-    deadline_s: float = 0.0
     num_preemptions: int = 0
     is_known_to_runner: bool = False
 

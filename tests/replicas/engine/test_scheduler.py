@@ -557,7 +557,7 @@ def loading(tokens=(), policy="recompute"):
 def test_of_a_failed_transfer_whole_verified_blocks_are_kept(num_tokens, left):
     scheduler, connector = loading([5])
     seq = fail(scheduler, connector, "r", num_tokens, FailureReason.PEER_DEAD)
-    assert (seq.load_failure, seq.load_epoch) == ("peer_dead", 7)
+    assert (seq.load.failure, seq.load.epoch) == ("peer_dead", 7)
     assert step(scheduler) == {"r": left}
     assert scheduler.num_recompute_tokens == left - 1
 
@@ -577,7 +577,7 @@ def test_the_next_ticket_fetches_only_what_is_missing():
 def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
     scheduler, connector = loading([5], policy="fail")
     seq = fail(scheduler, connector, "r", 8)
-    assert (seq.status, seq.load_failure) == (SequenceStatus.FINISHED, "store")
+    assert (seq.status, seq.load.failure) == (SequenceStatus.FINISHED, "store")
     assert scheduler.num_live == 0
     assert scheduler.group_counters()[0].requests_finished == {"error": 1}
     assert scheduler.num_recompute_tokens == 0
@@ -611,7 +611,7 @@ def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
 
 def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
     scheduler, ended = activated_with_a_token_and_never_given_a_ticket("fail")
-    assert (ended.status, ended.load_failure) == (SequenceStatus.FINISHED, "no_ticket")
+    assert (ended.status, ended.load.failure) == (SequenceStatus.FINISHED, "no_ticket")
     assert (scheduler.num_live, scheduler.num_recompute_tokens) == (0, 0)
 
 
@@ -644,7 +644,7 @@ def test_a_refused_ticket_is_a_failure_too():
     with pytest.raises(TransferError):
         scheduler.load("r", make_ticket("r", 12, 1), 8, 0.0)
     ended = scheduler.activate("r", [5], 0.0)
-    assert (ended.status, ended.load_failure) == (SequenceStatus.FINISHED, "bad_ticket")
+    assert (ended.status, ended.load.failure) == (SequenceStatus.FINISHED, "bad_ticket")
 
 
 def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():

@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), with_tokens=st.booleans())
     def activate(self, data, with_tokens):
         seq = self._pick(data, SequenceStatus.RESERVED)
-        if seq is None or seq.is_activated:
+        if seq is None or seq.load.is_activated:
             return
         # A client activates with tokens only if the request goes on after them.
         room = min(self.scheduler._max_model_len - seq.num_tokens, seq.request.sampling.max_tokens)

@@ -353,7 +353,7 @@ def test_invariants_of_engine_and_transport_are_checked():
     bench.run(0.1)
     bench.host.check_invariants()
     scheduler = bench.host.engine._core._scheduler
-    scheduler._num_waiting_tokens += 1
+    scheduler._waiting.num_tokens += 1
     with pytest.raises(AssertionError):
         bench.host.check_invariants()
 

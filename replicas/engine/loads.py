@@ -1,0 +1,310 @@
+"""KV that comes to sequences from elsewhere: reservations, tickets, and what a store holds.
+
+Owner of which sequences wait for KV, and of every sequence's `KVLoad`, on the engine's core thread.
+A state machine without clock or bytes: clients and connector say what has happened, and it says
+whether a sequence goes on (`Verdict`). Slots and blocks are given and taken by the roster.
+
+A sequence comes here by one of two ways. RESERVED: a client has asked for a place, names tickets of
+whoever computes its prompt, and activates it; it starts once it is activated and no transfer is
+under way. LOADING: it came from the queue, and the connector knows of KV for it; it starts when
+that transfer has ended, well or not.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kv_transfer.errors import TransferError
+from replicas.engine.sequence import KVLoad, SequenceStatus
+
+if TYPE_CHECKING:
+    from kv_transfer.connector import Failure, KVConnectorScheduler
+    from replicas.config import EngineConfig
+    from replicas.engine.groups import DPGroups
+    from replicas.engine.sequence import Sequence
+
+_NO_TICKET = "no_ticket"
+"""Why KV is missing that no ticket was good for: the request was activated as if it had come."""
+
+
+def failure_word(error: TransferError) -> str:
+    """Why KV does not come for a ticket that the connector cannot use.
+
+    A word, not the error's text: it becomes a metric's label.
+    """
+    return error.reason.value if error.reason is not None else "bad_ticket"
+
+
+class Verdict(Enum):
+    """What becomes of a sequence that has waited for KV."""
+
+    WAIT = "wait"
+    RUN = "run"
+    FAIL = "fail"
+    """Its KV did not come and must not be computed here."""
+
+
+class KVLoads:
+    """See the module docstring.
+
+    Args:
+        config: The engine's configuration.
+        groups: Told which blocks are filled.
+        connector: Scheduler side of the KV connector, if the engine has one.
+        resumes_prefill: Whether a prompt can be computed from its middle on.
+
+    Attributes:
+        num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: DPGroups,
+        connector: KVConnectorScheduler | None,
+        *,
+        resumes_prefill: bool,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._connector = connector
+        self._resumes_prefill = resumes_prefill
+        self._reserved: dict[str, Sequence] = {}
+        # Queued or reserved ones for which the connector cannot tell yet what it will load.
+        self._asking: dict[str, Sequence] = {}
+        self._loading: dict[str, Sequence] = {}
+        self.num_recompute_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"KVLoads(loading={len(self._loading)}, reserved={len(self._reserved)})"
+
+    # --- reservations --------------------------------------------------------------------------
+
+    def reserve(self, seq: Sequence, now_s: float) -> None:
+        """Take a sequence with slot and blocks whose prompt is computed elsewhere."""
+        seq.status = SequenceStatus.RESERVED
+        seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
+        self._reserved[seq.request_id] = seq
+
+    def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
+        """See `Scheduler.load`."""
+        seq = self._reserved.get(request_id)
+        if seq is None or seq.transfer is None or self._connector is None:
+            return
+        load = _load_of(seq)
+        if load.is_under_way:
+            load.next = (ticket, epoch)
+            self._connector.cancel(request_id)
+            return
+        load.epoch = epoch
+        try:
+            self._connector.on_new_request(
+                msgspec.structs.replace(seq.transfer, ticket=ticket), now_s
+            )
+        except TransferError as error:
+            load.failure = failure_word(error)
+            raise
+        load.failure = None
+        load.is_under_way = load.is_announced = True
+        self._ask(self._connector, seq)
+
+    def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
+        """Note that a reserved sequence may start; returns it the first time."""
+        seq = self._reserved.get(request_id)
+        if seq is None:
+            return None
+        load = _load_of(seq)
+        if load.is_activated:
+            return None
+        load.is_activated = True
+        seq.token_ids.extend(token_ids)
+        if self._connector is not None and seq.transfer is not None:
+            if not token_ids and load.is_under_way:
+                self._connector.cancel(request_id)
+            elif not load.is_announced:
+                # Nobody sends its KV, but what is computed here may be kept.
+                self._connector.on_new_request(seq.transfer, now_s)
+        return seq
+
+    def try_next_ticket(self, seq: Sequence, now_s: float) -> bool:
+        """Load with the ticket that replaces the one that has just failed; False: not possible."""
+        load = _load_of(seq)
+        next_load, load.next = load.next, None
+        if next_load is None or load.is_activated:
+            return False
+        try:
+            self.load(seq.request_id, *next_load, now_s)
+        except TransferError:
+            return False
+        return True
+
+    def lapsed(self, now_s: float) -> list[Sequence]:
+        """Reservations that nobody activated in time."""
+        return [s for s, load in self._not_activated() if now_s >= load.deadline_s]
+
+    def next_deadline_s(self) -> float | None:
+        """When the next reservation lapses."""
+        return min((load.deadline_s for _, load in self._not_activated()), default=None)
+
+    # --- sequences from the queue ---------------------------------------------------------------
+
+    def is_asking(self, seq: Sequence) -> bool:
+        """Whether the connector did not know of a sequence when it was asked last."""
+        return seq.request_id in self._asking
+
+    def num_external(self, seq: Sequence, num_local: int) -> int | None:
+        """Tokens that the connector would load after the first `num_local`; None: not known yet."""
+        if self._connector is None or not self._resumes_prefill:
+            return 0
+        num_external, _ = self._connector.get_num_new_matched_tokens(seq.request_id, num_local)
+        if num_external is None:
+            self._asking[seq.request_id] = seq
+        else:
+            self._asking.pop(seq.request_id, None)
+        return num_external
+
+    def start(self, seq: Sequence, num_external: int) -> None:
+        """Let the connector fill the first blocks of a sequence that has just got its place."""
+        assert self._connector is not None
+        end = seq.num_computed_tokens + num_external
+        assert end <= seq.num_prompt_tokens, f"{num_external=} of {seq.request_id}"
+        seq.status = SequenceStatus.LOADING
+        seq.load = KVLoad(is_under_way=True, end=end)
+        self._loading[seq.request_id] = seq
+        self._connector.update_state_after_alloc(
+            seq.request_id, seq.dp_group, seq.block_ids, num_external
+        )
+
+    # --- what has come of it --------------------------------------------------------------------
+
+    def ask_again(self) -> None:
+        """Ask for the reserved sequences of which the connector did not know."""
+        if self._connector is not None:
+            for seq in list(self._asking.values()):
+                if seq.status is SequenceStatus.RESERVED:
+                    self._ask(self._connector, seq)
+
+    def end_load(self, seq: Sequence, failure: Failure | None, *, is_converted: bool) -> None:
+        """Take over what was loaded: others may find those blocks from now on.
+
+        Unless their KV was converted, and but for one with the last known token: that may be
+        computed again.
+
+        Args:
+            seq: With a load under way.
+            failure: Why not everything has come, and how much is here all the same, if so.
+            is_converted: Whether it came in another dtype, and nobody else may have it.
+        """
+        load = _load_of(seq)
+        load.is_under_way = False
+        self._asking.pop(seq.request_id, None)
+        end = load.end
+        if failure is None:
+            load.next = None
+        else:
+            load.failure = failure.reason.value
+            whole_blocks = failure.num_tokens - failure.num_tokens % self._config.block_size
+            # More than was asked for counts not.
+            end = min(whole_blocks if self._resumes_prefill else 0, load.end)
+        num_new = max(0, end - seq.num_computed_tokens)
+        seq.num_computed_tokens += num_new
+        if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
+            seq.num_cached_tokens += num_new
+        seq.is_converted |= is_converted and num_new > 0
+        self._groups.cache_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
+
+    def verdict(self, seq: Sequence) -> Verdict:
+        """Whether a sequence that waits for KV goes on; if it does it is not kept here any more.
+
+        A reserved one does once it is activated and no transfer is under way. It fails if its KV
+        did not come and may not be computed here: because the transfer failed, or because there was
+        none although the client has tokens, which then came from another engine. Without tokens
+        the client has asked for the prompt to be computed here.
+        """
+        load = _load_of(seq)
+        if load.is_under_way:
+            return Verdict.WAIT
+        if seq.status is SequenceStatus.LOADING:
+            self.num_recompute_tokens += load.end - seq.num_computed_tokens
+            self.forget(seq)
+            return Verdict.RUN
+        if not load.is_activated:
+            return Verdict.WAIT
+        num_missing = seq.num_prompt_tokens - seq.num_computed_tokens
+        if num_missing > 0 and seq.num_output_tokens and load.failure is None:
+            load.failure = _NO_TICKET
+        if num_missing > 0 and load.failure is not None:
+            if self._config.kv_load_failure_policy == "fail" and seq.num_output_tokens:
+                return Verdict.FAIL
+            self.num_recompute_tokens += num_missing
+        self.forget(seq)
+        return Verdict.RUN
+
+    def forget(self, seq: Sequence) -> None:
+        """Keep nothing of a sequence."""
+        for place in (self._reserved, self._asking, self._loading):
+            place.pop(seq.request_id, None)
+
+    # --- views ---------------------------------------------------------------------------------
+
+    @property
+    def awaiting(self) -> list[Sequence]:
+        """Those that hold slot and blocks and wait for their KV."""
+        return [*self._reserved.values(), *self._loading.values()]
+
+    @property
+    def awaits_connector(self) -> bool:
+        """Whether a sequence cannot go on before the connector speaks."""
+        return bool(self._loading or self._asking)
+
+    def check_invariants(self) -> None:
+        """Every sequence here is what its place means."""
+        for seq in self.awaiting:
+            # Nothing that comes may lack a place, whatever else wants blocks meanwhile.
+            assert len(seq.block_ids) * self._config.block_size >= seq.num_prompt_tokens
+            expected = self._reserved if seq.status is SequenceStatus.RESERVED else self._loading
+            assert expected[seq.request_id] is seq
+        for seq in self._loading.values():
+            assert seq.status is SequenceStatus.LOADING
+            assert is_loading(seq)
+            assert seq.num_computed_tokens < _load_of(seq).end <= seq.num_prompt_tokens
+        for seq in self._asking.values():
+            assert is_loading(seq) == (seq.status is SequenceStatus.RESERVED)
+            assert is_loading(seq) or seq.status is SequenceStatus.WAITING
+
+    def _not_activated(self) -> list[tuple[Sequence, KVLoad]]:
+        reserved = ((s, _load_of(s)) for s in self._reserved.values())
+        return [(seq, load) for seq, load in reserved if not load.is_activated]
+
+    def _ask(self, connector: KVConnectorScheduler, seq: Sequence) -> None:
+        """Let the connector load what it can for a reserved sequence, now or once it knows."""
+        num_external, _ = connector.get_num_new_matched_tokens(
+            seq.request_id, seq.num_computed_tokens
+        )
+        if num_external is None:
+            self._asking[seq.request_id] = seq
+            return
+        self._asking.pop(seq.request_id, None)
+        load = _load_of(seq)
+        load.end = seq.num_computed_tokens
+        if load.end + num_external > seq.num_prompt_tokens:
+            # Of another prompt; the connector names it as cancelled.
+            connector.cancel(seq.request_id)
+            return
+        load.end += num_external
+        connector.update_state_after_alloc(
+            seq.request_id, seq.dp_group, seq.block_ids, num_external
+        )
+
+
+def is_loading(seq: Sequence) -> bool:
+    """Whether KV was asked for that may still come."""
+    return seq.load is not None and seq.load.is_under_way
+
+
+def _load_of(seq: Sequence) -> KVLoad:
+    assert seq.load is not None, f"{seq.request_id} waits for no KV"
+    return seq.load

@@ -1,0 +1,75 @@
+"""Sequences without slot or blocks, in the order in which they are to get some.
+
+Owner: the scheduler, on the engine's core thread. How many tokens they have to compute, and how
+many ask for which DP group, is counted as they come and go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from replicas.engine.sequence import SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from replicas.engine.sequence import Sequence
+
+
+class WaitingQueue:
+    """See the module docstring.
+
+    Args:
+        num_groups: DP groups of the engine.
+
+    Attributes:
+        num_tokens: Tokens that the queued sequences have to compute.
+        num_asking_for: How many ask for each DP group; index -1 counts those that ask for none.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._sequences: deque[Sequence] = deque()
+        self.num_tokens = 0
+        self.num_asking_for = [0] * (num_groups + 1)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def push(self, seq: Sequence) -> None:
+        """Queue a sequence behind all others."""
+        self._sequences.append(seq)
+        self._enter(seq)
+
+    def push_front(self, seq: Sequence) -> None:
+        """Queue a sequence before all others."""
+        self._sequences.appendleft(seq)
+        self._enter(seq)
+
+    def pop(self) -> Sequence:
+        """Take the first; there is one."""
+        seq = self._sequences.popleft()
+        self._count(seq, -1)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take one out, wherever it stands."""
+        self._sequences.remove(seq)
+        self._count(seq, -1)
+
+    def check_invariants(self) -> None:
+        """The counts are what they count."""
+        assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
+        for group, num_asking in enumerate(self.num_asking_for[:-1]):
+            assert num_asking == sum(s.dp_group == group for s in self._sequences)
+
+    def _enter(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.WAITING
+        self._count(seq, 1)
+
+    def _count(self, seq: Sequence, sign: int) -> None:
+        self.num_tokens += sign * seq.num_new_tokens
+        self.num_asking_for[seq.dp_group] += sign
