@@ -39,6 +39,7 @@ Source: vLLM ``distributed/kv_transfer/kv_connector/v1/base.py`` for names and r
 import bisect
 import importlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -50,8 +51,9 @@ from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.keys import KeyRing
 from kv_transfer.layout import KVLayout
-from kv_transfer.store import StoreConfig
+from kv_transfer.store import StoreConfig, StoreCounters
 from kv_transfer.ticket import Role, Ticket
+from kv_transfer.transport import WireCounters
 
 if TYPE_CHECKING:
     from kv_transfer.shared_region import RegionLayout, SharedRegion
@@ -338,34 +340,16 @@ class PathCounters(Struct):
     bytes_received: int = 0
 
 
-class StoreStats(Struct, frozen=True, kw_only=True):
-    """Totals of a pool, as one engine sees it.
-
-    Attributes:
-        hits: Units that a load got.
-        misses: Units that were looked for and not there.
-        puts: Units that this engine saved.
-        drops: Units that it did not save, because the store was slow, full or away.
-        errors: Calls that the store did not answer as it should, poisoned values among them.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    puts: int = 0
-    drops: int = 0
-    errors: int = 0
-
-
-class TransferStats(Struct, frozen=True, kw_only=True):
+class TransferStats(WireCounters, kw_only=True):
     """Totals since start, and gauges, of one worker side. Plain numbers for metrics.
+
+    Owner: the worker side's core thread, which counts in one of these and gives out others.
 
     Attributes:
         paths: Delivered transfers by path: inline, shared, nixl or pool.
         send_failures: Failed transfers as producer by reason.
         receive_failures: Failed transfers as consumer by reason.
         stages: Seconds of each of ``STAGES``.
-        leases: Leases by event: granted, renewed, done, expired, cancelled, late_fetch (a consumer
-            that came after the end).
         num_inflight_sends: Transfers as producer that have not ended.
         num_inflight_loads: Transfers as consumer that have not ended.
         num_leased_blocks: Blocks that in-flight sends keep allocated.
@@ -373,37 +357,52 @@ class TransferStats(Struct, frozen=True, kw_only=True):
         num_quarantined_blocks: Blocks of loads that are over for their request, but into which a
             write may still land.
         oldest_lease_s: Age in seconds of the oldest in-flight send, 0 without one.
-        credit_stalled_s: Seconds, summed over sends, in which computed rows waited for credit.
-        num_retransmits: Chunks that were asked for again.
-        num_checksum_failures: Chunks that arrived corrupted.
-        num_dropped_chunks: Chunks that were late, duplicated, or of another epoch or incarnation.
-        num_unknown_ids: Messages about transfers that this engine does not know.
-        num_malformed: Frames that are no message of the protocol.
-        num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
-        num_denied: Connections over the network that held no secret of the deployment.
-        store: Totals of the pool.
+        store: Totals of the pool, as one engine sees it.
     """
 
     paths: dict[str, PathCounters] = field(default_factory=dict)
     send_failures: dict[str, int] = field(default_factory=dict)
     receive_failures: dict[str, int] = field(default_factory=dict)
     stages: dict[str, StageHistogram] = field(default_factory=dict)
-    leases: dict[str, int] = field(default_factory=dict)
     num_inflight_sends: int = 0
     num_inflight_loads: int = 0
     num_leased_blocks: int = 0
     num_reserved_blocks: int = 0
     num_quarantined_blocks: int = 0
     oldest_lease_s: float = 0.0
-    credit_stalled_s: float = 0.0
-    num_retransmits: int = 0
-    num_checksum_failures: int = 0
-    num_dropped_chunks: int = 0
-    num_unknown_ids: int = 0
-    num_malformed: int = 0
-    num_bad_tickets: int = 0
-    num_denied: int = 0
-    store: StoreStats = field(default_factory=StoreStats)
+    store: StoreCounters = field(default_factory=StoreCounters)
+
+    @classmethod
+    def empty(cls) -> "TransferStats":
+        """Make totals to count in."""
+        return cls(stages={stage: StageHistogram() for stage in STAGES})
+
+    def count_sent(self, path: str, num_bytes: int) -> None:
+        """Count a transfer that was delivered."""
+        counters = self.paths.setdefault(path, PathCounters())
+        counters.num_sent += 1
+        counters.bytes_sent += num_bytes
+
+    def count_received(self, path: str, num_bytes: int, times_s: tuple[float, ...]) -> None:
+        """Count a load that came.
+
+        Args:
+            path: How.
+            num_bytes: Bytes of it.
+            times_s: When it was started, its first rows were here, its last ones were written, and
+                it is reported.
+        """
+        counters = self.paths.setdefault(path, PathCounters())
+        counters.num_received += 1
+        counters.bytes_received += num_bytes
+        for stage, (start_s, end_s) in zip(STAGES[2:], pairwise(times_s), strict=False):
+            self.stages[stage].observe(end_s - start_s)
+        self.stages["total"].observe(times_s[-1] - times_s[0])
+
+
+def count_failure(failures: dict[str, int], reason: FailureReason) -> None:
+    """Count a transfer that failed."""
+    failures[reason.value] = failures.get(reason.value, 0) + 1
 
 
 class TransferInfo(Struct, frozen=True, kw_only=True):

@@ -16,19 +16,17 @@ from numpy.typing import NDArray
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import (
-    STAGES,
     ConnectorMeta,
     ConnectorSettings,
     Failure,
     KVDeviceIO,
     LoadSpec,
     OfferSpec,
-    PathCounters,
     SaveProgress,
-    StageHistogram,
     TransferInfo,
     TransferResults,
     TransferStats,
+    count_failure,
 )
 from kv_transfer.dtypes import acceptable_layouts, convert_rows
 from kv_transfer.errors import FailureReason, TransferError
@@ -190,19 +188,6 @@ class _Loading:
         return "streaming" if self.num_missing else "confirming"
 
 
-@dataclass(slots=True)
-class _Totals:
-    paths: dict[str, PathCounters] = field(default_factory=dict)
-    send_failures: dict[str, int] = field(default_factory=dict)
-    receive_failures: dict[str, int] = field(default_factory=dict)
-    stages: dict[str, StageHistogram] = field(
-        default_factory=lambda: {stage: StageHistogram() for stage in STAGES}
-    )
-
-    def path(self, path: PayloadPath) -> PathCounters:
-        return self.paths.setdefault(path, PathCounters())
-
-
 class P2PConnectorWorker:
     """Worker side of the point-to-point connector (see ``KVConnectorWorker``).
 
@@ -235,7 +220,7 @@ class P2PConnectorWorker:
         self._received: set[str] = set()
         self._failed: dict[str, Failure] = {}
         self._converted: set[str] = set()
-        self._totals = _Totals()
+        self._totals = TransferStats.empty()
         self._now_s = 0.0
 
     # ---- life cycle
@@ -321,27 +306,17 @@ class P2PConnectorWorker:
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
-        totals, counters = self._totals, self._require_transport().counters
+        counters = self._require_transport().counters
         ages = [now_s - sending.offered_s for sending in self._sending.values()]
-        return TransferStats(
-            paths=totals.paths,
-            send_failures=totals.send_failures,
-            receive_failures=totals.receive_failures,
-            stages=totals.stages,
-            leases=dict(counters.leases),
+        wire = msgspec.structs.asdict(counters) | {"leases": dict(counters.leases)}
+        return msgspec.structs.replace(
+            self._totals,
+            **wire,
             num_inflight_sends=len(self._sending),
             num_inflight_loads=len(self._loading),
             num_leased_blocks=sum(len(x.block_ids) for x in self._sending.values()),
             num_reserved_blocks=sum(len(x.block_ids) for x in self._loading.values()),
             oldest_lease_s=max(ages, default=0.0),
-            credit_stalled_s=counters.credit_stalled_s,
-            num_retransmits=counters.num_retransmits,
-            num_checksum_failures=counters.num_checksum_failures,
-            num_dropped_chunks=counters.num_dropped_chunks,
-            num_unknown_ids=counters.num_unknown_ids,
-            num_malformed=counters.num_malformed,
-            num_bad_tickets=counters.num_bad_tickets,
-            num_denied=counters.num_denied,
         )
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
@@ -654,14 +629,13 @@ class P2PConnectorWorker:
         del self._transfer_ids[sending.request_id], self._turns[transfer_id]
         if reason is None:
             self._sent.add(sending.request_id)
-            counters = self._totals.path(sending.path)
-            counters.num_sent += 1
-            counters.bytes_sent += num_rows * self._require_io().layout.row_bytes
+            num_bytes = num_rows * self._require_io().layout.row_bytes
+            self._totals.count_sent(sending.path, num_bytes)
             if sending.computed_s is not None:
                 self._observe("handover", self._now_s - sending.computed_s)
         else:
             self._failed[sending.request_id] = Failure(reason)
-            _count(self._totals.send_failures, reason)
+            count_failure(self._totals.send_failures, reason)
 
     def _end_load(self, transfer_id: bytes, reason: FailureReason | None) -> None:
         loading = self._loading.pop(transfer_id, None)
@@ -672,17 +646,13 @@ class P2PConnectorWorker:
             self._converted.add(loading.request_id)
         if reason is not None:
             self._failed[loading.request_id] = Failure(reason, loading.num_tokens)
-            _count(self._totals.receive_failures, reason)
+            count_failure(self._totals.receive_failures, reason)
             return
         self._received.add(loading.request_id)
-        counters = self._totals.path(loading.path)
-        counters.num_received += 1
-        counters.bytes_received += (loading.num_rows - loading.start_row) * loading.layout.row_bytes
         assert loading.first_s is not None
-        self._observe("first_chunk", loading.first_s - loading.started_s)
-        self._observe("stream", loading.last_s - loading.first_s)
-        self._observe("commit", self._now_s - loading.last_s)
-        self._observe("total", self._now_s - loading.started_s)
+        num_bytes = (loading.num_rows - loading.start_row) * loading.layout.row_bytes
+        times_s = (loading.started_s, loading.first_s, loading.last_s, self._now_s)
+        self._totals.count_received(loading.path, num_bytes, times_s)
 
     def _observe(self, stage: str, seconds: float) -> None:
         self._totals.stages[stage].observe(seconds)
@@ -714,7 +684,3 @@ def _zero_tail(layout: KVLayout, row: NDArray[np.uint8], num_tokens: int) -> Non
     one_row = msgspec.structs.replace(layout, block_size=ROW_TOKENS)
     pieces = list(row.reshape(layout.num_pieces, 1, -1))
     HostBlocks(one_row, pieces).zero_tail([0], num_tokens % ROW_TOKENS)
-
-
-def _count(by_reason: dict[str, int], reason: FailureReason) -> None:
-    by_reason[reason.value] = by_reason.get(reason.value, 0) + 1

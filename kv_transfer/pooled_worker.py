@@ -17,17 +17,15 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kv_transfer.connector import (
-    STAGES,
     ConnectorMeta,
     ConnectorSettings,
     Failure,
     KVDeviceIO,
     PathCounters,
-    StageHistogram,
-    StoreStats,
     TransferInfo,
     TransferResults,
     TransferStats,
+    count_failure,
 )
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.layout import ROW_TOKENS
@@ -189,18 +187,6 @@ class _Save:
     pieces: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Totals:
-    path: PathCounters = field(default_factory=PathCounters)
-    receive_failures: Counter[str] = field(default_factory=Counter)
-    num_checksum_failures: int = 0
-    num_dropped_saves: int = 0
-    num_late_lookups: int = 0
-    stages: dict[str, StageHistogram] = field(
-        default_factory=lambda: {stage: StageHistogram() for stage in STAGES}
-    )
-
-
 def require_store(settings: ConnectorSettings) -> StoreConfig:
     """Return the store's configuration.
 
@@ -262,7 +248,8 @@ class PooledConnectorWorker:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: dict[str, Failure] = {}
-        self._totals = _Totals()
+        self._totals = TransferStats.empty()
+        self._totals.paths["pool"] = PathCounters()
 
     # ---- life cycle
 
@@ -346,24 +333,16 @@ class PooledConnectorWorker:
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
         totals, executor = self._totals, self._require_executor()
-        counters = executor.counters
-        failures = totals.receive_failures
-        return TransferStats(
-            paths={"pool": totals.path},
-            receive_failures=dict(failures),
-            stages=totals.stages,
+        store = executor.counters
+        num_wrong = executor.num_errors + totals.num_checksum_failures
+        return replace(
+            totals,
             num_inflight_loads=len(self._loads),
             num_reserved_blocks=sum(map(self._num_blocks, self._loads.values())),
-            num_checksum_failures=totals.num_checksum_failures,
-            store=StoreStats(
-                hits=counters.hits,
-                misses=counters.misses,
-                puts=counters.puts,
-                drops=counters.drops + totals.num_dropped_saves,
-                errors=counters.errors
-                + executor.num_errors
-                + totals.num_checksum_failures
-                + totals.num_late_lookups,
+            store=replace(
+                store,
+                drops=store.drops + totals.store.drops,
+                errors=store.errors + totals.store.errors + num_wrong,
             ),
         )
 
@@ -421,11 +400,12 @@ class PooledConnectorWorker:
             self._release(None, lease)
         if reason is None:
             self._received.add(request_id)
-            self._totals.path.num_received += 1
-            self._totals.path.bytes_received += load.num_rows * self._require_io().layout.row_bytes
-            self._observe_stages(load, now_s)
+            num_bytes = load.num_rows * self._require_io().layout.row_bytes
+            first_s = load.last_s if load.first_s is None else load.first_s
+            times_s = (load.started_s, first_s, load.last_s, now_s)
+            self._totals.count_received("pool", num_bytes, times_s)
             return
-        self._totals.receive_failures[reason.value] += 1
+        count_failure(self._totals.receive_failures, reason)
         # The blocks of a cancelled load may have been taken away already.
         is_kept = reason is not FailureReason.CANCELLED
         self._failed[request_id] = Failure(reason, self._num_verified_tokens(load) * is_kept)
@@ -435,14 +415,6 @@ class PooledConnectorWorker:
         if not load.num_done:
             return spec.start_row * ROW_TOKENS
         return min(spec.end_row, (spec.first_unit + load.num_done) * self._unit_rows) * ROW_TOKENS
-
-    def _observe_stages(self, load: _Load, now_s: float) -> None:
-        stages = self._totals.stages
-        first_s = load.last_s if load.first_s is None else load.first_s
-        stages["first_chunk"].observe(first_s - load.started_s)
-        stages["stream"].observe(load.last_s - first_s)
-        stages["commit"].observe(now_s - load.last_s)
-        stages["total"].observe(now_s - load.started_s)
 
     # ---- lookups and loads
 
@@ -574,7 +546,7 @@ class PooledConnectorWorker:
             del self._lookups[lookup.request_id]
             lookup.job.is_dropped = True
             self._found[lookup.request_id] = 0
-            self._totals.num_late_lookups += 1
+            self._totals.store.errors += 1
             silent_s = now_s - max(lookup.asked_s, self._heard_s)
             self._is_stuck = self._is_stuck or silent_s >= self._store.timeout_s
         for load in list(self._loads.values()):
@@ -612,7 +584,7 @@ class PooledConnectorWorker:
                     self._require_executor().submit(Put(save.key, save.pieces))
                     self._end_save(save)
                 return True
-            self._totals.num_dropped_saves += 1
+            self._totals.store.drops += 1
             self._end_save(save)
         return False
 

@@ -8,7 +8,6 @@ back unchanged, is the caller's business: put a checksum into the value.
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import msgspec
@@ -69,16 +68,17 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
-@dataclass(slots=True)
-class StoreCounters:
+class StoreCounters(msgspec.Struct, kw_only=True):
     """Totals of one client. Owner: its thread; others only read single numbers.
 
     Attributes:
-        hits: Values that ``get`` returned.
+        hits: Values that ``get`` returned: units that a load got.
         misses: Keys that ``num_present`` or ``get`` was asked for in vain.
         puts: Values stored.
-        drops: Values not stored although nobody had stored them before.
-        errors: Calls that failed because the store was down, silent, or talked nonsense.
+        drops: Values not stored although nobody had stored them before: the store was slow, full
+            or away.
+        errors: Calls that failed because the store was down, silent, or talked nonsense; poisoned
+            values among them.
     """
 
     hits: int = 0

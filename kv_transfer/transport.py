@@ -6,10 +6,11 @@ whatever carries bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from kv_transfer.errors import FailureReason
@@ -203,9 +204,21 @@ class LoadFailed:
 Event = Granted | Repeat | Delivered | SendFailed | Arrived | ArrivedMapped | Confirmed | LoadFailed
 
 
-@dataclass(slots=True)
-class WireCounters:
-    """Totals about messages. Owner: the transport's thread; others only read single numbers."""
+class WireCounters(Struct):
+    """Totals about messages. Owner: the transport's thread; others only read single numbers.
+
+    Attributes:
+        num_retransmits: Chunks that were asked for again.
+        num_checksum_failures: Chunks that arrived corrupted.
+        num_dropped_chunks: Chunks that were late, duplicated, or of another epoch or incarnation.
+        num_unknown_ids: Messages about transfers that this engine does not know.
+        num_malformed: Frames that are no message of the protocol.
+        num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
+        num_denied: Connections over the network that held no secret of the deployment.
+        credit_stalled_s: Seconds, summed over sends, in which computed rows waited for credit.
+        leases: Leases by event: granted, renewed, done, expired, cancelled, late_fetch (a consumer
+            that came after the end).
+    """
 
     num_retransmits: int = 0
     num_checksum_failures: int = 0

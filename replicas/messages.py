@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from kv_transfer.connector import StoreStats, TransferInfo, TransferStats
+from kv_transfer.connector import TransferInfo, TransferStats
+from kv_transfer.store import StoreCounters
 from replicas.config import Role
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
@@ -424,7 +425,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     device_seconds: float
     host_seconds: float
     groups: list[GroupCounters]
-    transfer: TransferStats = TransferStats()
+    transfer: TransferStats = msgspec.field(default_factory=TransferStats)
     kv_recompute_tokens: int = 0
 
 
@@ -443,4 +444,4 @@ class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):
     num_leased_blocks: int = 0
     num_reserved_blocks: int = 0
     num_quarantined_blocks: int = 0
-    store: StoreStats | None = None
+    store: StoreCounters | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_transfer.connector import StoreStats
+from kv_transfer.store import StoreCounters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     reserved_blocks: int = 0
     quarantined_blocks: int = 0
     transfers: list[TransferView] = []
-    store: StoreStats | None = None
+    store: StoreCounters | None = None
 
 
 class TransfersView(msgspec.Struct, frozen=True, kw_only=True):

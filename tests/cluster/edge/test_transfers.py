@@ -5,7 +5,8 @@ import hashlib
 import msgspec
 
 from cluster.edge.transfers import TransfersView, transfers_text, transfers_view
-from kv_transfer.connector import StoreStats, TransferInfo
+from kv_transfer.connector import TransferInfo
+from kv_transfer.store import StoreCounters
 from replicas.messages import KVTransfers
 from tests.cluster.engines import make_member
 
@@ -37,7 +38,7 @@ SENDING = KVTransfers(
     num_leased_blocks=15,
     num_quarantined_blocks=2,
 )
-POOLING = KVTransfers(store=StoreStats(hits=11, misses=12, puts=13, drops=14, errors=15))
+POOLING = KVTransfers(store=StoreCounters(hits=11, misses=12, puts=13, drops=14, errors=15))
 LOADING = KVTransfers(transfers=[info("old", "consumer", "p")], num_reserved_blocks=5)
 
 

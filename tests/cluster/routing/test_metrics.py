@@ -4,7 +4,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.routing.metrics import RouterMetrics, render
-from kv_transfer.connector import PathCounters, StageHistogram, StoreStats, TransferStats
+from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
+from kv_transfer.store import StoreCounters
 from replicas.messages import EngineMetrics, GroupCounters
 from tests.cluster.engines import make_member
 
@@ -85,7 +86,7 @@ def samples():
         num_inflight_loads=1,
         num_reserved_blocks=7,
         num_quarantined_blocks=8,
-        store=StoreStats(hits=1, misses=2, puts=3, drops=4, errors=5),
+        store=StoreCounters(hits=1, misses=2, puts=3, drops=4, errors=5),
     )
     engines = [
         (make_member("prefill", "p", bytes_per_block=BLOCK_BYTES), engine([group(1)], sent)),
