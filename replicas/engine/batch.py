@@ -1,7 +1,7 @@
 """The persistent batch: tables and counters of every slot, and the inputs made of them.
 
-Owner: the model runner. Pure numpy. Rows are slots and stay where they are, so that a decode step's
-padded tensors are views of the tables and a TT trace sees constant shapes. One table feeds two
+Owner: the model runner. Pure numpy. Rows are slots and stay where they are, so that a TT trace sees
+constant shapes and a step costs what it changes, whatever the tables' width. One table feeds two
 forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes in one pass, and the
 two padded forms of Tenstorrent's generator interface.
 Source of the flat form: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`.
@@ -20,8 +20,6 @@ import numpy as np
 from replicas.generators.protocol import FlatBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from replicas.engine.step import NewSequence, ScheduledBatch
@@ -53,7 +51,8 @@ class DecodeInputs:
     Attributes:
         tokens: int32 (B, 1), 0 in rows that do not decode.
         start_pos: int32 (B,), -1 in rows that do not decode.
-        page_table: int32 (B, K); all null in rows that do not decode.
+        page_table: int32 (B, K); all null in rows that do not decode. The batch's own: the next
+            changes are written into it, so it may be read only during the call.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -94,9 +93,9 @@ class PersistentBatch:
         self.top_k = np.zeros(max_batch_size, dtype=np.int32)
         self.top_p = np.ones(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
-        # The page table of the last decode step, for the next one that runs the same rows.
-        self._decode_rows = np.empty(0, dtype=np.int32)
+        # The page table of decode calls, and which rows of it hold their sequence's blocks.
         self._decode_table = np.zeros_like(self.block_table)
+        self._is_decoding = np.zeros(max_batch_size, dtype=np.bool_)
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take over new sequences and new blocks; call before the inputs are built."""
@@ -105,15 +104,24 @@ class PersistentBatch:
         for slot, block_ids in batch.appended_blocks:
             self._append_blocks(slot, block_ids)
 
-    def advance(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> None:
-        """Record what a step computed and sampled; -1 samples nothing."""
-        for slot, count, token_id in zip(
-            batch.slots, batch.num_scheduled_tokens, token_ids, strict=True
-        ):
-            self.num_computed_tokens[slot] += count
-            if token_id >= 0 and self.num_tokens[slot] < self.max_model_len:
-                self.token_ids[slot, self.num_tokens[slot]] = token_id
-                self.num_tokens[slot] += 1
+    def advance(
+        self,
+        slots: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int64],
+    ) -> None:
+        """Record what a step computed and sampled.
+
+        Args:
+            slots: (R,) rows that ran, all different.
+            counts: (R,) tokens that were computed of each.
+            token_ids: (R,) the token that each sampled; -1 for none.
+        """
+        self.num_computed_tokens[slots] += counts
+        grows = (token_ids >= 0) & (self.num_tokens[slots] < self.max_model_len)
+        rows = slots if grows.all() else slots[grows]
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids[grows]
+        self.num_tokens[rows] += 1
 
     def samples(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
@@ -131,40 +139,27 @@ class PersistentBatch:
             slots: (R,) rows that run, in order.
             counts: (R,) tokens to compute for each.
         """
-        num_reqs, num_tokens = len(slots), int(counts.sum())
         computed = self.num_computed_tokens[slots]
-        ends = np.cumsum(counts, dtype=np.int32)
-        request_indices = np.repeat(np.arange(num_reqs, dtype=np.int32), counts)
-        offsets_in_request = np.arange(num_tokens, dtype=np.int64) - np.repeat(
-            ends - counts, counts
-        )
-        positions = computed[request_indices] + offsets_in_request
-        rows = slots[request_indices].astype(np.int64)
-        token_indices = positions + rows * self.max_model_len
-        block_table_indices = rows * self.table_width + positions // self.block_size
-        block_numbers = self.block_table.reshape(-1)[block_table_indices]
-        block_offsets = (positions % self.block_size).astype(np.int32)
-        query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
-        query_start_loc[1:] = ends
+        seq_lens = computed + counts
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
+        ends = np.cumsum(counts, out=query_start_loc[1:])
+        request_indices = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
+        # Of each token: where it would be if its request's first token were the step's.
+        shifts = np.repeat(computed - query_start_loc[:-1], counts)
+        positions = np.arange(len(shifts), dtype=np.int64) + shifts
+        rows = slots[request_indices]
+        columns, offsets = np.divmod(positions, self.block_size)
+        block_numbers = self.block_table[rows, columns].astype(np.int64)
         return FlatBatch(
             request_indices=request_indices,
-            token_indices=token_indices,
-            input_ids=self.token_ids.reshape(-1)[token_indices],
+            input_ids=self.token_ids[rows, positions],
             positions=positions,
-            block_table_indices=block_table_indices,
-            block_numbers=block_numbers,
-            block_offsets=block_offsets,
-            slot_mapping=block_numbers.astype(np.int64) * self.block_size + block_offsets,
+            slot_mapping=block_numbers * self.block_size + offsets,
             query_start_loc=query_start_loc,
-            seq_lens=(computed + counts).astype(np.int32),
-            num_computed_tokens=computed,
-            block_table=self.block_table[slots],
+            seq_lens=seq_lens,
+            block_table=self.block_table[slots, : -(-int(seq_lens.max()) // self.block_size)],
             dp_groups=self.dp_groups[slots],
             logits_indices=(ends[self.samples(slots, counts)] - 1).astype(np.int64),
-            adapter_ids=None,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            max_query_len=int(counts.max()),
         )
 
     def prefill_inputs(
@@ -177,22 +172,23 @@ class PersistentBatch:
         tokens = self.token_ids[slots, :width]
         tokens[np.arange(width)[None, :] >= prompt_lens[:, None]] = 0
         return PrefillInputs(
-            tokens, self.block_table[slots], start_pos, prompt_lens, [int(s) for s in slots]
+            tokens, self.block_table[slots], start_pos, prompt_lens, slots.tolist()
         )
 
     def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
-        """The padded form of a decode step: every slot, whether it runs or not.
-
-        The page table may be the one that the last call returned.
-        """
+        """The padded form of a decode step: every slot, whether it runs or not."""
         tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
         start_pos = np.full(len(self.num_tokens), -1, dtype=np.int32)
-        start_pos[slots] = self.num_computed_tokens[slots]
-        tokens[slots, 0] = self.token_ids[slots, start_pos[slots]]
-        if not np.array_equal(slots, self._decode_rows):
-            self._decode_rows = slots
-            self._decode_table = np.zeros_like(self.block_table)
-            self._decode_table[slots] = self.block_table[slots]
+        positions = self.num_computed_tokens[slots]
+        start_pos[slots] = positions
+        tokens[slots, 0] = self.token_ids[slots, positions]
+        # The rows that come and go alone: those that stay have been written as they grew.
+        is_decoding = start_pos >= 0
+        if not np.array_equal(is_decoding, self._is_decoding):
+            self._decode_table[self._is_decoding & ~is_decoding] = 0
+            coming = is_decoding & ~self._is_decoding
+            self._decode_table[coming] = self.block_table[coming]
+            self._is_decoding = is_decoding
         return DecodeInputs(tokens, start_pos, self._decode_table)
 
     def _put(self, seq: NewSequence) -> None:
@@ -203,6 +199,9 @@ class PersistentBatch:
         self.num_computed_tokens[slot] = seq.num_computed_tokens
         self.block_table[slot] = 0
         self.num_blocks[slot] = 0
+        if self._is_decoding[slot]:
+            self._decode_table[slot] = 0
+            self._is_decoding[slot] = False
         self._append_blocks(slot, seq.block_ids)
         self.dp_groups[slot] = seq.dp_group
         self.temperature[slot] = seq.temperature
@@ -212,6 +211,8 @@ class PersistentBatch:
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = int(self.num_blocks[slot])
-        self.block_table[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] = start + len(block_ids)
-        self._decode_rows = np.empty(0, dtype=np.int32)
+        end = start + len(block_ids)
+        self.block_table[slot, start:end] = block_ids
+        if self._is_decoding[slot]:
+            self._decode_table[slot, start:end] = block_ids
+        self.num_blocks[slot] = end

@@ -99,14 +99,14 @@ class ModelRunner:
         ):
             drawn = self._draw_on_device(scheduled, slots, counts, samples)
             device_s = time.perf_counter() - started
-            token_ids: list[int] = np.where(samples, drawn, -1).tolist()
+            token_ids = np.where(samples, drawn, -1)
         else:
             self._commands.forget()
             logits = self._forward(scheduled, slots, counts, samples)
             device_s = time.perf_counter() - started
             token_ids = self._sample(logits, slots, samples)
-        batch.advance(scheduled, token_ids)
-        return StepResult(token_ids, device_s)
+        batch.advance(slots, counts, token_ids)
+        return StepResult(token_ids.tolist(), device_s)
 
     def compile(self) -> None:
         """Run every shape once, so that its programs are there before the first request."""
@@ -164,7 +164,7 @@ class ModelRunner:
         logits: torch.Tensor,
         slots: npt.NDArray[np.int32],
         samples: npt.NDArray[np.bool_],
-    ) -> list[int]:
+    ) -> npt.NDArray[np.int64]:
         """A token for every row that samples, -1 for the others."""
         batch = self._batch
         rows = slots[samples]
@@ -178,8 +178,7 @@ class ModelRunner:
                 batch.top_p[rows],
                 uniform(batch.seed[rows], indices),
             )
-        result: list[int] = token_ids.tolist()
-        return result
+        return token_ids
 
     # --- tokens from the device ----------------------------------------------------------------
 

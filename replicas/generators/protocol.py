@@ -173,47 +173,31 @@ PADDING_ROW: Mapping[str, float | int | bool | None] = {
 class FlatBatch:
     """Tokens of one step in a row: prefill chunks and decodes of R requests, request after request.
 
-    Arrays have exactly the stated lengths; a generator may read them only during the call.
+    R is at least 1. Arrays have exactly the stated lengths; a generator may read them only during
+    the call.
 
     Attributes:
         request_indices: int32 (T,), row 0..R-1 of each token's request in scheduled order.
-        token_indices: int64 (T,), index of each token in the flattened persistent token table.
         input_ids: int32 (T,), token ids.
         positions: int64 (T,), position of each token in its sequence, 0-based.
-        block_table_indices: int64 (T,), index of each token's block in the flattened block table.
-        block_numbers: int32 (T,), lane-local block id that holds each token.
-        block_offsets: int32 (T,), row of each token inside its block.
         slot_mapping: int64 (T,), lane-local KV position, block * block_size + offset.
         query_start_loc: int32 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
         seq_lens: int32 (R,), computed plus scheduled tokens.
-        num_computed_tokens: int32 (R,), tokens whose KV is already in the cache.
-        block_table: int32 (R, K), lane-local block ids; unused entries are 0, the null block.
+        block_table: int32 (R, blocks of the longest), lane-local block ids; unused entries are 0,
+            the null block.
         dp_groups: int32 (R,), lane of each request.
         logits_indices: int64 (S,), flat token indices whose logits are wanted, in output order.
-        adapter_ids: int32 (R,) adapter of each request, or None when no request has one.
-        num_reqs: R, at least 1.
-        num_tokens: T, at least R.
-        max_query_len: Most tokens that any request has in this batch.
     """
 
     request_indices: Int32Array
-    token_indices: Int64Array
     input_ids: Int32Array
     positions: Int64Array
-    block_table_indices: Int64Array
-    block_numbers: Int32Array
-    block_offsets: Int32Array
     slot_mapping: Int64Array
     query_start_loc: Int32Array
     seq_lens: Int32Array
-    num_computed_tokens: Int32Array
     block_table: Int32Array
     dp_groups: Int32Array
     logits_indices: Int64Array
-    adapter_ids: Int32Array | None
-    num_reqs: int
-    num_tokens: int
-    max_query_len: int
 
 
 GeneratorT = TypeVar("GeneratorT", bound="GeneratorBase")

@@ -376,6 +376,9 @@ class AdaptedGenerator:
         may_continue = self.model_capabilities.get("supports_async_decode")
         assert reload_inputs or may_continue, f"{self.signature.class_name} must reload every step"
         parameters = self.signature.decode
+        if not self.signature.contract:
+            # It guesses from the table of its last call, which the engine writes into.
+            page_table = page_table.clone()
         arguments: dict[str, Any] = {
             "tokens": tokens,
             "page_table": page_table,

@@ -2,6 +2,7 @@
 
 A wrong argument is a ValueError, as with the torch generator, and says both numbers. The checks are
 those that keep a call inside what was compiled and inside the cache: the device checks no index.
+Page tables are wide, so they are neither copied nor, where the device keeps its own, looked at.
 
 Dimensions: N rows that prefill, B slots, K entries of a page table.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    IntArray = npt.NDArray[np.integer[Any]]
     Int64Array = npt.NDArray[np.int64]
 
 
@@ -56,14 +58,14 @@ class PrefillCall:
 
     Attributes:
         tokens: int64 (N, longest), prompts from position 0.
-        page_table: int64 (N, K).
+        page_table: Integers (N, K); the caller's.
         starts: int64 (N,), first position to compute.
         ends: int64 (N,), one past the last.
         slots: int64 (N,), all different.
     """
 
     tokens: Int64Array
-    page_table: Int64Array
+    page_table: IntArray
     starts: Int64Array
     ends: Int64Array
     slots: Int64Array
@@ -71,17 +73,17 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeCall:
-    """Rows to decode, all B.
+    """What a decode of all B rows gives the device; None where that goes on with its own.
 
     Attributes:
         tokens: int64 (B,).
         positions: int64 (B,), -1 for padding rows.
-        page_table: int64 (B, K).
+        page_table: Integers (B, K); the caller's.
     """
 
-    tokens: Int64Array
-    positions: Int64Array
-    page_table: Int64Array
+    tokens: Int64Array | None
+    positions: Int64Array | None
+    page_table: IntArray | None
 
 
 def check_prefill(
@@ -99,11 +101,11 @@ def check_prefill(
         ValueError: A dtype, rank, number of rows, slot, length, block or token is out of range.
     """
     call = PrefillCall(
-        tokens=integers("tokens", tokens, 2),
-        page_table=integers("page_table", page_table, 2),
-        starts=integers("start_pos", start_pos, 1),
-        ends=integers("prompt_lens", prompt_lens, 1),
-        slots=integers("empty_slots", empty_slots, 1),
+        tokens=_int64("tokens", tokens, 2),
+        page_table=_integers("page_table", page_table, 2),
+        starts=_int64("start_pos", start_pos, 1),
+        ends=_int64("prompt_lens", prompt_lens, 1),
+        slots=_int64("empty_slots", empty_slots, 1),
     )
     slots, num_rows = call.slots, len(call.slots)
     lengths = (len(call.tokens), len(call.starts), len(call.ends))
@@ -129,34 +131,39 @@ def check_decode(
     tokens: torch.Tensor,
     page_table: torch.Tensor,
     start_pos: torch.Tensor,
-    is_authoritative: bool,
+    reload_inputs: bool,
+    reload_page_table: bool,
 ) -> DecodeCall:
-    """Take over the arguments of ``decode_forward``.
+    """Take over those arguments of ``decode_forward`` that the device is to load.
 
     Args:
         limits: See `CallLimits`.
         tokens: See ``decode_forward``.
         page_table: See ``decode_forward``.
         start_pos: See ``decode_forward``.
-        is_authoritative: Tokens and positions count; otherwise they may be of an earlier step.
+        reload_inputs: See ``decode_forward``; otherwise tokens and positions may be of any step.
+        reload_page_table: See ``decode_forward``.
 
     Raises:
         ValueError: A dtype, rank, number of rows, position, block or token is out of range.
     """
-    rows = integers("tokens", tokens, 2)
-    positions = integers("start_pos", start_pos, 1)
-    table = integers("page_table", page_table, 2)
+    if not (reload_inputs or reload_page_table):
+        return DecodeCall(None, None, None)
     num_rows = limits.max_batch_size
+    table = _integers("page_table", page_table, 2)
+    _check_tables(limits, table, num_rows)
+    if not reload_inputs:
+        return DecodeCall(None, None, table)
+    rows = _int64("tokens", tokens, 2)
+    positions = _int64("start_pos", start_pos, 1)
     if rows.shape != (num_rows, 1) or len(positions) != num_rows:
         raise ValueError(
             f"tokens {rows.shape} and {len(positions)} positions for a batch of {num_rows}"
         )
-    _check_tables(limits, table, num_rows)
-    if is_authoritative:
-        width = _tokens_of_a_row(limits, table)
-        if positions.min() < -1 or positions.max() >= width:
-            raise ValueError(f"decode positions {positions} do not fit in {width} tokens")
-        _check_tokens(limits, rows)
+    width = _tokens_of_a_row(limits, table)
+    if positions.min() < -1 or positions.max() >= width:
+        raise ValueError(f"decode positions {positions} do not fit in {width} tokens")
+    _check_tokens(limits, rows)
     return DecodeCall(rows[:, 0], positions, table)
 
 
@@ -198,32 +205,36 @@ def check_remap(limits: CallLimits, slot_remap: torch.Tensor) -> Int64Array:
     Raises:
         ValueError: It is no permutation of the slots.
     """
-    remap = integers("slot_remap", slot_remap, 1)
+    remap = _int64("slot_remap", slot_remap, 1)
     if not np.array_equal(np.sort(remap), np.arange(limits.max_batch_size)):
         raise ValueError(f"slot_remap {remap} is no order of {limits.max_batch_size} slots")
     return remap
 
 
-def integers(name: str, values: object, num_dims: int) -> Int64Array:
-    """Return integers of a known rank.
+def _integers(name: str, values: object, num_dims: int) -> IntArray:
+    """Integers of a known rank, without a copy where they are an array or a tensor.
 
     Raises:
         ValueError: They have another dtype or rank, or there are none.
     """
-    array: npt.NDArray[Any] = np.asarray(values)
+    array: IntArray = np.asarray(values)
     if array.ndim != num_dims or array.dtype.kind not in "iu" or not array.size:
         raise ValueError(
             f"{name} must be integers in {num_dims} dimensions, got {array.dtype} {array.shape}"
         )
-    return array.astype(np.int64)
+    return array
 
 
-def _tokens_of_a_row(limits: CallLimits, page_table: Int64Array) -> int:
+def _int64(name: str, values: object, num_dims: int) -> Int64Array:
+    return _integers(name, values, num_dims).astype(np.int64)
+
+
+def _tokens_of_a_row(limits: CallLimits, page_table: IntArray) -> int:
     num_blocks: int = page_table.shape[1]
     return min(num_blocks * limits.block_size, limits.max_seq_len)
 
 
-def _check_tables(limits: CallLimits, page_table: Int64Array, num_rows: int) -> None:
+def _check_tables(limits: CallLimits, page_table: IntArray, num_rows: int) -> None:
     if len(page_table) != num_rows:
         raise ValueError(f"page_table has {len(page_table)} rows, not {num_rows}")
     limits.check_width(page_table.shape[1])

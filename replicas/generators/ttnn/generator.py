@@ -147,6 +147,7 @@ class TTGenerator:
         self._prefill_tracer: Tracer = TtnnTracer() if traces == "all" else NoTrace()
         self._decode_tracer: Tracer = NoTrace() if traces == "none" else TtnnTracer()
         self._cache: TTKVCache | None = None
+        self._call_limits: CallLimits | None = None
         self._lanes: list[Lane] = []
         # Whether the compiled prefill and decode draw on the device; missing if not compiled.
         self._compiled: dict[str, bool] = {}
@@ -271,6 +272,14 @@ class TTGenerator:
                 for (device, weights), planes in zip(self._lane_weights, cache, strict=True)
             ]
         self._cache = cache
+        self._call_limits = CallLimits(
+            max_batch_size=self._max_batch_size,
+            max_seq_len=self._max_seq_len,
+            vocab_size=config.vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            table_width=decode_table_width(self._max_seq_len, block_size),
+        )
         return cache
 
     def close(self) -> None:
@@ -278,7 +287,7 @@ class TTGenerator:
         for tracer in (self._prefill_tracer, self._decode_tracer):
             tracer.release()
         self._lanes = []
-        self._cache = None
+        self._cache = self._call_limits = None
         self._compiled.clear()
         self._sampling = None
 
@@ -466,7 +475,8 @@ class TTGenerator:
             tokens=tokens,
             page_table=page_table,
             start_pos=start_pos,
-            is_authoritative=reload_inputs,
+            reload_inputs=reload_inputs,
+            reload_page_table=reload_page_table,
         )
         if not reload_inputs:
             for lane in self._lanes:
@@ -474,8 +484,7 @@ class TTGenerator:
         remap = None if slot_remap is None else check_remap(limits, slot_remap)
         settings = self._next_sampling(sampling_params, remap, reload=reload_sampling_params)
         with _refusals("decode"):
-            if reload_inputs or reload_page_table:
-                self._load(call, page_table_only=reload_page_table)
+            self._load(call)
             if settings is not None:
                 self._load_sampling(settings)
             is_live = np.concatenate([lane.is_live for lane in self._lanes])
@@ -587,17 +596,9 @@ class TTGenerator:
         Raises:
             TypeError: It is not the one that was allocated last.
         """
-        if self._cache is None or kv_cache is not self._cache:
+        if self._call_limits is None or kv_cache is not self._cache:
             raise TypeError("kv_cache must be what allocate_kv_cache returned last")
-        block_size = self._cache.block_size
-        return CallLimits(
-            max_batch_size=self._max_batch_size,
-            max_seq_len=self._max_seq_len,
-            vocab_size=self._config.vocab_size,
-            num_blocks=self._cache.num_blocks,
-            block_size=block_size,
-            table_width=decode_table_width(self._max_seq_len, block_size),
-        )
+        return self._call_limits
 
     def _next_sampling(
         self, params: DeviceSamplingParams | None, remap: Int64Array | None, *, reload: bool
@@ -611,10 +612,12 @@ class TTGenerator:
             return None
         return self._sampling.take(remap)
 
-    def _load(self, call: DecodeCall, *, page_table_only: bool) -> None:
+    def _load(self, call: DecodeCall) -> None:
+        if call.page_table is None:
+            return
         for index, lane in enumerate(self._lanes):
             rows = self._rows_of(index)
-            if page_table_only:
+            if call.tokens is None or call.positions is None:
                 lane.load_page_table(call.page_table[rows])
             else:
                 lane.load(call.tokens[rows], call.positions[rows], call.page_table[rows])

@@ -133,19 +133,34 @@ def host_decode_inputs(
     Raises:
         ConfigError: The page table is wider than ``table_width``.
     """
-    if page_table.shape[1] > table_width:
-        raise ConfigError(
-            f"a page table has {page_table.shape[1]} blocks per row, the lane's has {table_width}"
-        )
     is_live = positions >= 0
-    tables = np.zeros((len(positions), table_width), dtype=np.int64)
-    tables[:, : page_table.shape[1]] = np.where(is_live[:, None], page_table, 0)
     return DecodeInputs(
         tokens=_host(np.where(is_live, token_ids, 0)[None], ttnn.uint32),
         positions=_host(np.where(is_live, positions, PADDING_POSITION), ttnn.int32),
         rope_indices=_host(np.where(is_live, positions, 0)[None], ttnn.uint32),
-        page_table=_host(tables, ttnn.int32),
+        page_table=host_page_table(is_live, page_table, table_width=table_width),
     )
+
+
+def host_page_table(
+    is_live: npt.NDArray[np.bool_], page_table: IntArray, *, table_width: int
+) -> ttnn.Tensor:
+    """Lay out ``DecodeInputs.page_table`` alone.
+
+    Args:
+        is_live: (B,) rows that are no padding.
+        page_table: See `host_decode_inputs`.
+        table_width: See `host_decode_inputs`.
+
+    Raises:
+        ConfigError: The page table is wider than ``table_width``.
+    """
+    given = page_table.shape[1]
+    if given > table_width:
+        raise ConfigError(f"a page table has {given} blocks per row, the lane's has {table_width}")
+    tables = np.zeros((len(is_live), table_width), dtype=np.int32)
+    np.copyto(tables[:, :given], page_table, casting="same_kind", where=is_live[:, None])
+    return _host(tables, ttnn.int32)
 
 
 def to_device(inputs: Inputs, device: ttnn.MeshDevice) -> Inputs:

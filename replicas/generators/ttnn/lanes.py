@@ -24,6 +24,7 @@ from replicas.generators.ttnn.buckets import (
 from replicas.generators.ttnn.inputs import (
     PADDING_POSITION,
     host_decode_inputs,
+    host_page_table,
     host_prefill_inputs,
     refresh,
     to_device,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from replicas.generators.ttnn.inputs import PrefillInputs
+    from replicas.generators.ttnn.inputs import IntArray, PrefillInputs
     from replicas.generators.ttnn.model import LaneCache, TTTransformer
     from replicas.generators.ttnn.sampling import SamplingRows
     from replicas.generators.ttnn.trace import Tracer
@@ -106,6 +107,7 @@ class Lane:
         self._model = model
         self._cache = cache
         self._sizes = sizes
+        self._table_width = decode_table_width(sizes.max_seq_len, sizes.block_size)
         self._prefill_tracer = prefill_tracer
         self._decode_tracer = decode_tracer
         self._sampler = Sampler(device, sizes.num_rows, sizes.local_vocab)
@@ -172,7 +174,7 @@ class Lane:
         self,
         tokens: Int64Array,
         start: int,
-        block_ids: Int64Array,
+        block_ids: IntArray,
         sampling: SamplingRows | None,
         *,
         traced: bool,
@@ -200,7 +202,7 @@ class Lane:
         return self.read(self._sample_chunk(logits, sampling, position=len(tokens) - 1), wait=False)
 
     def _chunk(
-        self, tokens: Int64Array, begin: int, end: int, block_ids: Int64Array, *, traced: bool
+        self, tokens: Int64Array, begin: int, end: int, block_ids: IntArray, *, traced: bool
     ) -> ttnn.Tensor:
         max_seq_len, block_size = self._sizes.max_seq_len, self._sizes.block_size
         host = host_prefill_inputs(
@@ -236,17 +238,17 @@ class Lane:
 
     # --- decode --------------------------------------------------------------------------------
 
-    def load(self, tokens: Int64Array, positions: Int64Array, page_table: Int64Array) -> None:
+    def load(self, tokens: Int64Array, positions: Int64Array, page_table: IntArray) -> None:
         """Overwrite the inputs of the next decode step; arguments as ``host_decode_inputs``."""
         if positions.max() < 0:  # The lane sits the step out.
             self._positions = positions.copy()
             return
         self._load(self._host_decode_inputs(tokens, positions, page_table), positions)
 
-    def load_page_table(self, page_table: Int64Array) -> None:
+    def load_page_table(self, page_table: IntArray) -> None:
         """Overwrite the page table alone."""
-        host = self._host_decode_inputs(self._positions, self._positions, page_table)
-        ttnn.copy_host_to_device_tensor(host.page_table, self._inputs.page_table)
+        host = host_page_table(self.is_live, page_table, table_width=self._table_width)
+        ttnn.copy_host_to_device_tensor(host, self._inputs.page_table)
 
     def load_sampling(self, rows: SamplingRows) -> None:
         """Overwrite how the B rows draw."""
@@ -303,14 +305,14 @@ class Lane:
         return self._inputs.tokens
 
     def _host_decode_inputs(
-        self, tokens: Int64Array, positions: Int64Array, page_table: Int64Array | None = None
+        self, tokens: Int64Array, positions: Int64Array, page_table: IntArray | None = None
     ) -> Any:  # noqa: ANN401 - DecodeInputs
         sizes = self._sizes
         return host_decode_inputs(
             tokens,
             positions,
             np.zeros((sizes.num_rows, 1), dtype=np.int64) if page_table is None else page_table,
-            table_width=decode_table_width(sizes.max_seq_len, sizes.block_size),
+            table_width=self._table_width,
         )
 
     def _load(self, host: Any, positions: Int64Array) -> None:  # noqa: ANN401 - DecodeInputs

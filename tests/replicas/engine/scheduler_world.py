@@ -103,7 +103,11 @@ class World:
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
             token_ids.append(sample() if samples else -1)
-        self.batch.advance(batch, token_ids)
+        self.batch.advance(
+            np.asarray(batch.slots, dtype=np.int32),
+            np.asarray(batch.num_scheduled_tokens, dtype=np.int32),
+            np.asarray(token_ids, dtype=np.int64),
+        )
         return token_ids
 
     # --- the engine core -----------------------------------------------------------------------

@@ -38,6 +38,13 @@ def apply(batch, scheduled):
     )
 
 
+def advance(batch, scheduled, token_ids):
+    """What the runner does at the end of a step."""
+    slots = np.asarray(scheduled.slots, dtype=np.int32)
+    counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
+    batch.advance(slots, counts, np.asarray(token_ids, dtype=np.int64))
+
+
 def make_batch():
     return PersistentBatch(max_batch_size=4, max_model_len=12, block_size=4)
 
@@ -57,7 +64,7 @@ def test_later_chunk_holds_the_prompt_from_its_start_and_ends_where_the_chunk_en
     batch = make_batch()
     first = step("prefill", {1: 2}, [new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
     apply(batch, first)
-    batch.advance(first, [-1])
+    advance(batch, first, [-1])
     inputs = batch.prefill_inputs(*apply(batch, step("prefill", {1: 3})))
     assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5]]
     assert inputs.start_pos.tolist() == [2]
@@ -79,7 +86,7 @@ def test_decode_rows_are_slots_and_the_others_are_null():
         ],
     )  # fmt: skip
     apply(batch, first)
-    batch.advance(first, [70, 60, 50])
+    advance(batch, first, [70, 60, 50])
     slots, _ = apply(batch, step("decode", {3: 1, 1: 1}))
     inputs = batch.decode_inputs(slots)
     assert inputs.tokens.tolist() == [[0], [60], [0], [70]]
@@ -101,7 +108,7 @@ def test_resumed_sequence_replaces_whatever_its_slot_held():
     batch = make_batch()
     first = step("prefill", {2: 9}, [new(2, list(range(1, 10)), [1, 2, 3])])
     apply(batch, first)
-    batch.advance(first, [99])
+    advance(batch, first, [99])
     # The other sequence was preempted after two outputs and comes back to this slot.
     back = step("prefill", {2: 5}, [new(2, [11, 12, 13, 14, 15], [7, 8], prompt=3)])
     inputs = batch.prefill_inputs(*apply(batch, back))
@@ -112,7 +119,7 @@ def test_resumed_sequence_replaces_whatever_its_slot_held():
         3,
         0,
     )
-    batch.advance(back, [16])
+    advance(batch, back, [16])
     slots, _ = apply(batch, step("decode", {2: 1}))
     inputs = batch.decode_inputs(slots)
     assert (inputs.tokens[2, 0], inputs.start_pos[2]) == (16, 5)
@@ -141,7 +148,7 @@ def test_token_past_the_longest_length_is_not_stored():
     batch = make_batch()
     full = step("prefill", {0: 12}, [new(0, list(range(12)), [1, 2, 3])])
     apply(batch, full)
-    batch.advance(full, [5])
+    advance(batch, full, [5])
     assert batch.num_tokens[0] == 12
 
 
@@ -151,19 +158,76 @@ def test_lane_of_each_row_travels_with_it():
     assert batch.flat_inputs(*apply(batch, work)).dp_groups.tolist() == [1, 0]
 
 
-def test_page_table_is_made_anew_only_when_rows_or_blocks_change():
+def test_one_step_may_sample_for_some_rows_and_not_for_others():
+    batch = make_batch()
+    work = step("mixed", {2: 3, 0: 2, 3: 1}, [new(2, [1, 2, 3], [1]), new(0, [1, 2, 3], [2]),
+                                               new(3, [9], [3])])  # fmt: skip
+    apply(batch, work)
+    advance(batch, work, [7, -1, 8])
+    assert batch.num_tokens.tolist() == [3, 0, 4, 2]
+    assert batch.num_computed_tokens.tolist() == [2, 0, 3, 1]
+    assert (batch.token_ids[2, 3], batch.token_ids[3, 1]) == (7, 8)
+    assert batch.token_ids[0].tolist() == [1, 2, 3, *[0] * 9]
+
+
+def test_the_flat_table_is_as_wide_as_the_longest_row_of_the_step():
+    batch = make_batch()
+    work = step("mixed", {0: 2, 1: 5}, [new(0, [1, 2], [5, 6, 7]), new(1, [1] * 6, [2, 9])])
+    assert batch.flat_inputs(*apply(batch, work)).block_table.tolist() == [[5, 6], [2, 9]]
+    short = step("mixed", {0: 2})
+    assert batch.flat_inputs(*apply(batch, short)).block_table.tolist() == [[5]]
+
+
+def test_the_page_table_stays_and_only_what_changes_is_written():
     batch = make_batch()
     first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
     apply(batch, first)
-    batch.advance(first, [7, 8])
+    advance(batch, first, [7, 8])
 
     def table(scheduled):
         return batch.decode_inputs(apply(batch, scheduled)[0]).page_table
 
     both = table(step("decode", {0: 1, 2: 1}))
+    assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 0, 0], [0] * 3]
+    # Marks what the batch writes: a block that it does not know stays where nothing changes.
+    both[0, 2] = 77
     assert table(step("decode", {0: 1, 2: 1})) is both
-    grown = table(step("decode", {0: 1, 2: 1}, appended=[(2, [9])]))
-    assert (grown[2].tolist(), both[2].tolist()) == ([6, 9, 0], [6, 0, 0])
-    assert table(step("decode", {2: 1})).tolist() == [[0] * 3, [0] * 3, [6, 9, 0], [0] * 3]
+    assert table(step("decode", {2: 1, 0: 1}, appended=[(2, [9])])) is both
+    assert both.tolist() == [[5, 0, 77], [0] * 3, [6, 9, 0], [0] * 3]
+    assert table(step("decode", {2: 1})) is both
+    assert both.tolist() == [[0] * 3, [0] * 3, [6, 9, 0], [0] * 3]
+    both[2, 2] = 77
+    assert table(step("decode", {0: 1, 2: 1})).tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
+
+
+def test_blocks_that_a_row_got_while_it_sat_out_are_there_when_it_is_back():
+    batch = make_batch()
+    first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
+    apply(batch, first)
+    advance(batch, first, [7, 8])
+
+    def rows(scheduled):
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table[[0, 2]].tolist()
+
+    assert rows(step("decode", {0: 1, 2: 1})) == [[5, 0, 0], [6, 0, 0]]
+    assert rows(step("decode", {0: 1}, appended=[(2, [9])])) == [[5, 0, 0], [0, 0, 0]]
+    assert rows(step("decode", {0: 1, 2: 1})) == [[5, 0, 0], [6, 9, 0]]
+
+
+def test_another_sequence_takes_a_row_of_the_page_table_over_whole():
+    batch = make_batch()
+    first = step("prefill", {0: 9, 2: 4}, [new(0, [1] * 9, [5, 7, 8]), new(2, [1, 2, 3, 4], [6])])
+    apply(batch, first)
+    advance(batch, first, [7, 8])
+
+    def table(scheduled):
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table.tolist()
+
+    table(step("decode", {0: 1, 2: 1}))
     table(step("prefill", {0: 3}, [new(0, [1, 2, 3], [4])]))
-    assert table(step("decode", {2: 1, 0: 1}))[0].tolist() == [4, 0, 0]
+    # Its prefill is not done: it takes no part.
+    assert table(step("decode", {2: 1})) == [[0] * 3, [0] * 3, [6, 0, 0], [0] * 3]
+    assert table(step("decode", {2: 1, 0: 1})) == [[4, 0, 0], [0] * 3, [6, 0, 0], [0] * 3]
+    # Handed over with its KV, in the very step.
+    taken = step("decode", {2: 1, 0: 1}, [new(2, [1, 2, 3], [3], computed=2)])
+    assert table(taken) == [[4, 0, 0], [0] * 3, [3, 0, 0], [0] * 3]

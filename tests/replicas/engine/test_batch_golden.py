@@ -21,10 +21,6 @@ PROMPTS = [[100, 101, 102], [200, 201], [300, 301, 302, 303, 304, 305, 306, 307]
 """Hundreds name the request, units the position."""
 
 
-def table_indices(width, *columns_by_row):
-    return [row * width + c for row, columns in enumerate(columns_by_row) for c in columns]
-
-
 def new_sequence(slot, block_ids):
     prompt = PROMPTS[slot]
     return NewSequence(
@@ -63,13 +59,13 @@ def run(steps, table_width):
     batch = PersistentBatch(MAX_BATCH_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, table_width)
     flat = None
     for step in steps:
-        if flat is not None:
-            batch.advance(STEP_1, SAMPLED_IN_STEP_1)
         batch.apply(step)
-        flat = batch.flat_inputs(
+        work = (
             np.asarray(step.slots, dtype=np.int32),
             np.asarray(step.num_scheduled_tokens, dtype=np.int32),
         )
+        flat = batch.flat_inputs(*work)
+        batch.advance(*work, np.asarray(SAMPLED_IN_STEP_1, dtype=np.int64))
     return flat
 
 
@@ -81,31 +77,18 @@ def plain(flat):
     }
 
 
-def padded(rows, width):
-    return [row + [0] * (width - len(row)) for row in rows]
-
-
 @pytest.mark.parametrize("width", [6, 64])
 def test_first_step_gives_three_prompts_of_which_one_is_cut(width):
     assert plain(run([STEP_1], width)) == {
         "request_indices": [0, 0, 0, 1, 1, 2, 2, 2, 2, 2],
-        "token_indices": [0, 1, 2, 12, 13, 24, 25, 26, 27, 28],
         "input_ids": [100, 101, 102, 200, 201, 300, 301, 302, 303, 304],
         "positions": [0, 1, 2, 0, 1, 0, 1, 2, 3, 4],
-        "block_table_indices": table_indices(width, [0, 0, 1], [0, 0], [0, 0, 1, 1, 2]),
-        "block_numbers": [1, 1, 2, 3, 3, 4, 4, 5, 5, 6],
-        "block_offsets": [0, 1, 0, 0, 1, 0, 1, 0, 1, 0],
         "slot_mapping": [2, 3, 4, 6, 7, 8, 9, 10, 11, 12],
         "query_start_loc": [0, 3, 5, 10],
         "seq_lens": [3, 2, 5],
-        "num_computed_tokens": [0, 0, 0],
-        "block_table": padded([[1, 2], [3], [4, 5, 6]], width),
+        "block_table": [[1, 2, 0], [3, 0, 0], [4, 5, 6]],
         "dp_groups": [0, 0, 0],
         "logits_indices": [2, 4],
-        "adapter_ids": None,
-        "num_reqs": 3,
-        "num_tokens": 10,
-        "max_query_len": 5,
     }
 
 
@@ -113,48 +96,29 @@ def test_first_step_gives_three_prompts_of_which_one_is_cut(width):
 def test_second_step_mixes_two_decodes_with_the_rest_of_the_cut_prompt(width):
     assert plain(run([STEP_1, STEP_2], width)) == {
         "request_indices": [0, 1, 2, 2, 2],
-        "token_indices": [3, 14, 29, 30, 31],
         "input_ids": [103, 202, 305, 306, 307],
         "positions": [3, 2, 5, 6, 7],
-        "block_table_indices": table_indices(width, [1], [1], [2, 3, 3]),
-        "block_numbers": [2, 7, 6, 8, 8],
-        "block_offsets": [1, 0, 1, 0, 1],
         "slot_mapping": [5, 14, 13, 16, 17],
         "query_start_loc": [0, 1, 2, 5],
         "seq_lens": [4, 3, 8],
-        "num_computed_tokens": [3, 2, 5],
-        "block_table": padded([[1, 2], [3, 7], [4, 5, 6, 8]], width),
+        "block_table": [[1, 2, 0, 0], [3, 7, 0, 0], [4, 5, 6, 8]],
         "dp_groups": [0, 0, 0],
         "logits_indices": [0, 1, 4],
-        "adapter_ids": None,
-        "num_reqs": 3,
-        "num_tokens": 5,
-        "max_query_len": 3,
     }
-
-
-def test_table_of_width_6_gives_the_example_s_block_table_indices():
-    assert run([STEP_1], None).block_table_indices.tolist() == [0, 0, 1, 6, 6, 12, 12, 13, 13, 14]
-    assert run([STEP_1, STEP_2], None).block_table_indices.tolist() == [1, 7, 14, 15, 15]
 
 
 def test_arrays_have_the_dtypes_that_generators_expect():
     flat = run([STEP_1], 6)
     arrays = {f.name: getattr(flat, f.name) for f in dataclasses.fields(flat)}
     dtypes = {n: a.dtype.name for n, a in arrays.items() if isinstance(a, np.ndarray)}
-    wide = {
-        "token_indices",
-        "positions",
-        "block_table_indices",
-        "slot_mapping",
-        "logits_indices",
-    }
+    wide = {"positions", "slot_mapping", "logits_indices"}
     assert dtypes == {name: "int64" if name in wide else "int32" for name in dtypes}
 
 
 def shared_mask(flat):
     """The one mask that every request of a step of first chunks can use."""
-    return causal_mask(np.arange(flat.max_query_len), flat.max_query_len)
+    longest = int(np.diff(flat.query_start_loc).max())
+    return causal_mask(np.arange(longest), longest)
 
 
 def own_mask(flat):

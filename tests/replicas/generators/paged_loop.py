@@ -181,43 +181,29 @@ class PagedLoop:
         self, sequences: Sequence[PagedSequence], scheduled: Sequence[int], every: bool = False
     ) -> FlatBatch:
         """Build the flat form token by token; with ``every``, all logits are wanted."""
-        width, block_size = self.table_width, self.block_size
-        rows: list[tuple[int, int, int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int]] = []
         query_start_loc = [0]
         for request, (sequence, num_tokens) in enumerate(zip(sequences, scheduled, strict=True)):
             start = sequence.num_computed_tokens
             for position in range(start, start + num_tokens):
-                column = position // block_size
-                block = sequence.block_ids[column]
-                token_index = request * width * block_size + position
-                token = sequence.token_ids[position]
-                table_index = request * width + column
-                rows.append((request, token_index, token, position, table_index, block))
+                block = sequence.block_ids[position // self.block_size]
+                slot = block * self.block_size + position % self.block_size
+                rows.append((request, sequence.token_ids[position], position, slot))
             query_start_loc.append(len(rows))
-        columns = np.array(rows, dtype=np.int64).T
-        offsets = columns[3] % block_size
+        requests, tokens, positions, kv_slots = np.array(rows, dtype=np.int64).T
         starts = np.array([s.num_computed_tokens for s in sequences], dtype=np.int32)
         return FlatBatch(
-            request_indices=columns[0].astype(np.int32),
-            token_indices=columns[1],
-            input_ids=columns[2].astype(np.int32),
-            positions=columns[3],
-            block_table_indices=columns[4],
-            block_numbers=columns[5].astype(np.int32),
-            block_offsets=offsets.astype(np.int32),
-            slot_mapping=columns[5] * block_size + offsets,
+            request_indices=requests.astype(np.int32),
+            input_ids=tokens.astype(np.int32),
+            positions=positions,
+            slot_mapping=kv_slots,
             query_start_loc=np.array(query_start_loc, dtype=np.int32),
             seq_lens=starts + np.array(scheduled, dtype=np.int32),
-            num_computed_tokens=starts,
             block_table=self._page_table(sequences).numpy(),
             dp_groups=np.array([s.lane for s in sequences], dtype=np.int32),
             logits_indices=(
                 np.arange(len(rows)) if every else np.array(query_start_loc[1:], dtype=np.int64) - 1
             ),
-            adapter_ids=None,
-            num_reqs=len(sequences),
-            num_tokens=len(rows),
-            max_query_len=max(scheduled),
         )
 
     def _page_table(self, sequences: Sequence[PagedSequence]) -> torch.Tensor:

@@ -413,6 +413,17 @@ def test_legacy_reset_batch() -> None:
         decode(generator, reset_batch=True)
 
 
+def test_a_legacy_class_may_keep_the_page_table() -> None:
+    """It compares the next with it; the engine's is the same tensor every time, written into."""
+    generator, table = make(), torch.ones((2, 2), dtype=torch.int32)
+    decode(generator, page_table=table)
+    kept = last_call(generator)["page_table"]
+    table[1, 1] = 9
+    assert kept.tolist() == [[1, 1], [1, 1]]
+    decode(generator, page_table=table)
+    assert last_call(generator)["page_table"].tolist() == [[1, 1], [1, 9]]
+
+
 def test_commands_that_cannot_be() -> None:
     generator = make()
     with pytest.raises(AssertionError):
