@@ -388,21 +388,21 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class GroupCounters(msgspec.Struct, frozen=True, kw_only=True):
+class GroupCounters(msgspec.Struct, kw_only=True):
     """Counters and gauges of one DP group since the engine started."""
 
-    num_running: int
-    num_reserved: int
-    num_slots: int
-    num_empty_slots: int
-    num_blocks: int
-    num_free_blocks: int
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_preemptions: int
-    requests_finished: dict[str, int]
+    num_running: int = 0
+    num_reserved: int = 0
+    num_slots: int = 0
+    num_empty_slots: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    requests_finished: dict[str, int] = {}
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):

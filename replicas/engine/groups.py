@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import BlockPool, PrefixWalk
 from replicas.engine.sequence import SequenceStatus
@@ -21,27 +23,6 @@ if TYPE_CHECKING:
     from replicas.engine.sequence import Sequence
 
 
-class GroupStats:
-    """Running totals of one DP group."""
-
-    __slots__ = (
-        "finished",
-        "generation_tokens",
-        "num_preemptions",
-        "prefix_hits",
-        "prefix_queries",
-        "prompt_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self.num_preemptions = 0
-        self.finished: dict[str, int] = {}
-
-
 class DPGroups:
     """Slots and blocks of all DP groups; see the module docstring.
 
@@ -51,7 +32,7 @@ class DPGroups:
         prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
 
     Attributes:
-        stats: Totals of each group, counted by whoever knows.
+        stats: Totals of each group, counted by whoever knows; its gauges are not kept.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, prefix_cache_key: bytes) -> None:
@@ -65,7 +46,7 @@ class DPGroups:
             for _ in range(count)
         ]
         self._slots = SlotTable(count, config.slots_per_group)
-        self.stats = [GroupStats() for _ in range(count)]
+        self.stats = [GroupCounters() for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -120,8 +101,8 @@ class DPGroups:
         seq.slot = self._slots.take(group)
         if seq.num_cached_tokens < 0:
             seq.num_cached_tokens = seq.num_computed_tokens
-            self.stats[group].prefix_queries += seq.num_prompt_tokens
-            self.stats[group].prefix_hits += seq.num_computed_tokens
+            self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
+            self.stats[group].prefix_cache_hits += seq.num_computed_tokens
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the sequence's group has the blocks that it lacks for `num_tokens`."""
@@ -195,20 +176,16 @@ class DPGroups:
 
     def counters(self, group: int, running: int, reserved: int) -> GroupCounters:
         """Totals and gauges of a group."""
-        pool, stats = self._pools[group], self.stats[group]
-        return GroupCounters(
+        pool, totals = self._pools[group], self.stats[group]
+        return msgspec.structs.replace(
+            totals,
             num_running=running,
             num_reserved=reserved,
             num_slots=self._slots_per_group,
             num_empty_slots=self._slots.num_empty(group),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
-            prompt_tokens=stats.prompt_tokens,
-            generation_tokens=stats.generation_tokens,
-            prefix_cache_queries=stats.prefix_queries,
-            prefix_cache_hits=stats.prefix_hits,
-            num_preemptions=stats.num_preemptions,
-            requests_finished=dict(stats.finished),
+            requests_finished=dict(totals.requests_finished),
         )
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:

@@ -380,7 +380,7 @@ class Roster:
             self._groups.give_back_blocks(seq)
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
-        finished = self._groups.stats[max(seq.dp_group, 0)].finished
+        finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished
         finished[reason] = finished.get(reason, 0) + 1
 
     def _count(self, sequences: Iterable[Sequence]) -> list[int]:
