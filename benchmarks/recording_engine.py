@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from benchmarks.fitted_timing import Copy, EngineRecord, Turn
+from replicas.columns import ColumnReader
 from replicas.engine import process, sockets, worker
 from replicas.engine.executor import UniProcExecutor
 from replicas.generators.torch.kv_io import TorchKVIO
@@ -147,11 +149,13 @@ class _CoreOutbox:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self._columns: defaultdict[bytes, ColumnReader] = defaultdict(ColumnReader)
 
     def put(self, item: tuple[bytes, EngineFrame]) -> None:
         self._outbox.put(item)
         now_s = time.monotonic()
-        for event in item[1].events:
+        client, frame = item
+        for event in self._columns[client].read(frame.events):
             if isinstance(event, TokenOutput):
                 _recorder.record.sent.append((event.request_id, event.index, now_s))
 

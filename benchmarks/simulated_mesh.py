@@ -27,6 +27,7 @@ from benchmarks.ready import wait_ready
 from cluster.config.resolve import demo_model_folder, resolve
 from cluster.config.serve_file import read_serve_file
 from cluster.lifecycle.supervisor import free_port
+from replicas.columns import ColumnReader
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -134,17 +135,17 @@ def prompt(i: int) -> list[int]:
 def measure_engine(row: MeasuredRow, repeats: int, steps: int) -> Measured:
     """Run one engine core on this thread."""
     config = engine_config(row)
-    core = EngineCore(config, UniProcExecutor(config))
+    core, columns = EngineCore(config, UniProcExecutor(config)), ColumnReader()
     try:
-        ttft_s = [first_token_s(core, i) for i in range(repeats + 1)][1:]
+        ttft_s = [first_token_s(core, columns, i) for i in range(repeats + 1)][1:]
         for i in range(config.max_batch_size):
             core.handle(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt(1000 + i), MANY)), 0.0)
         started: set[str] = set()
         while len(started) < config.max_batch_size:
-            started |= {output.request_id for output in step(core)}
+            started |= {output.request_id for output in step(core, columns)}
         times = [time.perf_counter()]
         for _ in range(steps):
-            assert len(step(core)) == config.max_batch_size
+            assert len(step(core, columns)) == config.max_batch_size
             times.append(time.perf_counter())
     finally:
         core.shutdown()
@@ -156,19 +157,19 @@ def measure_engine(row: MeasuredRow, repeats: int, steps: int) -> Measured:
     return Measured(statistics.median(ttft_s), step_s, step_s - device_s)
 
 
-def first_token_s(core: EngineCore, i: int) -> float:
+def first_token_s(core: EngineCore, columns: ColumnReader, i: int) -> float:
     """Seconds from a request's arrival to its token."""
     started = time.perf_counter()
     core.handle(CLIENT, AddRequest(EngineRequest(f"a{i}", prompt(i), ONE)), 0.0)
-    while not step(core):
+    while not step(core, columns):
         pass
     return time.perf_counter() - started
 
 
-def step(core: EngineCore) -> list[TokenOutput]:
+def step(core: EngineCore, columns: ColumnReader) -> list[TokenOutput]:
     """One step and its tokens."""
     core.step(time.monotonic())
-    events = core.take_events().get(CLIENT, [])
+    events = columns.read(core.take_events().get(CLIENT, []))
     return [event for event in events if isinstance(event, TokenOutput)]
 
 

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 
 from cluster.config.resolve import demo_model_folder
+from replicas.columns import ColumnReader
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.engine.core import EngineCore
@@ -182,7 +183,7 @@ def measure(case: Case, batch_size: int, steps: int) -> Measured:
         max_num_batched_tokens=batch_size * PROMPT_LEN,
         num_threads=1,
     )
-    core = EngineCore(config, UniProcExecutor(config))
+    core, columns = EngineCore(config, UniProcExecutor(config)), ColumnReader()
     try:
         many = SamplingParams(max_tokens=steps + 64, temperature=0.0, seed=0, ignore_eos=True)
         for i in range(batch_size):
@@ -190,14 +191,14 @@ def measure(case: Case, batch_size: int, steps: int) -> Measured:
             core.handle(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, many)), 0.0)
         started: set[str] = set()
         while len(started) < batch_size:
-            started |= {output.request_id for output in step(core)}
+            started |= {output.request_id for output in step(core, columns)}
         for _ in range(16):
-            step(core)
+            step(core, columns)
         spans, cpu, calls = [], [], []
         for _ in range(steps):
             before = core.metrics(0.0).device_seconds
             started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-            outputs = step(core)
+            outputs = step(core, columns)
             cpu.append(1e6 * (time.thread_time() - started_cpu_s))
             spans.append(1e6 * (time.perf_counter() - started_s))
             calls.append(1e6 * (core.metrics(0.0).device_seconds - before))
@@ -207,10 +208,10 @@ def measure(case: Case, batch_size: int, steps: int) -> Measured:
     return Measured(*map(statistics.median, (spans, cpu, calls)))
 
 
-def step(core: EngineCore) -> list[TokenOutput]:
+def step(core: EngineCore, columns: ColumnReader) -> list[TokenOutput]:
     """One step and its tokens."""
     core.step(time.monotonic())
-    events = core.take_events().get(CLIENT, [])
+    events = columns.read(core.take_events().get(CLIENT, []))
     return [event for event in events if isinstance(event, TokenOutput)]
 
 

@@ -321,7 +321,7 @@ class _EngineLink:
         if frame.incarnation != self.description.incarnation:
             self._on_lost(self, "another engine answers at its address")
             return
-        if not self.table.take(frame):
+        if not self.table.take(frame, self.table.read(frame)):
             self._on_lost(self, NOT_GREETED)
             return
         self._first_frame.set()

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from replicas.codec import decode_engine_frame, encode
+from replicas.columns import ColumnReader
 from replicas.dealer import (
     CONNECT_S,
     HELLO_S,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from replicas.config import EngineConfig
-    from replicas.messages import EngineEvent, EngineRequest
+    from replicas.messages import EngineEvent, EngineRequest, WireEvent
 
 
 _MAX_IDS_PER_ABORT = 128
@@ -123,6 +124,7 @@ class InprocClient:
         progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
+        self._columns = ColumnReader()
         self.description: EngineFacts = _InprocFacts(
             config.model, self.core.max_model_len, self.core.facts.vocab_size
         )
@@ -135,6 +137,8 @@ class InprocClient:
     def abort(self, request_ids: list[str]) -> None:
         """See `EngineClient`."""
         self.core.handle(b"", Abort(request_ids), time.monotonic())
+        for request_id in request_ids:
+            self._columns.forget(request_id)
 
     def get_outputs(self) -> list[TokenOutput]:
         """See `EngineClient`."""
@@ -156,7 +160,7 @@ class InprocClient:
 
     def _take_outputs(self) -> list[TokenOutput]:
         outputs = []
-        for event in self.core.take_events().get(b"", []):
+        for event in self._columns.read(self.core.take_events().get(b"", [])):
             if isinstance(event, Refused):
                 raise RequestRefusedError(event.reason, event.message)
             if isinstance(event, TokenOutput):
@@ -182,8 +186,9 @@ class SyncMPClient:
         self._handle = start_engine(config, env=env, progress=progress)
         self.description: EngineFacts = self._handle.description
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._events: queue.SimpleQueue[EngineEvent | EngineDeadError] = queue.SimpleQueue()
-        # Events that a utility call read past; they come before those in the queue.
+        self._frames: queue.SimpleQueue[list[WireEvent] | EngineDeadError] = queue.SimpleQueue()
+        self._columns = ColumnReader()
+        # Events of frames that were taken from the queue, which nobody has had yet.
         self._kept: deque[EngineEvent] = deque()
         self._live: set[str] = set()
         self._call_ids = itertools.count(1)
@@ -206,11 +211,13 @@ class SyncMPClient:
         if refusal is None:
             self._send(raw)
         else:
-            self._events.put(refusal)
+            self._frames.put([refusal])
 
     def abort(self, request_ids: list[str]) -> None:
         """See `EngineClient`."""
         self._live.difference_update(request_ids)
+        for request_id in request_ids:
+            self._columns.forget(request_id)
         for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
             self._send(encode(Abort(request_ids[start : start + _MAX_IDS_PER_ABORT])))
 
@@ -222,16 +229,19 @@ class SyncMPClient:
             RequestRefusedError: The engine did not take a request.
         """
         outputs: list[TokenOutput] = []
-        while not outputs or self._kept or not self._events.empty():
-            event = self._next_event()
-            # What is left of requests that were given up concerns nobody.
-            if isinstance(event, Refused) and event.request_id in self._live:
-                self._live.discard(event.request_id)
-                raise RequestRefusedError(event.reason, event.message)
-            if isinstance(event, TokenOutput):
-                outputs.append(event)
-                if event.finish_reason is not None:
+        while not outputs or not self._frames.empty():
+            if not self._kept:
+                self._kept.extend(self._next_events())
+            while self._kept:
+                event = self._kept.popleft()
+                if isinstance(event, TokenOutput):
+                    outputs.append(event)
+                    if event.finish_reason is not None:
+                        self._live.discard(event.request_id)
+                # What is left of requests that were given up concerns nobody.
+                elif isinstance(event, Refused) and event.request_id in self._live:
                     self._live.discard(event.request_id)
+                    raise RequestRefusedError(event.reason, event.message)
         return outputs
 
     def metrics(self) -> EngineMetrics:
@@ -268,27 +278,27 @@ class SyncMPClient:
     def _call(self, method: str) -> object:
         call_id = next(self._call_ids)
         self._send(encode(Utility(call_id, method)))
-        passed: list[EngineEvent] = []
-        while True:
-            event = self._next_event()
-            if isinstance(event, UtilityResult) and event.call_id == call_id:
-                self._kept.extend(passed)
-                if event.error is not None:
-                    raise EngineError(event.error)
-                return event.result
-            passed.append(event)
+        result: UtilityResult | None = None
+        while result is None:
+            for event in self._next_events():
+                if isinstance(event, UtilityResult) and event.call_id == call_id:
+                    result = event
+                else:
+                    self._kept.append(event)
+        if result.error is not None:
+            raise EngineError(result.error)
+        return result.result
 
-    def _next_event(self) -> EngineEvent:
-        if self._kept:
-            return self._kept.popleft()
-        event = self._events.get()
-        if isinstance(event, EngineDeadError):
-            self._events.put(event)
-            raise event
-        return event
+    def _next_events(self) -> list[EngineEvent]:
+        """Those of the next frame that has some; waits for it."""
+        events = self._frames.get()
+        if isinstance(events, EngineDeadError):
+            self._frames.put(events)
+            raise events
+        return self._columns.read(events)
 
     def _read(self, socket: zmq.Socket[bytes]) -> None:
-        """Output thread: frames to events until the engine ends, or says nothing any more."""
+        """Output thread: hands over frames until the engine ends, or says nothing any more."""
         heard_s = time.monotonic()
         try:
             while self._handle.is_alive and time.monotonic() - heard_s < SILENCE_S:
@@ -297,13 +307,13 @@ class SyncMPClient:
                 heard_s = time.monotonic()
                 frame = decode_engine_frame(socket.recv())
                 if frame.events and isinstance(frame.events[0], NotGreeted):
-                    self._events.put(EngineDeadError(NOT_GREETED))
+                    self._frames.put(EngineDeadError(NOT_GREETED))
                     return
                 self._greeted.set()
-                for event in frame.events:
-                    self._events.put(event)
+                if frame.events:
+                    self._frames.put(frame.events)
         finally:
             socket.close(linger=0)
             # Also when a frame could not be read: nobody may wait for more.
             silence = EngineDeadError("the engine has ended or is frozen; see its log")
-            self._events.put(self._handle.failure or silence)
+            self._frames.put(self._handle.failure or silence)

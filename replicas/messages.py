@@ -15,7 +15,7 @@ from replicas.config import Role
 from replicas.errors import InvalidRequestError
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_REQUEST_ID_CHARS = 256
 """An engine refuses a request whose id is longer."""
@@ -198,12 +198,14 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=
         dp_group: Its DP group, or -1 while it waits for one.
         slot: Its global slot, or -1 while it waits for one.
         num_cached_tokens: Prompt tokens whose KV was found here (mode decode: need not be sent).
+        handle: Names it in `TokenColumns`; no other request of this incarnation ever has it.
     """
 
     request_id: str
     dp_group: int
     slot: int
     num_cached_tokens: int
+    handle: int
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
@@ -245,6 +247,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
     """New tokens of one choice of a request.
 
+    On the wire it is what there is more to say of than `TokenColumns` can: an engine's first tokens
+    of a request, an ending, log probabilities, another choice. A reader makes the others of the
+    columns (`replicas.columns`), and sees no difference.
+
     Attributes:
         request_id: The request.
         index: Output index of the first of `token_ids`; lets a reader drop duplicates.
@@ -268,6 +274,22 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
     logprobs: list[list[TokenLogprob]] | None = None
 
 
+class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", gc=False):
+    """The next tokens of many requests, of which there is no more to say: a column for each value.
+
+    Each row goes on where what was last said of its request, here or in a `TokenOutput`, has ended.
+
+    Attributes:
+        handles: The requests, by the handles that `Accepted` gave them.
+        token_ids: Their tokens, one after the other.
+        counts: How many each has, at least 1; empty where each has one.
+    """
+
+    handles: list[int]
+    token_ids: list[int]
+    counts: list[int] = []
+
+
 class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_result"):
     """Answer to `Utility`: a msgpack-able result, or what went wrong."""
 
@@ -284,6 +306,9 @@ class NotGreeted(msgspec.Struct, frozen=True, array_like=True, tag="not_greeted"
 
 
 EngineEvent = Accepted | Refused | KVLoaded | TokenOutput | UtilityResult | NotGreeted
+"""What readers see."""
+WireEvent = EngineEvent | TokenColumns
+"""What is sent."""
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -333,14 +358,14 @@ class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         incarnation: The engine's.
-        events: In order.
+        events: In order; `replicas.columns` reads them.
         snapshot: Taken after them, if the client has not had it.
         stalled_s: How long the engine has been in one step, if that is longer than it should be
             (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
     """
 
     incarnation: str
-    events: list[EngineEvent] = []
+    events: list[WireEvent] = []
     snapshot: EngineSnapshot | None = None
     stalled_s: float = 0.0
 

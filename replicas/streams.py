@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from replicas.columns import ColumnReader
 from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import Abort, NotGreeted, UtilityResult
 
@@ -104,6 +105,7 @@ class StreamTable:
         self._moves = True
         self.stalled: EngineStalledError | None = None
         self._streams: dict[str, EngineStream] = {}
+        self._columns = ColumnReader()
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
 
     def __len__(self) -> int:
@@ -122,6 +124,7 @@ class StreamTable:
 
     def remove(self, request_id: str) -> bool:
         """Stop listening to a request; False if nobody did."""
+        self._columns.forget(request_id)
         return self._streams.pop(request_id, None) is not None
 
     def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
@@ -134,8 +137,16 @@ class StreamTable:
         """Drop a utility call."""
         self._calls.pop(call_id, None)
 
-    def take(self, frame: EngineFrame) -> bool:
+    def read(self, frame: EngineFrame) -> list[EngineEvent]:
+        """The events of a frame, for `take`; of each frame once, in order."""
+        return self._columns.read(frame.events)
+
+    def take(self, frame: EngineFrame, events: list[EngineEvent]) -> bool:
         """Hand out what a frame brings: the snapshot first, it counts what the events tell of.
+
+        Args:
+            frame: It.
+            events: Its events, as `read` gives them.
 
         Returns:
             False if the engine says that it does not know this client, or not any more.
@@ -143,7 +154,7 @@ class StreamTable:
         self._note_stall(frame.stalled_s)
         if frame.snapshot is not None:
             self._on_snapshot(frame.incarnation, frame.snapshot)
-        for event in frame.events:
+        for event in events:
             if isinstance(event, UtilityResult):
                 future = self._calls.get(event.call_id)
                 if future is not None and not future.done():

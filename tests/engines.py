@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+from replicas.columns import ColumnReader
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -14,6 +17,8 @@ from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from replicas.messages import EngineEvent
 
 CLIENT = b"test"
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=0)
@@ -76,7 +81,7 @@ def generate(
                 break
         core.step(0.0)
         core.check_invariants()
-        for event in core.take_events().get(CLIENT, []):
+        for event in take_events(core).get(CLIENT, []):
             assert not isinstance(event, Refused), event
             if isinstance(event, TokenOutput):
                 assert event.index == len(outputs[event.request_id])
@@ -86,6 +91,15 @@ def generate(
             _settle(core)
             return list(outputs.values())
     raise AssertionError(f"{num_open} requests did not end")
+
+
+_readers: WeakKeyDictionary[EngineCore, defaultdict[bytes, ColumnReader]] = WeakKeyDictionary()
+
+
+def take_events(core: EngineCore) -> dict[bytes, list[EngineEvent]]:
+    """What a core has to tell its clients, as each of them reads it."""
+    readers = _readers.setdefault(core, defaultdict(ColumnReader))
+    return {client: readers[client].read(found) for client, found in core.take_events().items()}
 
 
 def _settle(core: EngineCore) -> None:

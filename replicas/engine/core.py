@@ -12,11 +12,11 @@ only after the connector has let go of them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import struct
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -32,6 +32,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import TransferError
 from kv_transfer.keys import NEW_KEY_BYTES
+from replicas.engine.events import ClientEvents
 from replicas.engine.facts import connector_settings
 from replicas.engine.loads import failure_word
 from replicas.engine.pulse import Pulse
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
-    from replicas.messages import EngineEvent, EngineRequest, RefusalReason
+    from replicas.messages import EngineRequest, RefusalReason, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ class EngineCore:
         config.validate()
         self.pulse = Pulse() if pulse is None else pulse
         self._executor = executor
-        self._events: defaultdict[bytes, list[EngineEvent]] = defaultdict(list)
+        self._events = ClientEvents()
+        self._handles = itertools.count(1)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
         self._num_steps = 0
@@ -214,10 +216,9 @@ class EngineCore:
         self._events.pop(client, None)
         return num_dropped
 
-    def take_events(self) -> dict[bytes, list[EngineEvent]]:
-        """All events since the last call, per client, in order."""
-        events, self._events = self._events, defaultdict(list)
-        return events
+    def take_events(self) -> dict[bytes, list[WireEvent]]:
+        """All events since the last call, per client, in order; `ColumnReader` reads them."""
+        return self._events.take()
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ class EngineCore:
         if step.batch.kind != "prefill":
             self._step_s = step.result.device_s
         for seq, output in self._scheduler.update(step.batch, step.result):
-            self._events[seq.client].append(output)
+            self._events.add_output(seq, output)
         self._host_s += time.perf_counter() - started
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
@@ -310,7 +311,7 @@ class EngineCore:
         self._device_s += device_s
         self._step_s = device_s / num_steps
         for seq, output in self._scheduler.update_run(batch, token_ids):
-            self._events[seq.client].append(output)
+            self._events.add_output(seq, output)
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
@@ -415,10 +416,13 @@ class EngineCore:
         except TransferError as error:
             self._events[client].append(Refused(request.request_id, "invalid", str(error)))
             return
+        if refusal is not None:
+            self._events[client].append(Refused(request.request_id, refusal, _REFUSALS[refusal]))
+            return
+        seq.handle = next(self._handles)
+        num_cached = max(seq.num_cached_tokens, 0)
         self._events[client].append(
-            Refused(request.request_id, refusal, _REFUSALS[refusal])
-            if refusal is not None
-            else Accepted(request.request_id, seq.dp_group, seq.slot, max(seq.num_cached_tokens, 0))
+            Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
         )
 
     def _problem(self, message: AddRequest) -> str | None:

@@ -79,6 +79,8 @@ class Sequence:
         is_converted: Some of the KV in its blocks came in another dtype. That, and what is computed
             from it, is not what this engine computes: nobody else may find those blocks.
         is_aborted: The client gave it up; nobody may count on what it still holds.
+        handle: Names it to its client in columns of tokens; 0 before it is accepted.
+        is_told: Whether its client has its first tokens from here: those after it can be rows.
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
@@ -101,6 +103,8 @@ class Sequence:
     load: KVLoad | None = None
     is_converted: bool = False
     is_aborted: bool = False
+    handle: int = 0
+    is_told: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
 

@@ -23,7 +23,7 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     from replicas.engine.core import EngineCore
-    from replicas.messages import ClientMessage, EngineEvent
+    from replicas.messages import ClientMessage, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class EngineServer:
         self._clients[client] = self._behind[client] = None
         self._add_frame(client, [])
 
-    def _add_frame(self, client: bytes, events: list[EngineEvent]) -> None:
+    def _add_frame(self, client: bytes, events: list[WireEvent]) -> None:
         """Queue a frame, with the snapshot if the client has not had this one."""
         snapshot = self._snapshot if client in self._behind else None
         self._behind.pop(client, None)

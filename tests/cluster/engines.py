@@ -339,7 +339,7 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
 def accepts(message: ClientMessage) -> list[EngineEvent]:
     """An engine that takes every request and says no more."""
     if isinstance(message, AddRequest):
-        return [Accepted(message.request.request_id, 0, 0, 0)]
+        return [Accepted(message.request.request_id, 0, 0, 0, 1)]
     return []
 
 
@@ -347,7 +347,7 @@ def prefills(message: ClientMessage) -> list[EngineEvent]:
     """One that gives the first token at once."""
     if isinstance(message, AddRequest):
         return [
-            Accepted(message.request.request_id, 0, -1, 0),
+            Accepted(message.request.request_id, 0, -1, 0, 1),
             TokenOutput(message.request.request_id, 0, [5]),
         ]
     return []

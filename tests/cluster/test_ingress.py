@@ -249,7 +249,7 @@ def test_tokens_that_come_twice_are_shown_once():
             return []
         request_id = message.request.request_id
         return [
-            Accepted(request_id, 0, 0, 0),
+            Accepted(request_id, 0, 0, 0, 1),
             TokenOutput(request_id, 0, [40]),
             TokenOutput(request_id, 0, [40]),
             TokenOutput(request_id, 0, [40, 41]),
@@ -269,21 +269,24 @@ def test_tokens_that_come_twice_are_shown_once():
 def finishes(message):
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
-        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40], "length")]
+        return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [40], "length")]
     return []
 
 
 def starts(message):
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
-        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [40])]
+        return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [40])]
     return []
 
 
 def fails(message):
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
-        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [], "error", error="no")]
+        return [
+            Accepted(request_id, 0, 0, 0, 1),
+            TokenOutput(request_id, 0, [], "error", error="no"),
+        ]
     return []
 
 

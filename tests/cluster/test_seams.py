@@ -72,7 +72,7 @@ def ask(post, path="/v1/completions", **fields):
 
 
 def accepts(message):
-    return [Accepted(message.request.request_id, 0, 0, 0)]
+    return [Accepted(message.request.request_id, 0, 0, 0, 1)]
 
 
 # --- a policy that reads everything --------------------------------------------------------------

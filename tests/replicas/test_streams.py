@@ -49,7 +49,8 @@ class Client:
         return self.table.open(request_id, message, inbox)
 
     def take(self, *events, snapshot=None, stalled_s=0.0):
-        self.table.take(EngineFrame("e.1", list(events), snapshot, stalled_s))
+        frame = EngineFrame("e.1", list(events), snapshot, stalled_s)
+        self.table.take(frame, self.table.read(frame))
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_opening_sends_the_message_and_listens(client):
     stream = client.open("r")
     assert [type(m) for m in client.sent] == [AddRequest]
     assert (stream.request_id, stream.incarnation, len(client.table)) == ("r", "e.1", 1)
-    client.take(Accepted("r", 0, 0, 0), token("r"))
+    client.take(Accepted("r", 0, 0, 0, 1), token("r"))
     assert [type(get_now(stream)) for _ in range(2)] == [Accepted, TokenOutput]
 
 

@@ -595,7 +595,7 @@ def finishes(message):
     """An engine that takes every request and ends it with one token."""
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
-        return [Accepted(request_id, 0, 0, 0), TokenOutput(request_id, 0, [5], "length")]
+        return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [5], "length")]
     return []
 
 

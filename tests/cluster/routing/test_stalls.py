@@ -119,7 +119,7 @@ def test_a_decode_engine_that_stalls_before_its_first_token_costs_another_one(an
             await until(lambda: asked(other), "the other is asked")
             request_id = other.received(AddRequest)[0].request.request_id
             await hung.send(TokenOutput(request_id, 0, [9], "length"))
-            await other.send(Accepted(request_id, 0, 0, 0))
+            await other.send(Accepted(request_id, 0, 0, 0, 1))
             await other.send(TokenOutput(request_id, 0, [5], "length"))
             assert await answer_of(task) == [5], "what comes late from the hung one is not heard"
             assert hung.received(Abort) == [Abort([request_id])]
@@ -263,7 +263,7 @@ def test_an_engine_that_stalls_is_not_late_before_it_moves_again(is_heard, monke
             assert (task.done(), asked(hung)) == (False, 1)
             if is_heard:
                 request_id = hung.received(AddRequest)[0].request.request_id
-                await hung.send(Accepted(request_id, 0, 0, 0))
+                await hung.send(Accepted(request_id, 0, 0, 0, 1))
                 await hung.send(TokenOutput(request_id, 0, [5], "length"))
                 assert await answer_of(task) == [5]
             await stall(made, hung, 0.0)
@@ -305,7 +305,7 @@ def test_engines_that_stall_one_after_the_other_are_never_taken_for_lost(role, a
             request_id = last.received(AddRequest)[0].request.request_id
             last.stalled_s = 0.0
             if answer is silent:
-                await last.send(Accepted(request_id, 0, 0, 0))
+                await last.send(Accepted(request_id, 0, 0, 0, 1))
             if role == "decode":
                 await prefill.send(TokenOutput(request_id, 0, [5]))
                 await until(lambda: last.received(Activate), "activated")

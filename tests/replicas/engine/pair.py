@@ -21,6 +21,7 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
+from tests.engines import take_events
 from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Pair:
     def _take_events(self) -> None:
         for node in (self.prefill, self.decode):
             if not node.is_gone:
-                for event in node.core.take_events().get(CLIENT, []):
+                for event in take_events(node.core).get(CLIENT, []):
                     self._take(node, event)
 
     def _take(self, node: Node, event: object) -> None:

@@ -24,7 +24,7 @@ from replicas.messages import (
     UtilityResult,
 )
 from replicas.sampling_params import SamplingParams
-from tests.engines import CLIENT, GREEDY, engine_core, generate, make_config
+from tests.engines import CLIENT, GREEDY, engine_core, generate, make_config, take_events
 from tests.models import VOCAB_SIZE, model_folder
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def core(folder):
 def add(core, prompt, sampling=GREEDY, client=CLIENT, request_id="r", **message):
     request = EngineRequest(request_id, prompt, sampling)
     core.handle(client, AddRequest(request, **message), 0.0)
-    return core.take_events()[client]
+    return take_events(core)[client]
 
 
 def run(core, num_steps=1000):
@@ -73,7 +73,7 @@ def run(core, num_steps=1000):
     events = []
     while num_steps and core.step(0.0):
         num_steps -= 1
-        events += core.take_events().get(CLIENT, [])
+        events += take_events(core).get(CLIENT, [])
     return events
 
 
@@ -108,7 +108,7 @@ def test_request_that_can_never_run_is_refused_with_the_reason(core, prompt, mes
 
 def test_longest_prompt_leaves_room_for_one_token(core):
     [accepted] = add(core, [1] * 127, msgspec.structs.replace(GREEDY, ignore_eos=True))
-    assert accepted == Accepted("r", -1, -1, 0)
+    assert accepted == Accepted("r", -1, -1, 0, 1)
     [output] = run(core)
     assert (output.finish_reason, len(output.token_ids)) == ("length", 1)
 
@@ -145,7 +145,7 @@ def test_client_that_is_gone_takes_only_its_own_requests_along(core):
     core.client_gone(b"gone")
     assert core.num_live == 1
     assert {event.request_id for event in run(core)} == {"b"}
-    assert b"gone" not in core.take_events()
+    assert b"gone" not in take_events(core)
 
 
 def test_activation_of_an_unknown_request_is_ignored(core):
@@ -159,7 +159,7 @@ def test_metrics_count_requests_and_tokens(folder):
         add(core, [6])
         core.handle(CLIENT, Abort(["r"]), 0.0)
         core.handle(CLIENT, Utility(7, "metrics"), 0.0)
-        [answer] = core.take_events()[CLIENT]
+        [answer] = take_events(core)[CLIENT]
         metrics = msgspec.convert(msgspec.to_builtins(answer.result), EngineMetrics)
         [group] = metrics.groups
         assert answer.call_id == 7
@@ -178,7 +178,7 @@ def test_forgotten_prefixes_are_computed_again(folder):
             add(core, prompt)
             outputs.append(run(core)[0].num_cached_tokens)
         core.handle(CLIENT, Utility(1, "reset_prefix_cache"), 0.0)
-        assert core.take_events()[CLIENT] == [UtilityResult(1, True)]
+        assert take_events(core)[CLIENT] == [UtilityResult(1, True)]
         add(core, prompt)
         outputs.append(run(core)[0].num_cached_tokens)
         assert outputs == [0, 64, 0]
@@ -186,7 +186,7 @@ def test_forgotten_prefixes_are_computed_again(folder):
 
 def test_unknown_utility_is_answered_with_an_error(core):
     core.handle(CLIENT, Utility(3, "__init__"), 0.0)
-    [answer] = core.take_events()[CLIENT]
+    [answer] = take_events(core)[CLIENT]
     assert (answer.call_id, answer.result) == (3, None)
     assert "__init__" in answer.error
 

@@ -15,7 +15,7 @@ from replicas.messages import (
     Refused,
 )
 from replicas.sampling_params import SamplingParams
-from tests.engines import engine_core, generate, make_config
+from tests.engines import engine_core, generate, make_config, take_events
 from tests.models import model_folder
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import CLIENT, Pair
@@ -248,7 +248,7 @@ def asked_again(pair):
     assert pair.prefill.core.num_live == 1, "its transfer has not ended"
     ticket = pair.ticket("r", epoch=1)
     pair.prefill.handle(AddRequest(pair._requests["r"], "prefill", ticket=ticket))
-    assert pair.prefill.core.take_events() == {}
+    assert take_events(pair.prefill.core) == {}
 
 
 def test_request_that_follows_its_own_abort_waits_for_the_end_of_that(make_pair, local):
@@ -271,7 +271,7 @@ def test_request_that_is_given_up_while_it_waits_for_an_earlier_end_says_nothing
     else:
         core.client_gone(CLIENT)
     pair.prefill.step_if_due()
-    assert (core.take_events(), core.num_live) == ({}, 0)
+    assert (take_events(core), core.num_live) == ({}, 0)
 
 
 def test_only_one_request_waits_for_an_earlier_end(make_pair):
@@ -279,18 +279,18 @@ def test_only_one_request_waits_for_an_earlier_end(make_pair):
     asked_again(pair)
     third = AddRequest(pair._requests["r"], "prefill", ticket=pair.ticket("r", epoch=2))
     pair.prefill.handle(third)
-    [refused] = pair.prefill.core.take_events()[CLIENT]
+    [refused] = take_events(pair.prefill.core)[CLIENT]
     assert isinstance(refused, Refused)
     assert refused.reason == "duplicate"
     pair.prefill.step_if_due()
-    assert isinstance(pair.prefill.core.take_events()[CLIENT][0], Accepted)
+    assert isinstance(take_events(pair.prefill.core)[CLIENT][0], Accepted)
 
 
 def test_id_whose_kv_still_waits_to_be_fetched_is_refused(make_pair):
     pair = make_pair()
     handed_over_and_not_fetched(pair)
     pair.prefill.handle(AddRequest(pair._requests["r"], "prefill", ticket=pair.ticket("r", 1)))
-    [refused] = pair.prefill.core.take_events()[CLIENT]
+    [refused] = take_events(pair.prefill.core)[CLIENT]
     assert refused.reason == "duplicate"
 
 
@@ -406,10 +406,10 @@ def test_a_forged_ticket_is_refused_and_the_request_goes_on(make_pair, local):
     sealed[0] ^= 1
     request = EngineRequest("p", LONG, GREEDY)
     pair.prefill.handle(AddRequest(request, "prefill", ticket=bytes(sealed)))
-    [refused] = pair.prefill.core.take_events()[CLIENT]
+    [refused] = take_events(pair.prefill.core)[CLIENT]
     assert (refused.reason, pair.prefill.core.num_live) == ("invalid", 0)
     pair.decode.handle(LoadKV("r", bytes(sealed), 5))
-    [loaded] = pair.decode.core.take_events()[CLIENT]
+    [loaded] = take_events(pair.decode.core)[CLIENT]
     assert loaded == KVLoaded("r", 5, "auth")
     pair.activate("r", [])
     pair.run_until(lambda: "r" in pair.finished, "finished")

@@ -13,7 +13,7 @@ import pytest
 from replicas.client import SyncMPClient
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
-from tests.engines import make_config
+from tests.engines import make_config, take_events
 from tests.models import model_folder
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import CLIENT, Pair
@@ -125,7 +125,7 @@ def test_no_table_of_an_engine_grows_with_the_requests_that_it_has_served(pair):
     num_objects = len(gc.get_objects())
     serve(pair, 320, 960)
     for node in (pair.prefill, pair.decode):
-        node.core.take_events().get(CLIENT)
+        take_events(node.core).get(CLIENT)
     # What the test itself has kept: a request, a list of tokens, a sampling, …
     kept = 16 * (len(pair.outputs) + 1)
     gc.collect()

@@ -11,7 +11,7 @@ import pytest
 from kv_transfer.store import StoreConfig
 from replicas.messages import AddRequest, EngineRequest, Refused, TokenOutput
 from replicas.sampling_params import SamplingParams
-from tests.engines import engine_core, generate, make_config
+from tests.engines import engine_core, generate, make_config, take_events
 from tests.kv_transfer.memory_store import SHELVES, Shelf
 from tests.models import model_folder
 from tests.replicas.engine.fakes import KEYS
@@ -69,7 +69,7 @@ class Alone:
 
         def are_finished():
             nonlocal num_open
-            for event in self.node.core.take_events().get(CLIENT, []):
+            for event in take_events(self.node.core).get(CLIENT, []):
                 assert not isinstance(event, Refused), event
                 if isinstance(event, TokenOutput):
                     assert event.error is None
@@ -212,7 +212,7 @@ def test_a_store_that_hangs_holds_up_only_those_that_ask_it(make_alone, plain, s
     seen = []
 
     def has_run():
-        seen.extend(engine.node.core.take_events().get(CLIENT, []))
+        seen.extend(take_events(engine.node.core).get(CLIENT, []))
         outputs = [e for e in seen if isinstance(e, TokenOutput)]
         assert all(e.request_id == short for e in outputs)
         return any(e.finish_reason for e in outputs)
@@ -224,7 +224,7 @@ def test_a_store_that_hangs_holds_up_only_those_that_ask_it(make_alone, plain, s
     store.thaw.set()
 
     def is_done():
-        events = engine.node.core.take_events().get(CLIENT, [])
+        events = take_events(engine.node.core).get(CLIENT, [])
         return any(isinstance(e, TokenOutput) and e.finish_reason for e in events)
 
     engine.run_until(is_done, asking)

@@ -23,6 +23,7 @@ from replicas.messages import (
     Utility,
 )
 from replicas.sampling_params import SamplingParams
+from tests.engines import take_events
 from tests.replicas.engine.fakes import (
     EOS,
     KEYS,
@@ -381,7 +382,7 @@ class Core:
         return num_steps
 
     def take_events(self):
-        for client, events in self.core.take_events().items():
+        for client, events in take_events(self.core).items():
             self.events.setdefault(client, []).extend(events)
 
     def history(self):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.curve import server_public_key
 from kv_transfer.keys import KeyRing
+from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.server import SNAPSHOT_S, EngineServer, describe
 from replicas.messages import (
@@ -282,12 +283,12 @@ def test_a_request_from_greeting_to_end(core):
     server.frames(0.0)
     params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, ignore_eos=True)
     server.take(A, AddRequest(EngineRequest("r", [20, 21], params)), 1.0)
-    heard, views = [], []
+    heard, views, columns = [], [], ColumnReader()
     for step in range(5):
         core.step(1.0 + step)
         for client, frame in server.frames(1.0 + step):
             assert not frame.events or client == A
-            heard += frame.events
+            heard += columns.read(frame.events)
             if client == B and frame.snapshot is not None:
                 views.append(sum(g.num_empty_slots for g in frame.snapshot.groups))
     assert [type(e) for e in heard] == [Accepted, TokenOutput, TokenOutput, TokenOutput]

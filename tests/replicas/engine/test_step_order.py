@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.inbox import STOP, Inbox
@@ -20,7 +21,14 @@ from replicas.messages import (
     Utility,
 )
 from replicas.sampling_params import SamplingParams
-from tests.engines import CLIENT, engine_core, generate, make_config, num_preemptions
+from tests.engines import (
+    CLIENT,
+    engine_core,
+    generate,
+    make_config,
+    num_preemptions,
+    take_events,
+)
 from tests.models import model_folder
 from tests.replicas.engine.shelf_connector import SHELVES, calls, shelf
 
@@ -66,7 +74,7 @@ def test_a_connector_from_elsewhere_is_called_in_the_documented_order():
             ("request_finished", "r0"),
         ]
         core.handle(CLIENT, Utility(1, "reset_prefix_cache"), 0.0)
-        core.take_events()
+        take_events(core)
         calls.clear()
         (second,) = generate(core, [PROMPT], GREEDY)
         assert calls == [
@@ -139,7 +147,7 @@ def test_blocks_that_a_step_gave_up_are_whole_while_the_connector_reads_them():
         generate(core, prompts, one)
         assert len(shelf) == 3
         core.handle(CLIENT, Utility(1, "reset_prefix_cache"), 0.0)
-        core.take_events()
+        take_events(core)
         assert generate(core, [PROMPT], GREEDY) == [wanted]
     assert calls.count(("update_state_after_alloc", "r0", 64)) == 1
 
@@ -150,11 +158,11 @@ def test_blocks_that_a_step_gave_up_are_whole_while_the_connector_reads_them():
 def test_tokens_are_there_before_the_connector_reads_kv():
     with engine_core(config()) as core:
         core.handle(CLIENT, AddRequest(EngineRequest("r", PROMPT, GREEDY)), 0.0)
-        core.take_events()
+        take_events(core)
         step = core.begin_step(0.0)
-        assert core.take_events() == {}
+        assert take_events(core) == {}
         core.publish(step)
-        [output] = core.take_events()[CLIENT]
+        [output] = take_events(core)[CLIENT]
         assert isinstance(output, TokenOutput)
         assert ("mark_ready",) not in calls
         assert not shelf
@@ -169,10 +177,11 @@ class _Outbox:
 
     def __init__(self, inbox):
         self._inbox = inbox
+        self._columns = ColumnReader()
 
     def put(self, item):
         _, frame = item
-        outputs = [e for e in frame.events if isinstance(e, TokenOutput)]
+        outputs = [e for e in self._columns.read(frame.events) if isinstance(e, TokenOutput)]
         if outputs:
             calls.append(("frame", outputs[0].index))
         if any(output.finish_reason for output in outputs):
@@ -195,7 +204,7 @@ def test_an_engine_process_sends_the_first_token_before_it_copies_kv():
 def test_transfers_under_way_can_be_looked_at():
     with engine_core(config()) as core:
         core.handle(CLIENT, Utility(4, "kv_transfers"), 2.5)
-        [answer] = core.take_events()[CLIENT]
+        [answer] = take_events(core)[CLIENT]
         found = msgspec.convert(msgspec.to_builtins(answer.result), KVTransfers)
         [info] = found.transfers
         assert (info.request_id, info.path, info.age_s) == ("r", "shelf", 2.5)

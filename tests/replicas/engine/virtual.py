@@ -27,6 +27,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.virtual_engine import simulated_facts
+from tests.engines import take_events
 from tests.kv_transfer.virtual_wire import Net, Wire
 from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 
@@ -172,7 +173,7 @@ class LoopPair:
                 side.core.step(0.0)
                 side.core.check_invariants()
                 self.net.run()
-                for event in side.core.take_events().get(CLIENT, []):
+                for event in take_events(side.core).get(CLIENT, []):
                     self._take(side, event)
             if not self._num_open and not any(
                 side.core.num_live for side in (self.prefill, self.decode)
