@@ -266,7 +266,7 @@ class EngineCore:
         self._scheduled_tokens += step.batch.num_tokens
         if step.batch.kind != "prefill":
             self._step_s = step.result.device_s
-        for seq, output in self._scheduler.update(step.batch, step.result):
+        for seq, output in self._scheduler.update(step.batch, step.result).events():
             self._events.add_output(seq, output)
         self._host_s += time.perf_counter() - started
 
@@ -310,7 +310,7 @@ class EngineCore:
         self._scheduled_tokens += num_steps * batch.num_tokens
         self._device_s += device_s
         self._step_s = device_s / num_steps
-        for seq, output in self._scheduler.update_run(batch, token_ids):
+        for seq, output in self._scheduler.update_run(batch, token_ids).events():
             self._events.add_output(seq, output)
 
     def next_deadline_s(self) -> float | None:

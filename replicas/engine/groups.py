@@ -59,6 +59,10 @@ class DPGroups:
         """Free slots of all groups together."""
         return sum(self._slots.num_empty(g) for g in range(len(self._pools)))
 
+    def without_slots(self) -> set[int]:
+        """Groups that have no free slot."""
+        return {g for g in range(len(self._pools)) if not self._slots.num_empty(g)}
+
     def choose(self, seq: Sequence, full_groups: Collection[int] = ()) -> int | None:
         """The asked group, or the one with the most empty slots; None if there is none.
 
@@ -104,20 +108,29 @@ class DPGroups:
             self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
             self.stats[group].prefix_cache_hits += seq.num_computed_tokens
 
-    def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence's group has the blocks that it lacks for `num_tokens`."""
-        num_missing = self._num_missing(seq, num_tokens)
-        # Of every decode step all sequences come here, and most of them lack nothing.
-        return num_missing <= 0 or num_missing <= self._pools[seq.dp_group].num_free_blocks
+    def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Append the blocks that a sequence lacks for `num_tokens`.
 
-    def grow(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Append the blocks that a sequence lacks for `num_tokens`; returns them."""
-        num_missing = self._num_missing(seq, num_tokens)
+        Returns:
+            Those blocks; None, and nothing has changed, if its group has not so many.
+        """
+        num_missing = self._num_blocks_for(num_tokens) - len(seq.block_ids)
         if num_missing <= 0:
             return []
-        block_ids = self._pools[seq.dp_group].allocate(num_missing)
+        pool = self._pools[seq.dp_group]
+        if num_missing > pool.num_free_blocks:
+            return None
+        block_ids = pool.allocate(num_missing)
         seq.block_ids.extend(block_ids)
         return block_ids
+
+    def can_grow_all(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
+        """Whether each of these could `grow` to its number of tokens, one after the other."""
+        num_missing = [0] * len(self._pools)
+        for seq, num_tokens in wanted:
+            missing = self._num_blocks_for(num_tokens) - len(seq.block_ids)
+            num_missing[seq.dp_group] += max(missing, 0)
+        return all(n <= p.num_free_blocks for n, p in zip(num_missing, self._pools, strict=True))
 
     def cache_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
         """Index the blocks that have just become full.
@@ -228,6 +241,3 @@ class DPGroups:
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-    def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
-        return self._num_blocks_for(num_tokens) - len(seq.block_ids)

@@ -57,6 +57,7 @@ class KVLoads:
         resumes_prefill: Whether a prompt can be computed from its middle on.
 
     Attributes:
+        num_in: How many in each DP group hold slot and blocks and wait for their KV.
         num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
     """
 
@@ -76,6 +77,7 @@ class KVLoads:
         # Queued or reserved ones for which the connector cannot tell yet what it will load.
         self._asking: dict[str, Sequence] = {}
         self._loading: dict[str, Sequence] = {}
+        self.num_in = [0] * len(groups)
         self.num_recompute_tokens = 0
 
     def __repr__(self) -> str:
@@ -88,6 +90,7 @@ class KVLoads:
         seq.status = SequenceStatus.RESERVED
         seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
         self._reserved[seq.request_id] = seq
+        self.num_in[seq.dp_group] += 1
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """See `Scheduler.load`."""
@@ -174,6 +177,7 @@ class KVLoads:
         seq.status = SequenceStatus.LOADING
         seq.load = KVLoad(is_under_way=True, end=end)
         self._loading[seq.request_id] = seq
+        self.num_in[seq.dp_group] += 1
         self._connector.update_state_after_alloc(
             seq.request_id, seq.dp_group, seq.block_ids, num_external
         )
@@ -182,7 +186,7 @@ class KVLoads:
 
     def ask_again(self) -> None:
         """Ask for the reserved sequences of which the connector did not know."""
-        if self._connector is not None:
+        if self._connector is not None and self._asking:
             for seq in list(self._asking.values()):
                 if seq.status is SequenceStatus.RESERVED:
                     self._ask(self._connector, seq)
@@ -245,8 +249,10 @@ class KVLoads:
 
     def forget(self, seq: Sequence) -> None:
         """Keep nothing of a sequence."""
-        for place in (self._reserved, self._asking, self._loading):
-            place.pop(seq.request_id, None)
+        self._asking.pop(seq.request_id, None)
+        for place in (self._reserved, self._loading):
+            if place.pop(seq.request_id, None) is not None:
+                self.num_in[seq.dp_group] -= 1
 
     # --- views ---------------------------------------------------------------------------------
 
@@ -262,6 +268,8 @@ class KVLoads:
 
     def check_invariants(self) -> None:
         """Every sequence here is what its place means."""
+        for group, num_awaiting in enumerate(self.num_in):
+            assert num_awaiting == sum(s.dp_group == group for s in self.awaiting)
         for seq in self.awaiting:
             # Nothing that comes may lack a place, whatever else wants blocks meanwhile.
             assert len(seq.block_ids) * self._config.block_size >= seq.num_prompt_tokens

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
+from replicas.engine.running import RunningRows
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.sequence import Sequence
+    from replicas.engine.step import StepKind
     from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
 
 
@@ -53,7 +53,8 @@ class Roster:
         self._loads = KVLoads(config, self._groups, connector, resumes_prefill=resumes_prefill)
         self._sequences: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(len(self._groups))
-        self._running: list[Sequence] = []
+        decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
+        self._running = RunningRows(decode_kind, len(self._groups))
         # Finished here, but another engine still reads or writes their blocks.
         self._held: dict[str, Sequence] = {}
         self._draining = False
@@ -265,7 +266,7 @@ class Roster:
 
     def group_snapshots(self) -> list[GroupSnapshot]:
         """What each DP group has left."""
-        running, reserved = self._count(self._running), self._count(self._loads.awaiting)
+        running, reserved = self._running.num_in, self._loads.num_in
         return [
             self._groups.snapshot(g, running[g], reserved[g], self._waiting.num_asking_for[g])
             for g in range(len(self._groups))
@@ -273,7 +274,7 @@ class Roster:
 
     def group_counters(self) -> list[GroupCounters]:
         """Totals and gauges of each DP group."""
-        running, reserved = self._count(self._running), self._count(self._loads.awaiting)
+        running, reserved = self._running.num_in, self._loads.num_in
         return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
 
     def reset_prefix_cache(self) -> None:
@@ -285,6 +286,7 @@ class Roster:
         self._groups.check_invariants([*self._sequences.values(), *self._held.values()])
         self._waiting.check_invariants()
         self._loads.check_invariants()
+        self._running.check_invariants()
         places = [*self._waiting, *self._running, *self._loads.awaiting]
         assert len(places) == len(self._sequences)
         assert {id(s) for s in places} == {id(s) for s in self._sequences.values()}
@@ -333,7 +335,7 @@ class Roster:
         # The last known token is always computed here: its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         seq.status = SequenceStatus.RUNNING
-        self._running.append(seq)
+        self._running.add(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from a sequence; it computes its tokens again when there is room."""
@@ -382,10 +384,3 @@ class Roster:
     def _count_finished(self, seq: Sequence, reason: str) -> None:
         finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished
         finished[reason] = finished.get(reason, 0) + 1
-
-    def _count(self, sequences: Iterable[Sequence]) -> list[int]:
-        """How many of these are in each DP group."""
-        counts = [0] * len(self._groups)
-        for seq in sequences:
-            counts[seq.dp_group] += 1
-        return counts

@@ -3,6 +3,8 @@
 There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step
 advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
 after preemption and KV that came from another engine or from a store are all that one rule.
+Rows that decode are planned all at once and looked at only when that changes something, see
+`RunningRows`: a step costs what it changes, and little for each token.
 Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
 last running sequence by recompute).
 """
@@ -11,22 +13,71 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.roster import Roster
+from replicas.engine.running import Decodes
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.engine.step import NewSequence, ScheduledBatch, StepResult
 from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kv_transfer.connector import KVConnectorScheduler
     from replicas.config import EngineConfig
-    from replicas.engine.step import StepKind, StepResult
+    from replicas.engine.step import StepKind
     from replicas.messages import FinishReason
+
+
+class Ending(NamedTuple):
+    """The end of a sequence.
+
+    Attributes:
+        row: Its index in the step's outputs.
+        reason: Why it ended.
+        stop_reason: The stop token id that ended it, if one did.
+    """
+
+    row: int
+    reason: FinishReason
+    stop_reason: int | None
+
+
+class StepOutputs(NamedTuple):
+    """What a step gave, in columns: a row for each sequence that got a token.
+
+    Attributes:
+        sequences: Whose tokens these are; the same list in step after step of the same rows, so
+            never changed.
+        token_ids: The last token of each.
+        endings: Of the rows that ended, in their order. One of mode prefill is over with its first
+            token, without an ending.
+        earlier: Of a run of several steps: the tokens of each row before its last.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    endings: list[Ending]
+    earlier: list[list[int]] | None = None
+
+    def events(self) -> Iterator[tuple[Sequence, TokenOutput]]:
+        """The same row by row, before any other step is taken over."""
+        ended = {ending.row: ending for ending in self.endings}
+        for row, (seq, token_id) in enumerate(zip(self.sequences, self.token_ids, strict=True)):
+            tokens = [token_id] if self.earlier is None else [*self.earlier[row], token_id]
+            _, reason, stop_reason = ended.get(row, (row, None, None))
+            yield (
+                seq,
+                TokenOutput(
+                    seq.request_id,
+                    seq.num_output_tokens - len(tokens),
+                    tokens,
+                    reason,
+                    stop_reason,
+                    max(seq.num_cached_tokens, 0),
+                ),
+            )
 
 
 class _Admission(Enum):
@@ -39,25 +90,49 @@ class _Admission(Enum):
 
 
 class _StepPlan:
-    """The step that is being put together."""
+    """The step that is being put together: rows that decode, then others."""
 
-    def __init__(self, kind: StepKind, budget: int) -> None:
+    def __init__(self, kind: StepKind, budget: int, decodes: Decodes) -> None:
         self.kind = kind
         self.budget = budget
+        self.decodes = decodes
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
         self.appended: list[tuple[int, list[int]]] = []
+        self.batch: ScheduledBatch | None = None
 
-    def takes(self, num_new_tokens: int) -> bool:
-        """Whether a sequence with so many tokens to compute belongs into a step of this kind."""
-        if self.kind == "mixed":
-            return True
-        return (num_new_tokens == 1) == (self.kind == "decode")
+    def __bool__(self) -> bool:
+        return bool(self.sequences) or len(self.decodes) > 0
+
+    def takes(self, seq: Sequence) -> bool:
+        """Whether a sequence, by what it has left to compute, belongs into a step of this kind."""
+        return self.kind == "mixed" or (seq.num_new_tokens == 1) == (self.kind == "decode")
 
     def add(self, seq: Sequence, count: int) -> None:
         self.sequences.append(seq)
         self.counts.append(count)
         self.budget -= count
+
+    def note_blocks(self, seq: Sequence, block_ids: list[int]) -> None:
+        """Note what was appended to a block table, if the runner has that and not all of it."""
+        if block_ids and seq.is_known_to_runner:
+            self.appended.append((seq.slot, block_ids))
+
+    def build(self) -> ScheduledBatch:
+        decodes = self.decodes.batch
+        if not self.sequences and not self.appended:
+            self.batch = decodes
+            return decodes
+        new = []
+        for seq in self.sequences:
+            if not seq.is_known_to_runner:
+                new.append(_new_sequence(seq))
+                seq.is_known_to_runner = True
+        slots, counts = decodes.slots, decodes.num_scheduled_tokens
+        if self.sequences:
+            slots, counts = slots + [s.slot for s in self.sequences], counts + self.counts
+        self.batch = ScheduledBatch(self.kind, slots, counts, new, self.appended)
+        return self.batch
 
 
 class Scheduler(Roster):
@@ -99,6 +174,9 @@ class Scheduler(Roster):
         self._eos_token_ids = eos_token_ids
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
+        self._no_decodes = Decodes("decode", [], len(self._groups))
+        # Of the step that is under way.
+        self._plan: _StepPlan | None = None
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -109,57 +187,71 @@ class Scheduler(Roster):
             The step, or None when nothing can run now.
         """
         self._loads.ask_again()
+        if not self._running and not self._waiting:
+            return None
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
-            plan = _StepPlan(kind, self._config.max_num_batched_tokens)
-            preempted = self._advance_running(plan)
+            plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
+            preempted = not self._advance_all(plan) and self._advance_in_order(plan)
             # Blocks that were just taken away are for those who needed them; if none of these can
             # run after all, others may, in groups that nobody waits for.
-            if kind != "decode" and not (preempted and plan.sequences):
+            if kind != "decode" and not (preempted and plan):
                 self._admit_waiting(plan)
-            if plan.sequences:
+            if plan:
                 self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
-                return self._build(plan)
+                self._plan = plan
+                return plan.build()
             if preempted and kind == "decode":
                 # It took everything from its own sequences: what they gave back may be enough.
                 kinds.append("prefill")
         return None
 
-    def update(
-        self, batch: ScheduledBatch, result: StepResult
-    ) -> list[tuple[Sequence, TokenOutput]]:
+    def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
         """Take over what a step gave.
 
         Args:
-            batch: What `schedule` returned.
+            batch: What `schedule` has returned last.
             result: What the worker made of it.
-
-        Returns:
-            One output for each sequence that got a token.
         """
-        by_slot = {seq.slot: seq for seq in self._running}
-        outputs = []
-        for slot, count, token_id in zip(
-            batch.slots, batch.num_scheduled_tokens, result.token_ids, strict=True
+        plan, self._plan = self._plan_of(batch), None
+        if not plan.sequences:
+            return self._update_decodes(plan.decodes, result.token_ids)
+        num_decodes = len(plan.decodes)
+        decoded = self._update_decodes(plan.decodes, result.token_ids[:num_decodes])
+        sequences, token_ids, endings, _ = decoded
+        sequences, token_ids = [*sequences], [*token_ids]
+        for seq, count, token_id in zip(
+            plan.sequences, plan.counts, result.token_ids[num_decodes:], strict=True
         ):
-            seq = by_slot[slot]
             seq.num_computed_tokens += count
-            self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
-            if token_id >= 0:
-                outputs.append((seq, self._append_token(seq, token_id)))
-        return outputs
+            if token_id < 0:
+                self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
+                continue
+            self._count_token(seq)
+            seq.token_ids.append(token_id)
+            self._look_at(seq, token_id, len(sequences), endings)
+            sequences.append(seq)
+            token_ids.append(token_id)
+        return StepOutputs(sequences, token_ids, endings)
+
+    def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
+        """Sequences whose prompt a step computes, with the tokens computed once it has run.
+
+        Args:
+            batch: What `schedule` has returned last.
+        """
+        plan = self._plan_of(batch)
+        for seq, count in zip(plan.sequences, plan.counts, strict=True):
+            if seq.num_computed_tokens < seq.num_prompt_tokens:
+                yield seq, seq.num_computed_tokens + count
 
     # --- decode steps without a decision between them -------------------------------------------
 
     @property
     def is_steady(self) -> bool:
         """Whether all that is left to do is to decode what runs, and nobody fetches its KV."""
-        return (
-            bool(self._running)
-            and not self._waiting
-            and all(s.num_new_tokens == 1 and s.mode != "prefill" for s in self._running)
-        )
+        return len(self._running) == self._running.num_decoding > 0 and not self._waiting
 
     def num_repeats(self, batch: ScheduledBatch) -> int:
         """How often a step may run in a row before `schedule` would decide anything else.
@@ -173,98 +265,97 @@ class Scheduler(Roster):
         Returns:
             1 for a step that must be updated by itself.
         """
-        if not self.is_steady or len(batch.slots) != len(self._running):
+        decodes = self._plan_of(batch).decodes
+        if not self.is_steady or len(decodes) != len(self._running) or decodes.stop_ids:
             return 1
-        return max(1, min(self._num_plain_steps(seq) for seq in self._running))
+        return min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
 
-    def _num_plain_steps(self, seq: Sequence) -> int:
-        sampling = seq.request.sampling
-        if not seq.num_output_tokens:
-            return 1
-        if sampling.stop_token_ids or not sampling.ignore_eos:
-            return 1
-        return min(
-            len(seq.block_ids) * self._config.block_size - seq.num_computed_tokens,
-            sampling.max_tokens - seq.num_output_tokens,
-            self._max_model_len - seq.num_tokens,
-        )
-
-    def update_run(
-        self, batch: ScheduledBatch, token_ids: list[list[int]]
-    ) -> list[tuple[Sequence, TokenOutput]]:
+    def update_run(self, batch: ScheduledBatch, token_ids: list[list[int]]) -> StepOutputs:
         """Take over several repeats of one decode step.
 
         Args:
-            batch: What `schedule` returned.
+            batch: What `schedule` has returned last.
             token_ids: For each of its slots a token per step; at most `num_repeats` of them.
-
-        Returns:
-            One output for each sequence, with all of its tokens.
         """
-        by_slot = {seq.slot: seq for seq in self._running}
-        outputs = []
-        for slot, tokens in zip(batch.slots, token_ids, strict=True):
-            seq = by_slot[slot]
-            earlier, last = tokens[:-1], tokens[-1]
-            seq.num_computed_tokens += len(tokens)
-            seq.token_ids.extend(earlier)
-            self._groups.stats[seq.dp_group].generation_tokens += len(earlier)
-            self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
-            output = self._append_token(seq, last)
-            if earlier:
-                output = msgspec.structs.replace(
-                    output, index=output.index - len(earlier), token_ids=tokens
-                )
-            outputs.append((seq, output))
-        return outputs
+        earlier = [tokens[:-1] for tokens in token_ids]
+        if earlier[0]:
+            decodes, num_steps = self._plan_of(batch).decodes, len(earlier[0])
+            for seq, tokens in zip(decodes.sequences, earlier, strict=True):
+                seq.token_ids += tokens
+                seq.num_computed_tokens += num_steps
+            self._count_tokens(decodes, num_steps)
+        outputs = self.update(batch, StepResult([tokens[-1] for tokens in token_ids], 0.0))
+        return outputs._replace(earlier=earlier)
 
-    # --- views ---------------------------------------------------------------------------------
-
-    def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
-        """Sequences whose prompt a step computes, with the tokens computed once it has run."""
-        by_slot = {seq.slot: seq for seq in self._running}
-        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
-            seq = by_slot[slot]
-            if seq.num_computed_tokens < seq.num_prompt_tokens:
-                yield seq, seq.num_computed_tokens + count
+    def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
+        assert self._plan is not None, "no step is under way"
+        assert self._plan.batch is batch, "another step is under way"
+        return self._plan
 
     # --- planning ------------------------------------------------------------------------------
 
     def _kinds_to_try(self) -> tuple[StepKind, ...]:
         if self._config.mixed_batches:
             return ("mixed",)
-        decodes_wait = any(s.num_new_tokens == 1 for s in self._running)
+        running = self._running
+        decodes_wait = running.num_decoding or any(s.num_new_tokens == 1 for s in running.others)
         if decodes_wait and self._prefill_streak >= self._config.prefill_steps_per_decode_step:
             return ("decode", "prefill")
         return ("prefill", "decode")
 
-    def _advance_running(self, plan: _StepPlan) -> bool:
-        """Schedule running sequences in order; returns whether any was preempted."""
+    def _advance_all(self, plan: _StepPlan) -> bool:
+        """Schedule all running sequences that belong into a step, if tokens and blocks suffice."""
+        running = self._running
+        decodes = self._no_decodes if plan.kind == "prefill" else running.decodes
+        short = [] if plan.kind == "prefill" else list(running.short.values())
+        others = [s for s in running.others if plan.takes(s)]
+        budget = plan.budget - len(decodes)
+        if sum(s.num_new_tokens for s in others) > budget:
+            return False
+        growing = [(s, s.num_computed_tokens + 1) for s in short]
+        growing += [(s, s.num_tokens) for s in others]
+        if not self._groups.can_grow_all(growing):
+            return False
+        for seq, num_tokens in growing:
+            self._grow(plan, seq, num_tokens)
+        plan.decodes, plan.budget = decodes, budget
+        for seq in others:
+            plan.add(seq, seq.num_new_tokens)
+        return True
+
+    def _advance_in_order(self, plan: _StepPlan) -> bool:
+        """Schedule running sequences in their order; returns whether any was preempted."""
         preempted = False
         for seq in list(self._running):
-            if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq.num_new_tokens):
+            if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq):
                 continue
             count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
                 continue
-            num_tokens = seq.num_computed_tokens + count
-            while not self._groups.can_grow(seq, num_tokens):
-                victim = self._last_running(seq.dp_group)
+            while not self._grow(plan, seq, seq.num_computed_tokens + count):
+                victim = self._running.last_in(seq.dp_group)
                 self._preempt(victim)
                 preempted = True
                 if victim is seq:
                     break
             else:
-                block_ids = self._groups.grow(seq, num_tokens)
-                if block_ids and seq.is_known_to_runner:
-                    plan.appended.append((seq.slot, block_ids))
                 plan.add(seq, count)
         return preempted
+
+    def _grow(self, plan: _StepPlan, seq: Sequence, num_tokens: int) -> bool:
+        """Give a running sequence the blocks that it lacks, if there are so many."""
+        block_ids = self._groups.grow(seq, num_tokens)
+        if block_ids is None:
+            return False
+        if block_ids:
+            self._running.short.pop(seq.slot, None)
+            plan.note_blocks(seq, block_ids)
+        return True
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
         skipped: list[Sequence] = []
-        full_groups: set[int] = set()
+        full_groups = self._groups.without_slots()
         while self._waiting and plan.budget > 0 and len(full_groups) < len(self._groups):
             seq = self._waiting.pop()
             admission = self._try_admit(plan, seq, full_groups)
@@ -301,7 +392,7 @@ class Scheduler(Roster):
             return _Admission.NO_ROOM
         self._groups.admit(seq, group, hits, seq.num_tokens)
         seq.status = SequenceStatus.RUNNING
-        self._running.append(seq)
+        self._running.add(seq)
         plan.add(seq, count)
         return _Admission.ADMITTED
 
@@ -314,37 +405,60 @@ class Scheduler(Roster):
         stop = start + budget
         return max(stop - stop % self._chunk_alignment - start, 0)
 
-    def _last_running(self, group: int) -> Sequence:
-        return next(s for s in reversed(self._running) if s.dp_group == group)
-
-    def _build(self, plan: _StepPlan) -> ScheduledBatch:
-        new = []
-        for seq in plan.sequences:
-            if not seq.is_known_to_runner:
-                new.append(_new_sequence(seq))
-                seq.is_known_to_runner = True
-        return ScheduledBatch(
-            plan.kind, [s.slot for s in plan.sequences], plan.counts, new, plan.appended
-        )
-
     # --- results and endings -------------------------------------------------------------------
 
-    def _append_token(self, seq: Sequence, token_id: int) -> TokenOutput:
-        index = seq.num_output_tokens
-        seq.token_ids.append(token_id)
-        stats = self._groups.stats[seq.dp_group]
-        stats.generation_tokens += 1
-        if index == 0:
-            stats.prompt_tokens += seq.num_prompt_tokens
+    def _update_decodes(self, decodes: Decodes, token_ids: list[int]) -> StepOutputs:
+        """Give each row its token, and look at those of which something may have changed."""
+        looks = []
+        for row, (seq, token_id) in enumerate(zip(decodes.sequences, token_ids, strict=True)):
+            seq.token_ids.append(token_id)
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
+            if num_computed == seq.look_at:
+                looks.append(row)
+        stop_ids = decodes.stop_ids
+        if not stop_ids.isdisjoint(token_ids):
+            looks = sorted({*looks, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
+        self._count_tokens(decodes, 1)
+        endings: list[Ending] = []
+        for row in looks:
+            self._look_at(decodes.sequences[row], token_ids[row], row, endings)
+        return StepOutputs(decodes.sequences, token_ids, endings)
+
+    def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
+        """Let a sequence that has got a token end, leave, or decode on; its KV may be shared."""
+        self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
         reason, stop_reason = self._finish_reason(seq, token_id)
-        output = TokenOutput(
-            seq.request_id, index, [token_id], reason, stop_reason, max(seq.num_cached_tokens, 0)
-        )
         if reason is not None:
+            endings.append(Ending(row, reason, stop_reason))
             self._finish(seq, reason)
         elif seq.mode == "prefill":
             self._hand_over(seq)
-        return output
+        else:
+            self._decode_on(seq)
+
+    def _decode_on(self, seq: Sequence) -> None:
+        """Let a sequence decode until it has to be looked at."""
+        sampling, block_size = seq.request.sampling, self._config.block_size
+        num_computed = seq.num_computed_tokens
+        last = min(seq.num_prompt_tokens + sampling.max_tokens, self._max_model_len) - 1
+        seq.look_at = min(num_computed - num_computed % block_size + block_size, last)
+        if num_computed == len(seq.block_ids) * block_size:
+            self._running.short[seq.slot] = seq
+        if not seq.is_decoding:
+            seq.stop_ids = sampling.stop_token_ids
+            if not sampling.ignore_eos:
+                seq.stop_ids |= self._eos_token_ids
+            self._running.decode(seq)
+
+    def _count_token(self, seq: Sequence) -> None:
+        stats = self._groups.stats[seq.dp_group]
+        stats.generation_tokens += 1
+        if seq.num_output_tokens == 0:
+            stats.prompt_tokens += seq.num_prompt_tokens
+
+    def _count_tokens(self, decodes: Decodes, num_steps: int) -> None:
+        for stats, num_rows in zip(self._groups.stats, decodes.num_in, strict=True):
+            stats.generation_tokens += num_steps * num_rows
 
     def _finish_reason(
         self, seq: Sequence, token_id: int

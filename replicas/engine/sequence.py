@@ -84,6 +84,11 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
+        is_decoding: Whether it is among the rows whose steps are all alike; see `RunningRows`.
+        look_at: Of one that is: computed tokens with which it fills a block or ends.
+        stop_ids: Of one that is: tokens that end it.
+        request_id: The request's id.
+        num_prompt_tokens: Tokens of the prompt.
     """
 
     request: EngineRequest
@@ -107,11 +112,15 @@ class Sequence:
     is_told: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
+    is_decoding: bool = False
+    look_at: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    request_id: str = field(init=False)
+    num_prompt_tokens: int = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -119,16 +128,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, here or on the engine that did the prefill."""
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_new_tokens(self) -> int:
         """Known tokens that are not computed yet."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens

@@ -131,7 +131,7 @@ class World:
             if transfer is not None:
                 transfer.num_saved_tokens = num_tokens
         result = StepResult(self.run(batch, sample), 0.0)
-        for seq, output in self.scheduler.update(batch, result):
+        for seq, output in self.scheduler.update(batch, result).events():
             known = self.outputs[seq.request_id]
             assert seq.request_id not in self.ended
             assert output.index == len(known)

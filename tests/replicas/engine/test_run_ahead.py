@@ -63,7 +63,7 @@ def sampling_fields(draw):
     return {
         "max_tokens": draw(st.one_of(st.just(60), st.integers(1, 60))),
         "ignore_eos": odd != 1,
-        "stop_token_ids": [2] if odd == 2 else [],
+        "stop_token_ids": frozenset([2] if odd == 2 else []),
     }
 
 
@@ -158,7 +158,7 @@ class Engine:
         if batch is None:
             return False
         tokens = self.device(batch)
-        for seq, output in self.scheduler.update(batch, StepResult(tokens, 0.0)):
+        for seq, output in self.scheduler.update(batch, StepResult(tokens, 0.0)).events():
             self.outputs[seq.request_id].append(output)
         return True
 
@@ -184,7 +184,7 @@ class Engine:
             outputs = self.scheduler.update(batch, StepResult(tokens, 0.0))
         else:
             outputs = self.scheduler.update_run(batch, self.device_run(batch, num_steps))
-        for seq, output in outputs:
+        for seq, output in outputs.events():
             self.outputs[seq.request_id].append(output)
         return num_steps
 
@@ -261,7 +261,7 @@ def running(*fields, config=None, num_blocks=64, max_model_len=100, num_outputs=
         ([{}], {"max_model_len": 10}, 6),
         ([{"ignore_eos": False}], {}, 1),
         ([{}, {"ignore_eos": False}], {}, 1),
-        ([{"stop_token_ids": [7]}], {}, 1),
+        ([{"stop_token_ids": frozenset([7])}], {}, 1),
         ([{}], {"num_outputs": 14}, 16),
     ],
 )

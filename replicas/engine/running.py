@@ -1,0 +1,141 @@
+"""Sequences that are advanced step by step, and what their decode steps have in common.
+
+Owner: the roster, on the engine's core thread. A sequence *decodes* from its first token here on:
+all but its last token is computed, and the worker knows it. Such rows make the same step again and
+again, so that a step need look only at those that have come to `Sequence.look_at` or got a token
+that may end them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas.engine.step import ScheduledBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from replicas.engine.sequence import Sequence
+    from replicas.engine.step import StepKind
+
+
+class Decodes:
+    """All rows that decode; never changed, so that steps share it until other rows do.
+
+    Args:
+        kind: Of the steps that they make.
+        sequences: The rows, in the order in which they run.
+        num_groups: DP groups of the engine.
+
+    Attributes:
+        sequences: As given.
+        batch: A step of these alone in which none gets a block.
+        num_in: How many are in each DP group.
+        stop_ids: Every token that may end one of them.
+    """
+
+    __slots__ = ("batch", "num_in", "sequences", "stop_ids")
+
+    def __init__(self, kind: StepKind, sequences: list[Sequence], num_groups: int) -> None:
+        self.sequences = sequences
+        self.batch = ScheduledBatch(kind, [s.slot for s in sequences], [1] * len(sequences), [], [])
+        self.num_in = [len(sequences)]
+        if num_groups > 1:
+            groups = [s.dp_group for s in sequences]
+            self.num_in = [groups.count(g) for g in range(num_groups)]
+        # Most have the very same set.
+        self.stop_ids = frozenset().union(*{s.stop_ids for s in sequences})
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class RunningRows:
+    """See the module docstring.
+
+    Args:
+        decode_kind: Of the steps that decoding rows make.
+        num_groups: DP groups of the engine.
+
+    Attributes:
+        num_in: How many run in each DP group.
+        num_decoding: How many of them decode.
+        short: By slot: those that decode and whose next token has no block yet.
+    """
+
+    def __init__(self, decode_kind: StepKind, num_groups: int) -> None:
+        self._decode_kind = decode_kind
+        self._sequences: list[Sequence] = []
+        self._parts: tuple[Decodes, list[Sequence]] | None = None
+        self.num_in = [0] * num_groups
+        self.num_decoding = 0
+        self.short: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, seq: Sequence) -> None:
+        """Let a sequence run, behind all others."""
+        self._sequences.append(seq)
+        self.num_in[seq.dp_group] += 1
+        self._parts = None
+
+    def remove(self, seq: Sequence) -> None:
+        """Let a sequence run no more; it has its slot still."""
+        self._sequences.remove(seq)
+        self.num_in[seq.dp_group] -= 1
+        self.short.pop(seq.slot, None)
+        self.num_decoding -= seq.is_decoding
+        seq.is_decoding = False
+        self._parts = None
+
+    def decode(self, seq: Sequence) -> None:
+        """Count a running sequence among those that decode."""
+        self.num_decoding += not seq.is_decoding
+        seq.is_decoding = True
+        self._parts = None
+
+    def last_in(self, group: int) -> Sequence:
+        """The last one of a DP group that has any."""
+        return next(s for s in reversed(self._sequences) if s.dp_group == group)
+
+    @property
+    def decodes(self) -> Decodes:
+        """Those that decode."""
+        return self._both[0]
+
+    @property
+    def others(self) -> list[Sequence]:
+        """Those that do not decode yet."""
+        return self._both[1]
+
+    def check_invariants(self) -> None:
+        """What is kept is what would be found."""
+        for group, num_running in enumerate(self.num_in):
+            assert num_running == sum(s.dp_group == group for s in self._sequences)
+        decoding = [s for s in self._sequences if s.is_decoding]
+        assert self.num_decoding == len(decoding)
+        if self._parts is not None:
+            assert self.decodes.sequences == decoding
+            assert self.decodes.batch.slots == [s.slot for s in decoding]
+            assert len(decoding) + len(self.others) == len(self._sequences)
+        for seq in decoding:
+            assert seq.is_known_to_runner
+            assert seq.num_new_tokens == 1
+            assert seq.num_output_tokens > 0
+            assert seq.num_computed_tokens < seq.look_at
+        assert all(self._of_slot(slot) is seq for slot, seq in self.short.items())
+
+    @property
+    def _both(self) -> tuple[Decodes, list[Sequence]]:
+        if self._parts is None:
+            decoding = [s for s in self._sequences if s.is_decoding]
+            others = [s for s in self._sequences if not s.is_decoding]
+            self._parts = Decodes(self._decode_kind, decoding, len(self.num_in)), others
+        return self._parts
+
+    def _of_slot(self, slot: int) -> Sequence | None:
+        return next((s for s in self._sequences if s.is_decoding and s.slot == slot), None)
