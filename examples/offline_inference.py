@@ -293,7 +293,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     device.add_argument("--simulate", metavar="MODEL@BOARD", help="for one Llama-3.1-8B@n150")
     add("--optimizations", choices=("performance", "accuracy"), default="performance")
     add("--trace", choices=("all", "decode_only", "none"), default="all")
-    add("--sample-on-device", choices=("none", "decode_only", "all"), default="none")
+    add("--sample-on-device", choices=("none", "decode_only", "all"),
+        help="without it whatever the mesh can")  # fmt: skip
     add("--lanes", type=at_least(1), default=1, help="data-parallel groups of the mesh")
     add("--max-batch-size", type=at_least(1), default=32, help="decode slots, over all lanes")
     add("--max-model-len", type=at_least(2), help="longest sequence; the model's, if not given")

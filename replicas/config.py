@@ -72,7 +72,7 @@ _MESH_CHOICES: dict[str, tuple[str | None, ...]] = {
     "arch": (*get_args(Arch), None),
     "optimizations": get_args(_Optimizations),
     "trace": get_args(_Calls),
-    "sample_on_device": get_args(_Calls),
+    "sample_on_device": (*get_args(_Calls), None),
     "dispatch_core_axis": (*get_args(_Axis), None),
 }
 
@@ -85,10 +85,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
         optimizations: "performance" keeps weights and KV in bfloat8_b, "accuracy" in bfloat16.
         trace: Which calls are captured once and replayed: all, decode only, or none.
-        sample_on_device: Which steps draw their tokens on the device, where it can: none, decode
-            steps, or prefill too. Draws of a device are its own: they are not those of the host for
-            the same seed. A step with a request that the device cannot draw for, for one with a
-            larger top_k, is drawn for on the host.
+        sample_on_device: Which steps draw their tokens on the device: none, decode steps, or
+            prefill too; None is whatever the generator can. Draws of a device are its own: they are
+            not those of the host for the same seed. For a request that it cannot draw for, for one
+            with a larger top_k, the host draws, whoever else is in the step.
         trace_region_size: Bytes of each chip's DRAM set aside for traces.
         worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
         l1_small_size: Bytes of L1 set aside for small buffers.
@@ -106,7 +106,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arch: Arch | None = None
     optimizations: _Optimizations = "performance"
     trace: _Calls = "all"
-    sample_on_device: _Calls = "none"
+    sample_on_device: _Calls | None = None
     trace_region_size: int = 50_000_000
     worker_l1_size: int = 0
     l1_small_size: int = 0

@@ -108,20 +108,33 @@ class PersistentBatch:
         self,
         slots: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
-        token_ids: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.bool_],
     ) -> None:
-        """Record what a step computed and sampled.
+        """Count what a step computes; the tokens that it samples are recorded when they are there.
 
         Args:
-            slots: (R,) rows that ran, all different.
-            counts: (R,) tokens that were computed of each.
-            token_ids: (R,) the token that each sampled; -1 for none.
+            slots: (R,) rows that run, all different.
+            counts: (R,) tokens to compute of each.
+            samples: (R,) whether each samples.
         """
         self.num_computed_tokens[slots] += counts
-        grows = (token_ids >= 0) & (self.num_tokens[slots] < self.max_model_len)
-        rows = slots if grows.all() else slots[grows]
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids[grows]
-        self.num_tokens[rows] += 1
+        self.num_tokens[slots] = np.minimum(self.num_tokens[slots] + samples, self.max_model_len)
+
+    def record(
+        self,
+        slots: npt.NDArray[np.int32],
+        places: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int64],
+    ) -> None:
+        """Take over the tokens that a step has sampled.
+
+        Args:
+            slots: (R,) its rows.
+            places: (R,) what `num_tokens` was before the step.
+            token_ids: (R,) their tokens; -1 for none.
+        """
+        fits = (token_ids >= 0) & (places < self.max_model_len)
+        self.token_ids[slots[fits], places[fits]] = token_ids[fits]
 
     def samples(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]

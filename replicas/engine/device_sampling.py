@@ -1,7 +1,15 @@
-"""When tokens are drawn on the device, with which parameters, and what a decode call must reload.
+"""Who draws which tokens, with which parameters, and what a decode call must reload.
 
-Owner: the model runner holds the one `DecodeCommands`. Pure numpy; rows are slots of the
-persistent batch, `replicas.engine.batch`.
+Owner: the model runner holds the one `DeviceDraws` and the one `DecodeCommands`. Pure numpy; rows
+are slots of the persistent batch, `replicas.engine.batch`.
+
+Who draws a token is a matter of its request alone, never of who else is in the step, as the two do
+not draw alike: the device where it can, for one not for more candidates than it takes, else the
+host, from the row's logits. A call of a generator answers with tokens or with logits. So a step
+with rows of both kinds takes two calls, each row in one of them, unless the generator gives the
+logits of some rows beside the tokens of the others. Only the most likely token is the same from
+both: where a second decode call could be saved by it, the host finds it.
+
 Source of the commands: vllm-tt-plugin docs/DECODE_RELOAD_CONTRACT.md (decode contract 1).
 """
 
@@ -19,7 +27,117 @@ from replicas.sampling_params import GREEDY_EPS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from replicas.config import MeshConfig
     from replicas.engine.batch import PersistentBatch
+    from replicas.engine.step import StepKind
+    from replicas.generators.protocol import ModelCapabilities
+
+    IntArray = npt.NDArray[np.integer]
+    BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallRows:
+    """The rows of one call.
+
+    Attributes:
+        entries: (n,) which of the step's rows they are.
+        drawn: Which of these n the device draws a token for.
+        sampled: Which of these n the host draws a token for, from their logits.
+    """
+
+    entries: IntArray
+    drawn: IntArray
+    sampled: IntArray
+
+
+class DeviceDraws:
+    """Knows what a generator can draw, and divides steps accordingly.
+
+    Args:
+        kinds: Calls that may draw.
+        max_top_k: Most candidates that the device can choose from; None for any number.
+        keeps_state: A row of which no token is wanted must not be drawn for: it would count.
+        gives_both: A decode call can give logits of some rows beside the tokens of the others.
+
+    Attributes:
+        kinds: As given.
+        keeps_state: As given.
+    """
+
+    def __init__(
+        self,
+        kinds: frozenset[StepKind] = frozenset(),
+        *,
+        max_top_k: int | None = None,
+        keeps_state: bool = False,
+        gives_both: bool = False,
+    ) -> None:
+        self.kinds = kinds
+        self.keeps_state = keeps_state
+        self._max_top_k = max_top_k
+        self._gives_both = gives_both
+
+    @classmethod
+    def on_mesh(cls, mesh: MeshConfig, can: ModelCapabilities) -> DeviceDraws:
+        """What the configuration asks for; where it leaves that open, all that the generator can.
+
+        Args:
+            mesh: The configuration.
+            can: The generator's capabilities.
+        """
+        kinds: frozenset[StepKind] = frozenset()
+        asked = mesh.sample_on_device
+        if asked is None and can.get("supports_sample_on_device"):
+            asked = "all" if can.get("supports_sample_in_prefill") else "decode_only"
+        if asked is not None and asked != "none":
+            kinds = frozenset({"decode", "prefill"} if asked == "all" else {"decode"})
+        return cls(
+            kinds,
+            max_top_k=can.get("max_device_top_k"),
+            keeps_state=not can.get("device_draws_keep_no_state", False),
+            gives_both=can.get("gives_logits_beside_tokens", False),
+        )
+
+    def divide(
+        self, kind: StepKind, batch: PersistentBatch, slots: IntArray, samples: BoolArray
+    ) -> list[CallRows]:
+        """The calls of a step, in order.
+
+        Args:
+            kind: Of the step.
+            batch: The persistent batch.
+            slots: (R,) rows that run.
+            samples: (R,) whether each of them samples.
+        """
+        nobody = np.empty(0, dtype=np.intp)
+        entries, wanted = np.arange(len(slots)), np.flatnonzero(samples)
+        if kind not in self.kinds:
+            return [CallRows(entries, nobody, wanted)]
+        is_random = batch.temperature[slots] >= GREEDY_EPS
+        top_k = batch.top_k[slots]
+        is_hosts = samples & is_random
+        if self._max_top_k is None:
+            is_hosts[:] = False
+        else:
+            is_hosts &= (top_k <= 0) | (top_k > self._max_top_k)
+        is_drawn = samples & ~is_hosts
+        # Rows that the call that draws cannot take.
+        is_apart = is_hosts | ~samples if self.keeps_state else is_hosts
+        if not is_apart.any():
+            return [CallRows(entries, wanted, nobody)]
+        if not is_drawn.any():
+            return [CallRows(entries, nobody, wanted)]
+        if kind == "decode":
+            if self._gives_both:
+                return [CallRows(entries, np.flatnonzero(is_drawn), np.flatnonzero(is_hosts))]
+            if not (is_drawn & is_random & (top_k != 1)).any():
+                return [CallRows(entries, nobody, wanted)]
+        apart, others = np.flatnonzero(is_apart), np.flatnonzero(~is_apart)
+        return [
+            CallRows(apart, nobody, np.flatnonzero(samples[apart])),
+            CallRows(others, np.flatnonzero(samples[others]), nobody),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +160,10 @@ class DecodeReload:
 HOST_SAMPLED = DecodeReload(inputs=True)
 """Of every decode call whose logits come back: the host knows the next tokens, the device not."""
 
+_AFRESH = DecodeReload(inputs=True, sampling_params=True, sampling_state=True)
+_STEADY = DecodeReload(inputs=False)
+_NEW_BLOCKS = DecodeReload(inputs=False, page_table=True)
+
 
 class DecodeCommands:
     """Knows what the device still holds of the last decode call.
@@ -60,7 +182,12 @@ class DecodeCommands:
         self._rows = None
 
     def next_call(
-        self, slots: npt.NDArray[np.int32], *, has_new: bool, has_new_blocks: bool
+        self,
+        slots: npt.NDArray[np.int32],
+        *,
+        has_new: bool,
+        has_new_blocks: bool,
+        has_hosts: bool = False,
     ) -> DecodeReload:
         """The commands of a decode call that samples on the device.
 
@@ -68,73 +195,26 @@ class DecodeCommands:
             slots: (R,) rows that run.
             has_new: One of them is another sequence than before, or starts again.
             has_new_blocks: The block table of one of them has grown.
+            has_hosts: The host draws for one of them: the device does not know its token.
         """
         goes_on = not has_new and self._rows is not None and np.array_equal(self._rows, slots)
         self._rows = slots
         if not goes_on:
-            return DecodeReload(inputs=True, sampling_params=True, sampling_state=True)
-        if not self._runs_ahead:
-            return DecodeReload(inputs=True)
-        return DecodeReload(inputs=False, page_table=has_new_blocks)
+            return _AFRESH
+        if has_hosts or not self._runs_ahead:
+            return HOST_SAMPLED
+        return _NEW_BLOCKS if has_new_blocks else _STEADY
 
 
-def can_draw(batch: PersistentBatch, rows: npt.NDArray[np.int32], max_top_k: int | None) -> bool:
-    """Whether the device can draw for each of these rows.
-
-    Args:
-        batch: The persistent batch.
-        rows: (S,) rows that sample.
-        max_top_k: Most candidates that it can choose from; None for any number.
-    """
-    if max_top_k is None:
-        return True
-    top_k = batch.top_k[rows]
-    possible = (batch.temperature[rows] < GREEDY_EPS) | ((top_k > 0) & (top_k <= max_top_k))
-    return bool(possible.all())
-
-
-def prefill_params(
+def device_params(
     batch: PersistentBatch,
-    slots: npt.NDArray[np.int32],
-    samples: npt.NDArray[np.bool_],
-    *,
-    keeps_state: bool,
-) -> DeviceSamplingParams:
-    """Sampling parameters of a prefill call, one entry per row of the call.
-
-    Args:
-        batch: The persistent batch.
-        slots: (R,) its rows.
-        samples: (R,) whether each of them samples; the others get what padding rows get.
-        keeps_state: See `_params`.
-    """
-    return _params(
-        batch, slots[samples], np.flatnonzero(samples), len(slots), keeps_state=keeps_state
-    )
-
-
-def decode_params(
-    batch: PersistentBatch, slots: npt.NDArray[np.int32], *, keeps_state: bool
-) -> DeviceSamplingParams:
-    """Sampling parameters of a decode call, one entry per slot.
-
-    Args:
-        batch: The persistent batch.
-        slots: (R,) rows that run; the others get what padding rows get.
-        keeps_state: See `_params`.
-    """
-    return _params(batch, slots, slots, len(batch.num_tokens), keeps_state=keeps_state)
-
-
-def _params(
-    batch: PersistentBatch,
-    slots: npt.NDArray[np.int32],
-    entries: npt.NDArray[np.integer],
+    slots: IntArray,
+    entries: IntArray,
     num_entries: int,
     *,
     keeps_state: bool,
 ) -> DeviceSamplingParams:
-    """Parameters of `slots` at `entries`, and padding everywhere else.
+    """Sampling parameters of `slots` at `entries`, and padding everywhere else.
 
     With `keeps_state` the device draws each row's numbers from a stream that begins at its seed,
     and begins it anew whenever it is told to: after every prefill, and whenever a row comes or
@@ -144,6 +224,13 @@ def _params(
     own; but an engine does not know which seeds were minted, and a request that brought one would
     still repeat itself. The price: a seed gives the same tokens again only where streams begin at
     the same tokens, for one when the request runs alone.
+
+    Args:
+        batch: The persistent batch.
+        slots: (n,) rows that the device draws for.
+        entries: (n,) where in the call they are.
+        num_entries: Rows of the call.
+        keeps_state: See above.
     """
     temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
     top_p = np.ones(num_entries)

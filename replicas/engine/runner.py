@@ -1,12 +1,15 @@
 """Model runner: one step from the persistent batch through the generator and the sampler.
 
 Owner of the persistent batch, of the KV cache handle and of what is known of the device's own
-inputs; runs on the worker's thread only.
+inputs; runs on the worker's thread only. A step is submitted, which counts its progress, and then
+collected, which waits for the device.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,22 +19,21 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_sampling import (
     HOST_SAMPLED,
     DecodeCommands,
-    can_draw,
-    decode_params,
-    prefill_params,
+    DeviceDraws,
+    device_params,
 )
 from replicas.engine.sampler import sample
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from replicas.config import EngineConfig
-    from replicas.engine.device_sampling import DecodeReload
-    from replicas.engine.step import ScheduledBatch, StepKind
+    from replicas.engine.device_sampling import CallRows, DecodeReload
+    from replicas.engine.step import ScheduledBatch
     from replicas.generators.protocol import (
         DeviceSamplingParams,
         ForwardOutput,
@@ -39,6 +41,47 @@ if TYPE_CHECKING:
         KVCache,
         SupportsMixedBatch,
     )
+
+    BoolArray = npt.NDArray[np.bool_]
+    IntArray = npt.NDArray[np.integer[Any]]
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of the generator that has been made.
+
+    Attributes:
+        rows: Its part of the step.
+        places: (n,) where in the output each of its rows is.
+        output: As the protocol says; with `events` what it is made of.
+        events: What must have happened before the output can be made; None if it is there.
+    """
+
+    rows: CallRows
+    places: IntArray
+    output: ForwardOutput
+    events: Sequence[object] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedStep:
+    """A step whose tokens are yet to come.
+
+    Attributes:
+        slots: (R,) its rows.
+        samples: (R,) whether each of them samples.
+        token_places: (R,) where in its sequence the token of a row that samples goes.
+        calls: In order.
+        device_s: Seconds inside the generator so far.
+    """
+
+    slots: Int32Array
+    samples: BoolArray
+    token_places: Int32Array
+    calls: list[_Call]
+    device_s: float
 
 
 class ModelRunner:
@@ -69,44 +112,48 @@ class ModelRunner:
         capabilities = generator.model_capabilities
         self._traces_prefill = mesh is None or mesh.trace == "all"
         self._traces_decode = mesh is None or mesh.trace != "none"
-        # Calls whose tokens are drawn on the device, where that can be.
-        self._device_draws: frozenset[StepKind] = frozenset()
-        if mesh is not None and mesh.sample_on_device != "none":
-            both = mesh.sample_on_device == "all"
-            self._device_draws = frozenset({"decode", "prefill"} if both else {"decode"})
-        self._max_top_k = capabilities.get("max_device_top_k")
-        # A row of which no token is wanted must not draw then: it would count as a draw.
-        self._keeps_state = not capabilities.get("device_draws_keep_no_state", False)
+        self._draws = DeviceDraws() if mesh is None else DeviceDraws.on_mesh(mesh, capabilities)
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
+        # The last decode step's slots, as a list and as an array, and its only call's rows.
+        self._steady: tuple[list[int], Int32Array, CallRows] | None = None
 
     def run(self, scheduled: ScheduledBatch) -> StepResult:
         """Run one step: inputs, forward, sample, remember."""
+        return self.collect(self.submit(scheduled))
+
+    def submit(self, scheduled: ScheduledBatch) -> SubmittedStep:
+        """Call the generator; whatever it does later, `collect` waits for."""
         batch = self._batch
         batch.apply(scheduled)
         for seq in scheduled.new:
             self._release(seq.slot)
-        slots = np.asarray(scheduled.slots, dtype=np.int32)
         counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
-        samples = batch.samples(slots, counts)
-        started = time.perf_counter()
-        if (
-            scheduled.kind in self._device_draws
-            and (not self._keeps_state or samples.all())
-            and can_draw(batch, slots[samples], self._max_top_k)
-        ):
-            drawn = self._draw_on_device(scheduled, slots, counts, samples)
-            device_s = time.perf_counter() - started
-            token_ids = np.where(samples, drawn, -1)
-        else:
-            self._commands.forget()
-            logits = self._forward(scheduled, slots, counts, samples)
-            device_s = time.perf_counter() - started
-            token_ids = self._sample(logits, slots, samples)
-        batch.advance(slots, counts, token_ids)
-        return StepResult(token_ids.tolist(), device_s)
+        slots, samples, divided = self._divide(scheduled, counts)
+        step = SubmittedStep(slots, samples, batch.num_tokens[slots], [], 0.0)
+        for rows in divided:
+            self._submit_call(step, scheduled, rows, counts)
+        batch.advance(slots, counts, samples)
+        return step
+
+    def collect(self, step: SubmittedStep) -> StepResult:
+        """The tokens of a step that was submitted; the host draws its part of them."""
+        token_ids = np.full(len(step.slots), -1, dtype=np.int64)
+        for call in step.calls:
+            with _timed(step):
+                output = self._read(call)
+            rows, places = call.rows, call.places
+            if len(rows.drawn):
+                token_ids[rows.entries[rows.drawn]] = _tokens(output)[places[rows.drawn]]
+            if len(rows.sampled):
+                entries, places = rows.entries[rows.sampled], places[rows.sampled]
+                if len(rows.drawn):
+                    output, places = output[1], np.arange(len(entries))
+                token_ids[entries] = self._sample(step, entries, output, places)
+        self._batch.record(step.slots, step.token_places, token_ids)
+        return StepResult(token_ids.tolist(), step.device_s)
 
     def compile(self) -> None:
         """Run every shape once, so that its programs are there before the first request."""
@@ -124,7 +171,7 @@ class ModelRunner:
         self._generator.warmup_model_prefill(
             kv_cache=self._kv_cache,
             enable_trace=enable_trace,
-            can_sample_on_device="prefill" in self._device_draws,
+            can_sample_on_device="prefill" in self._draws.kinds,
         )
 
     def _warm_up_decode(self, *, enable_trace: bool) -> None:
@@ -133,130 +180,170 @@ class ModelRunner:
             enable_trace=enable_trace,
             max_batch_size=len(self._batch.num_tokens),
             num_blocks=self._batch.table_width,
-            can_sample_on_device="decode" in self._device_draws,
+            can_sample_on_device="decode" in self._draws.kinds,
         )
 
-    # --- logits for the host -------------------------------------------------------------------
+    # --- a step's calls ------------------------------------------------------------------------
 
-    def _forward(
-        self,
-        scheduled: ScheduledBatch,
-        slots: npt.NDArray[np.int32],
-        counts: npt.NDArray[np.int32],
-        samples: npt.NDArray[np.bool_],
-    ) -> torch.Tensor:
-        """Logits (S, V) of the rows that sample, in scheduling order."""
+    def _divide(
+        self, scheduled: ScheduledBatch, counts: Int32Array
+    ) -> tuple[Int32Array, BoolArray, list[CallRows]]:
+        """Rows of a step, whether they sample, and who is in which call."""
+        if self._steady is not None and scheduled.kind == "decode" and not scheduled.new:
+            given, slots, rows = self._steady
+            if given == scheduled.slots:
+                return slots, np.ones(len(slots), dtype=np.bool_), [rows]
+        slots = np.asarray(scheduled.slots, dtype=np.int32)
+        samples = self._batch.samples(slots, counts)
+        divided = self._draws.divide(scheduled.kind, self._batch, slots, samples)
+        self._steady = None
+        if scheduled.kind == "decode" and len(divided) == 1 and samples.all():
+            self._steady = list(scheduled.slots), slots, divided[0]
+        return slots, samples, divided
+
+    def _submit_call(
+        self, step: SubmittedStep, scheduled: ScheduledBatch, rows: CallRows, counts: Int32Array
+    ) -> None:
+        slots = step.slots
+        if len(rows.entries) < len(slots):
+            slots, counts = slots[rows.entries], counts[rows.entries]
         if scheduled.kind == "mixed":
-            mixed = cast("SupportsMixedBatch", self._generator)
-            return mixed.forward_mixed(self._batch.flat_inputs(slots, counts), self._kv_cache)
-        if scheduled.kind == "prefill":
-            return self._prefill(slots, counts)[torch.from_numpy(samples)]
-        return self._decode(slots)[torch.from_numpy(slots[samples].astype(np.int64))]
+            call = self._call_mixed(step, rows, slots, counts)
+        elif scheduled.kind == "prefill":
+            call = self._call_prefill(step, rows, slots, counts)
+        else:
+            call = self._call_decode(step, rows, slots, scheduled)
+        step.calls.append(call)
 
-    def _prefill(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> torch.Tensor:
-        return cast("torch.Tensor", self._call_prefill(slots, counts, None)[:, -1, :])
-
-    def _decode(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:
-        return cast("torch.Tensor", self._call_decode(slots, None, HOST_SAMPLED)[:, -1, :])
-
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        samples: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.int64]:
-        """A token for every row that samples, -1 for the others."""
-        batch = self._batch
-        rows = slots[samples]
-        token_ids = np.full(len(slots), -1, dtype=np.int64)
-        if len(rows):
-            indices = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows]).astype(np.int64)
-            token_ids[samples] = sample(
-                logits,
-                batch.temperature[rows],
-                batch.top_k[rows],
-                batch.top_p[rows],
-                uniform(batch.seed[rows], indices),
-            )
-        return token_ids
-
-    # --- tokens from the device ----------------------------------------------------------------
-
-    def _draw_on_device(
-        self,
-        scheduled: ScheduledBatch,
-        slots: npt.NDArray[np.int32],
-        counts: npt.NDArray[np.int32],
-        samples: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.int64]:
-        """(R,) tokens in scheduling order; of rows that do not sample whatever came back."""
-        if scheduled.kind == "prefill":
-            self._commands.forget()
-            params = prefill_params(self._batch, slots, samples, keeps_state=self._keeps_state)
-            return _tokens(self._call_prefill(slots, counts, params))
-        reload = self._commands.next_call(
-            slots, has_new=bool(scheduled.new), has_new_blocks=bool(scheduled.appended_blocks)
-        )
-        if reload.sampling_params or self._decode_params is None:
-            self._decode_params = decode_params(self._batch, slots, keeps_state=self._keeps_state)
-        return _tokens(self._call_decode(slots, self._decode_params, reload))[slots]
-
-    # --- the two calls -------------------------------------------------------------------------
+    def _call_mixed(
+        self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
+    ) -> _Call:
+        inputs = self._batch.flat_inputs(slots, counts)
+        mixed = cast("SupportsMixedBatch", self._generator)
+        with _timed(step):
+            logits = mixed.forward_mixed(inputs, self._kv_cache)
+        # Of the rows that sample, one after another.
+        return _Call(rows, np.cumsum(step.samples) - 1, logits)
 
     def _call_prefill(
-        self,
-        slots: npt.NDArray[np.int32],
-        counts: npt.NDArray[np.int32],
-        sampling_params: DeviceSamplingParams | None,
-    ) -> ForwardOutput:
+        self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
+    ) -> _Call:
+        self._commands.forget()
+        places = np.arange(len(slots))
         inputs = self._batch.prefill_inputs(slots, counts)
-        return self._generator.prefill_forward(
-            tokens=torch.from_numpy(inputs.tokens),
-            page_table=torch.from_numpy(inputs.page_table),
-            kv_cache=self._kv_cache,
-            enable_trace=self._traces_prefill,
-            prompt_lens=torch.from_numpy(inputs.prompt_lens),
-            start_pos=torch.from_numpy(inputs.start_pos),
-            empty_slots=inputs.empty_slots,
-            sampling_params=sampling_params,
-        )
+        params = self._params(rows, slots, places, len(slots)) if len(rows.drawn) else None
+        with _timed(step):
+            output = self._generator.prefill_forward(
+                tokens=torch.from_numpy(inputs.tokens),
+                page_table=torch.from_numpy(inputs.page_table),
+                kv_cache=self._kv_cache,
+                enable_trace=self._traces_prefill,
+                prompt_lens=torch.from_numpy(inputs.prompt_lens),
+                start_pos=torch.from_numpy(inputs.start_pos),
+                empty_slots=inputs.empty_slots,
+                sampling_params=params,
+            )
+        return _Call(rows, places, output)
 
     def _call_decode(
-        self,
-        slots: npt.NDArray[np.int32],
-        sampling_params: DeviceSamplingParams | None,
-        reload: DecodeReload,
-    ) -> ForwardOutput:
+        self, step: SubmittedStep, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
+    ) -> _Call:
         inputs = self._batch.decode_inputs(slots)
-        output: Any = self._generator.decode_forward(
-            tokens=torch.from_numpy(inputs.tokens),
-            page_table=torch.from_numpy(inputs.page_table),
-            kv_cache=self._kv_cache,
-            start_pos=torch.from_numpy(inputs.start_pos),
-            enable_trace=self._traces_decode,
-            read_from_device=not self._reads_later,
-            sampling_params=sampling_params,
-            reload_inputs=reload.inputs,
-            reload_page_table=reload.page_table,
-            reload_sampling_params=reload.sampling_params,
-            reset_sampling_state=reload.sampling_state,
+        reload = self._decode_commands(rows, slots, scheduled)
+        params = self._decode_params if len(rows.drawn) else None
+        beside: dict[str, Any] = {}
+        if len(rows.drawn) and len(rows.sampled):
+            beside["logits_rows"] = slots[rows.sampled].tolist()
+        with _timed(step):
+            output: Any = self._generator.decode_forward(
+                tokens=torch.from_numpy(inputs.tokens),
+                page_table=torch.from_numpy(inputs.page_table),
+                kv_cache=self._kv_cache,
+                start_pos=torch.from_numpy(inputs.start_pos),
+                enable_trace=self._traces_decode,
+                read_from_device=not self._reads_later,
+                sampling_params=params,
+                reload_inputs=reload.inputs,
+                reload_page_table=reload.page_table,
+                reload_sampling_params=reload.sampling_params,
+                reset_sampling_state=reload.sampling_state,
+                **beside,
+            )
+            if not self._reads_later:
+                return _Call(rows, slots, output)
+            output, events = self._generator.read_decode_output(output, async_read=True)
+        return _Call(rows, slots, output, events)
+
+    def _decode_commands(
+        self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
+    ) -> DecodeReload:
+        """What a decode call reloads; makes the parameters of those that draw."""
+        if not len(rows.drawn):
+            self._commands.forget()
+            return HOST_SAMPLED
+        reload = self._commands.next_call(
+            slots,
+            has_new=bool(scheduled.new),
+            has_new_blocks=bool(scheduled.appended_blocks),
+            has_hosts=bool(len(rows.sampled)),
         )
-        if not self._reads_later:
-            return output
-        on_host, events = self._generator.read_decode_output(output, async_read=True)
-        for event in events:
+        if reload.sampling_params or self._decode_params is None:
+            self._decode_params = self._params(rows, slots, slots, len(self._batch.num_tokens))
+        return reload
+
+    def _params(
+        self, rows: CallRows, slots: Int32Array, places: IntArray, num_places: int
+    ) -> DeviceSamplingParams:
+        return device_params(
+            self._batch,
+            slots[rows.drawn],
+            places[rows.drawn],
+            num_places,
+            keeps_state=self._draws.keeps_state,
+        )
+
+    # --- what comes of them --------------------------------------------------------------------
+
+    def _read(self, call: _Call) -> ForwardOutput:
+        """The output of a call, once it is there."""
+        if call.events is None:
+            return call.output
+        for event in call.events:
             assert self._wait_for_event is not None, "a generator gave an event to wait for"
             self._wait_for_event(event)
         return self._generator.process_decode_output_host(
-            on_host, is_tokens=sampling_params is not None
+            call.output, is_tokens=bool(len(call.rows.drawn))
         )
+
+    def _sample(
+        self, step: SubmittedStep, entries: IntArray, logits: torch.Tensor, places: IntArray
+    ) -> Int64Array:
+        """Tokens of some of a step's rows, whose logits are at `places`."""
+        batch, slots = self._batch, step.slots[entries]
+        indices = (step.token_places[entries] - batch.num_prompt_tokens[slots]).astype(np.int64)
+        return sample(
+            logits if logits.ndim == 2 else logits[:, -1],
+            batch.temperature[slots],
+            batch.top_k[slots],
+            batch.top_p[slots],
+            uniform(batch.seed[slots], indices),
+            places,
+        )
+
+
+@contextmanager
+def _timed(step: SubmittedStep) -> Iterator[None]:
+    """Count what is done inside as the generator's."""
+    started = time.perf_counter()
+    yield
+    step.device_s += time.perf_counter() - started
 
 
 def _keeps_nothing(slot: int) -> None:
     """A generator keeps nothing for a slot whose sequence has left it."""
 
 
-def _tokens(output: ForwardOutput) -> npt.NDArray[np.int64]:
+def _tokens(output: ForwardOutput) -> Int64Array:
     """Token ids of a call that sampled: (rows,) of (rows,), (rows, 1), or either in a pair."""
     tokens = output[0] if isinstance(output, tuple) else output
     return np.asarray(tokens, dtype=np.int64).reshape(-1)

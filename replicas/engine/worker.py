@@ -284,7 +284,8 @@ class Worker:
         that was loaded, which may be able to do less than its class.
         """
         config, name = self._config, self._generator_class.__qualname__
-        if mesh.sample_on_device != "none" and not can.get("supports_sample_on_device"):
+        asked = mesh.sample_on_device not in (None, "none")
+        if asked and not can.get("supports_sample_on_device"):
             raise ConfigError(
                 f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
                 "sample on the device; set it to none"

@@ -40,7 +40,8 @@ KVCache: TypeAlias = Any
 ForwardOutput: TypeAlias = Any
 """Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
 int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were asked for; or device
-handles for ``read_decode_output`` when ``read_from_device`` is False."""
+handles for ``read_decode_output`` when ``read_from_device`` is False. The caller may overwrite
+host logits."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
 """Called with the index of a layer, 0-based, in the middle of a forward."""
@@ -73,6 +74,10 @@ class ModelCapabilities(TypedDict, total=False):
         device_draws_keep_no_state: What the device draws depends on logits, seed and position
             alone: a row of which no token is wanted may draw beside others, and a seed may be sent
             again. Ours; default False.
+        supports_sample_in_prefill: ``prefill_forward`` too honours ``sampling_params``. Ours;
+            default False.
+        gives_logits_beside_tokens: ``decode_forward`` takes ``logits_rows`` beside
+            ``sampling_params``. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
         supports_layer_callbacks: Has ``set_layer_callbacks``. Ours; default False.
     """
@@ -95,6 +100,8 @@ class ModelCapabilities(TypedDict, total=False):
     tt_block_kv_extent_tokens: int
     required_block_size: int | None
     device_draws_keep_no_state: bool
+    supports_sample_in_prefill: bool
+    gives_logits_beside_tokens: bool
     supports_mixed_batch: bool
     supports_layer_callbacks: bool
 
@@ -345,7 +352,7 @@ class TextDecoder(Protocol):
             page_table: int32 (B, K) lane-local block ids, zero padded.
             kv_cache: From ``allocate_kv_cache``.
             start_pos: int32 (B,) position of that token; -1 marks a padding row, which is skipped:
-                no KV write, and its output is zero.
+                no KV write, and its output means nothing.
             enable_trace: Replay the captured trace.
             read_from_device: False returns device handles for ``read_decode_output``.
             sampling_params: Sample on device, B entries; None returns logits.
@@ -357,10 +364,13 @@ class TextDecoder(Protocol):
             reset_sampling_state: Start penalties and seeds of the rows afresh.
             slot_remap: int32 (B,), row i takes over the device state of slot ``slot_remap[i]``,
                 applied once; None when no row moved.
-            **kwargs: Inputs of other model kinds, and token histories for device penalties.
+            **kwargs: Inputs of other model kinds, and token histories for device penalties. With
+                the capability ``gives_logits_beside_tokens`` also ``logits_rows``, H rows for which
+                the host draws: the answer is then a pair of tokens, which of these rows mean
+                nothing, and their logits float (H, V).
 
         Returns:
-            Logits float (B, 1, V), rows of position -1 zero.
+            Logits float (B, 1, V); of rows of position -1 they mean nothing.
 
         Raises:
             TypeError: The retired ``reset_batch`` was passed.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from replicas.generators.plugin.signatures import ClassSignature
     from replicas.generators.protocol import ModelCapabilities
 
-_OURS = ("supports_mixed_batch", "supports_layer_callbacks")
+_OURS = ("supports_mixed_batch", "supports_layer_callbacks", "gives_logits_beside_tokens")
 """Capabilities of this project: the plugin's classes have no methods for them."""
 _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
 """Off where a class does not say; worth a line, because both cost much where they could be on."""
@@ -18,6 +18,7 @@ _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
 _PENALTIES = "supports_device_penalties"
 """The one ability that a class has unless it says otherwise."""
 _NO_STATE = "device_draws_keep_no_state"
+_IN_PREFILL = "supports_sample_in_prefill"
 _TOP_K = "max_device_top_k"
 _BLOCK_SIZE = "required_block_size"
 
@@ -56,6 +57,7 @@ def adapted_capabilities(
         if merged.get(key):
             notes.append(f"{key} is off, though declared: {reason}")
         merged[key] = False
+    merged[_IN_PREFILL] = signature.prefill.takes("sampling_params")
     return cast("ModelCapabilities", merged), tuple(notes)
 
 

@@ -119,6 +119,7 @@ class TTGenerator:
         "supports_device_grammar": False,
         "max_device_top_k": MAX_TOP_K,
         "device_draws_keep_no_state": True,
+        "supports_sample_in_prefill": True,
         "output_tokens_per_step": 1,
         "supports_spec_decode": False,
         "supports_mixed_batch": False,

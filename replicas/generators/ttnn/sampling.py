@@ -9,10 +9,8 @@ holds of the result:
 - Order of a draw: top-k, temperature, top-p, as the host's sampler, but in bfloat16: 1 / T, p and
   the probabilities have 8 significant bits, and p >= 0.998 is 1.
 - A draw depends on (seed, position of the row's last token) and the logits alone: not on the slot,
-  the lane, the other rows, or whether prefill or decode made it. It is not the host's draw; and who
-  draws does depend on the batch: the host draws for all rows of a step with a row that the device
-  cannot draw for, and for all of prefill, and so of a resumption, where decode alone is the
-  device's.
+  the lane, the other rows, or whether prefill or decode made it. It is not the host's draw, which
+  requests get that ask for what the device cannot do.
 
 Limits: k is 1 to 32; without top-k (0) only greedy, or a vocabulary of at most 32; no penalties, no
 log-probabilities, no grammar.

@@ -103,11 +103,10 @@ class World:
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
             token_ids.append(sample() if samples else -1)
-        self.batch.advance(
-            np.asarray(batch.slots, dtype=np.int32),
-            np.asarray(batch.num_scheduled_tokens, dtype=np.int32),
-            np.asarray(token_ids, dtype=np.int64),
-        )
+        slots, counts = np.asarray(batch.slots), np.asarray(batch.num_scheduled_tokens)
+        places, tokens = self.batch.num_tokens[slots], np.asarray(token_ids)
+        self.batch.advance(slots, counts, tokens >= 0)
+        self.batch.record(slots, places, tokens)
         return token_ids
 
     # --- the engine core -----------------------------------------------------------------------

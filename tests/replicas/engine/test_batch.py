@@ -39,10 +39,12 @@ def apply(batch, scheduled):
 
 
 def advance(batch, scheduled, token_ids):
-    """What the runner does at the end of a step."""
+    """What the runner does with a step, and at its end."""
     slots = np.asarray(scheduled.slots, dtype=np.int32)
     counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
-    batch.advance(slots, counts, np.asarray(token_ids, dtype=np.int64))
+    places, tokens = batch.num_tokens[slots], np.asarray(token_ids, dtype=np.int64)
+    batch.advance(slots, counts, tokens >= 0)
+    batch.record(slots, places, tokens)
 
 
 def make_batch():

@@ -65,7 +65,9 @@ def run(steps, table_width):
             np.asarray(step.num_scheduled_tokens, dtype=np.int32),
         )
         flat = batch.flat_inputs(*work)
-        batch.advance(*work, np.asarray(SAMPLED_IN_STEP_1, dtype=np.int64))
+        places, tokens = batch.num_tokens[work[0]], np.asarray(SAMPLED_IN_STEP_1)
+        batch.advance(*work, tokens >= 0)
+        batch.record(work[0], places, tokens)
     return flat
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replicas.config import EngineConfig, MeshConfig
+from replicas.engine.batch import PersistentBatch
+from replicas.engine.device_sampling import DeviceDraws
 from replicas.engine.runner import ModelRunner
 from replicas.engine.step import NewSequence, ScheduledBatch
 from replicas.philox import mint_seed
@@ -55,15 +60,15 @@ class Device:
         assert tt_out[0] == "on device"
         events = [f"event {self._token} of lane {lane}" for lane in range(2)]
         self.events.extend(("given", event) for event in events)
-        return tt_out[1], events
+        return (tt_out[1], events), events
 
     def process_decode_output_host(self, tt_out, is_tokens=False):
-        given, waited = (
-            [event for what, event in self.events if what == kind] for kind in ("given", "waited")
-        )
-        assert waited == given, "the output was read before its events"
-        assert is_tokens == (tt_out.ndim < 3)
-        return tt_out
+        output, events = tt_out
+        for event in events:
+            assert ("waited", event) in self.events, "the output was read before its events"
+        tokens = output[0] if isinstance(output, tuple) else output
+        assert is_tokens == (tokens.ndim < 3)
+        return output
 
     def wait(self, event):
         self.events.append(("waited", event))
@@ -195,11 +200,19 @@ def test_without_a_trace_or_the_ability_inputs_are_reloaded_every_time(device, m
 
 
 @pytest.mark.parametrize(
-    ("mode", "drawn"),
-    [("none", []), ("decode_only", ["decode"]), ("all", ["prefill", "decode"])],
+    ("mode", "can", "drawn"),
+    [
+        ("none", {"supports_sample_in_prefill": True}, []),
+        ("decode_only", {"supports_sample_in_prefill": True}, ["decode"]),
+        ("all", {}, ["prefill", "decode"]),
+        (None, {"supports_sample_on_device": False}, []),
+        (None, {}, ["decode"]),
+        (None, {"supports_sample_in_prefill": True}, ["prefill", "decode"]),
+    ],
 )
-def test_the_mode_says_which_calls_draw(mode, drawn):
+def test_the_mode_says_which_calls_draw_and_without_one_what_the_device_can(mode, can, drawn):
     device = Device()
+    device.model_capabilities = {**device.model_capabilities, **can}
     runner = make_runner(device, sample_on_device=mode)
     runner.compile()
     warmed = [name for name, kwargs in device.calls if kwargs["can_sample_on_device"]]
@@ -225,21 +238,143 @@ def test_the_mode_says_which_calls_draw(mode, drawn):
         ({"temperature": 0.5, "top_k": -1}, False),
     ],
 )
-def test_one_request_that_the_device_cannot_draw_for_brings_the_batch_to_the_host(
-    sampling, on_device
-):
+def test_a_prompt_is_drawn_for_where_its_request_can_be_whoever_is_beside_it(sampling, on_device):
     device = Device()
-    run(make_runner(device), "prefill", {0: 3, 1: 3}, [new(0), new(1, **sampling)])
-    assert (device.calls[-1][1]["sampling_params"] is not None) == on_device
+    tokens = run(make_runner(device), "prefill", {0: 3, 1: 3}, [new(0), new(1, **sampling)])
+    found = [(kw["empty_slots"], kw["sampling_params"] is not None) for _, kw in device.calls]
+    assert found == ([([0, 1], True)] if on_device else [([1], False), ([0], True)])
+    assert tokens[0] == 1
+    assert (tokens[1] == 1) or not on_device
 
 
-def test_a_call_with_a_row_that_wants_no_token_is_not_drawn_on_the_device():
+SMALL, WIDE = {"temperature": 0.5, "top_k": 4}, {"temperature": 0.5, "top_k": 33}
+
+
+def decoding(device, *samplings):
+    """A runner that has prefilled these requests, and the calls of its next step."""
+    runner = make_runner(device)
+    sequences = [new(slot, **sampling) for slot, sampling in enumerate(samplings)]
+    run(runner, "prefill", dict.fromkeys(range(len(samplings)), 3), sequences)
+    device.calls.clear()
+    tokens = run(runner, "decode", dict.fromkeys(range(len(samplings)), 1))
+    return runner, tokens
+
+
+def live(kwargs):
+    return [slot for slot, position in enumerate(kwargs["start_pos"].tolist()) if position >= 0]
+
+
+def test_a_step_with_rows_of_both_kinds_takes_a_call_for_each():
+    device = Device()
+    runner, tokens = decoding(device, SMALL, WIDE, {}, SMALL)
+    drawn = device._token
+    calls = [(live(kw), kw["sampling_params"] is not None) for _, kw in device.calls]
+    assert calls == [([1], False), ([0, 2, 3], True)]
+    assert commands(device) == AFRESH
+    assert [tokens[slot] for slot in (0, 2, 3)] == [drawn] * 3
+    assert (
+        device.calls[0][1]["page_table"].data_ptr() == device.calls[1][1]["page_table"].data_ptr()
+    )
+    # The device has these rows: it goes on with them once the other is gone.
+    run(runner, "decode", {0: 1, 2: 1, 3: 1})
+    assert commands(device) == STEADY
+
+
+def test_the_most_likely_token_is_the_host_s_to_find_where_that_saves_a_call():
+    device = Device()
+    _, tokens = decoding(device, {}, WIDE, {"temperature": 0.5, "top_k": 1})
+    [(_, kwargs)] = device.calls
+    assert (live(kwargs), kwargs["sampling_params"]) == ([0, 1, 2], None)
+    assert (tokens[0], tokens[2]) == (7, 7)
+
+
+class Generous(Device):
+    """It gives logits beside tokens; each row's say what its slot is."""
+
+    model_capabilities: ClassVar[dict[str, object]] = {
+        **Device.model_capabilities,
+        "device_draws_keep_no_state": True,
+        "gives_logits_beside_tokens": True,
+    }
+
+    def decode_forward(self, *, logits_rows=None, **kwargs):
+        handle, tokens = super().decode_forward(**kwargs)
+        self.calls[-1][1]["logits_rows"] = logits_rows
+        if logits_rows is None:
+            return handle, tokens
+        logits = torch.full((len(logits_rows), VOCAB), -torch.inf)
+        logits[range(len(logits_rows)), [40 + slot for slot in logits_rows]] = 0.0
+        return handle, (tokens, logits)
+
+
+def test_one_that_gives_logits_beside_tokens_is_called_once():
+    device = Generous()
+    runner, tokens = decoding(device, SMALL, WIDE, {}, WIDE)
+    drawn = device._token
+    [(_, kwargs)] = device.calls
+    assert (live(kwargs), kwargs["logits_rows"]) == ([0, 1, 2, 3], [1, 3])
+    assert tokens == [drawn, 41, drawn, 43]
+    params = kwargs["sampling_params"]
+    rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
+    assert rows == [(0.5, 4, 1.0, 100), PADDING, PADDING, PADDING]
+    # The device does not know what the host has drawn, and nothing else is new.
+    run(runner, "decode", dict.fromkeys(range(4), 1))
+    assert commands(device) == INPUTS
+    assert device.calls[-1][1]["tokens"][:, 0].tolist() == tokens
+    run(runner, "decode", {0: 1, 2: 1})
+    assert (commands(device), device.calls[-1][1]["logits_rows"]) == (AFRESH, None)
+    run(runner, "decode", {0: 1, 2: 1})
+    assert commands(device) == STEADY
+
+
+REQUESTS = st.sampled_from(
+    [{}, SMALL, WIDE, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}]
+)
+
+
+@given(
+    company=st.lists(st.tuples(REQUESTS, st.booleans()), min_size=1, max_size=4),
+    kind=st.sampled_from(["prefill", "decode"]),
+    keeps_state=st.booleans(),
+    gives_both=st.booleans(),
+)
+def test_who_draws_a_random_token_depends_on_its_request_alone(
+    company, kind, keeps_state, gives_both
+):
+    batch = PersistentBatch(4, 8, 4)
+    for slot, (sampling, _) in enumerate(company):
+        batch.apply(ScheduledBatch(kind, [slot], [3], [new(slot, **sampling)], []))
+    samples = np.array([kind == "decode" or wants for _, wants in company])
+    draws = DeviceDraws(
+        frozenset({"prefill", "decode"}), max_top_k=32, keeps_state=keeps_state,
+        gives_both=gives_both and not keeps_state,
+    )  # fmt: skip
+    calls = draws.divide(kind, batch, np.arange(len(company), dtype=np.int32), samples)
+    assert sorted(e for call in calls for e in call.entries.tolist()) == [*range(len(company))]
+    drawn = {int(call.entries[i]) for call in calls for i in call.drawn}
+    sampled = {int(call.entries[i]) for call in calls for i in call.sampled}
+    assert sorted([*drawn, *sampled]) == np.flatnonzero(samples).tolist()
+    for entry, (sampling, _) in enumerate(company):
+        if sampling == SMALL:
+            assert entry not in sampled
+        if sampling in (WIDE, {"temperature": 1.0}):
+            assert entry not in drawn
+    for call in calls:
+        if len(call.drawn) and keeps_state:
+            assert samples[call.entries].all(), "a row that wants no token would count as drawn"
+        if len(call.drawn) and len(call.sampled):
+            assert (kind, gives_both) == ("decode", True)
+    assert len(calls) <= 2
+
+
+def test_a_row_that_wants_no_token_is_not_in_a_call_that_draws():
     """A device may count what it drew for a seed: a chunk that ends early must not count."""
     device = Device()
     work = [new(0, 9, temperature=0.5, top_k=4), new(1, temperature=0.5, top_k=4)]
     tokens = run(make_runner(device), "prefill", {0: 4, 1: 3}, work)
-    assert device.calls[-1][1]["sampling_params"] is None
-    assert (tokens[0], tokens[1] >= 0) == (-1, True)
+    found = [(kw["empty_slots"], kw["sampling_params"] is not None) for _, kw in device.calls]
+    assert found == [([0], False), ([1], True)]
+    assert tokens == [-1, 1]
 
 
 def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
@@ -247,6 +382,7 @@ def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
     device.model_capabilities = {**device.model_capabilities, "device_draws_keep_no_state": True}
     work = [new(0, 9, temperature=1.0, top_k=99), new(1, temperature=0.5, top_k=4, top_p=0.25)]
     assert run(make_runner(device), "prefill", {0: 4, 1: 3}, work) == [-1, 1]
+    assert len(device.calls) == 1
     params = device.calls[-1][1]["sampling_params"]
     rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
     assert rows[0] == PADDING

@@ -45,6 +45,7 @@ def expected(folder):
 
 MODES = [
     {},
+    {"sample_on_device": "none"},
     {"sample_on_device": "decode_only"},
     {"sample_on_device": "all"},
     {"sample_on_device": "all", "trace": "none"},
@@ -59,7 +60,7 @@ def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
     with engine_core(config(folder, mesh=mesh)) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
         loads = core._executor._worker._generator.loads
-    runs_ahead = mesh.get("sample_on_device", "none") != "none" and mesh.get("trace") != "none"
+    runs_ahead = "none" not in (mesh.get("sample_on_device"), mesh.get("trace"))
     assert ((False, False) in loads) == ((False, True) in loads) == runs_ahead
 
 
@@ -88,6 +89,8 @@ def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
     assert [o for i, o in enumerate(found) if i != 1] == [
         o for i, o in enumerate(expected) if i != 1
     ]
+    with engine_core(config(folder, mesh={"sample_on_device": "none"})) as core:
+        assert generate(core, [PROMPTS[1]], [hot]) == [found[1]]
 
 
 def test_the_mesh_is_opened_as_asked_and_closed_after_the_generator(monkeypatch, folder):

@@ -23,7 +23,7 @@ def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0):
         np.full(rows, top_k, dtype=np.int32),
         np.full(rows, top_p, dtype=np.float32),
         np.asarray(uniforms, dtype=np.float64),
-    )
+    ).tolist()
 
 
 def distribution(logits, temperature, top_k, top_p):
@@ -86,10 +86,25 @@ def test_row_is_drawn_alike_in_any_batch():
         np.array([1.0, 0.9, 1.0, 0.5, 0.8, 1.0], dtype=np.float32),
         np.linspace(0.05, 0.95, 6),
     )
-    together = sample(logits, *settings)
+    together = sample(logits, *settings).tolist()
     for order in ([5, 4, 3, 2, 1, 0], [2], [1, 3]):
-        alone = sample(logits[order], *(setting[order] for setting in settings))
-        assert alone == [together[row] for row in order]
+        own = [setting[order] for setting in settings]
+        wanted = [together[row] for row in order]
+        assert sample(logits[order], *own).tolist() == wanted
+        assert sample(logits, *own, np.array(order)).tolist() == wanted
+
+
+def test_logits_are_left_as_they_are_and_only_the_rows_that_are_asked_for_are_looked_at():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits[[0, 2]] = torch.nan
+    before = logits.clone()
+    settings = (
+        np.array([1.0, 0.0, 0.5], dtype=np.float32), np.array([0, 0, 5], dtype=np.int32),
+        np.ones(3, dtype=np.float32), np.full(3, 0.5),
+    )  # fmt: skip
+    tokens = sample(logits, *settings, np.array([4, 1, 3]))
+    assert tokens[1] == logits[1].argmax()
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("number", [0.0, np.nextafter(1.0, 0.0)])

@@ -7,7 +7,7 @@ prefix caching, preemption, lanes or transfer.
 import pytest
 
 from replicas.engine import worker
-from replicas.engine.runner import ModelRunner
+from replicas.engine.batch import PersistentBatch
 from replicas.errors import ConfigError
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
@@ -111,13 +111,14 @@ def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode):
 
 def test_a_stale_block_table_gives_another_token(monkeypatch):
     """What all the others rest on: the simulated model notices one wrong entry."""
-    decode = ModelRunner._decode
+    decode_inputs = PersistentBatch.decode_inputs
 
     def swapped(self, slots):
-        self._batch.block_table[slots, 0] = 60  # nobody's
-        return decode(self, slots)
+        inputs = decode_inputs(self, slots)
+        inputs.page_table[slots, 0] = 60  # nobody's
+        return inputs
 
-    monkeypatch.setattr(ModelRunner, "_decode", swapped)
+    monkeypatch.setattr(PersistentBatch, "decode_inputs", swapped)
     prompt = list(range(200, 250))
     with engine_core(simulated_config(**WHOLE)) as core:
         (found,) = generate(core, [prompt], SAMPLING)
