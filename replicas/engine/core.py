@@ -266,8 +266,7 @@ class EngineCore:
         self._scheduled_tokens += step.batch.num_tokens
         if step.batch.kind != "prefill":
             self._step_s = step.result.device_s
-        for seq, output in self._scheduler.update(step.batch, step.result).events():
-            self._events.add_output(seq, output)
+        self._events.add_step(self._scheduler.update(step.batch, step.result))
         self._host_s += time.perf_counter() - started
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:

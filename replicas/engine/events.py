@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from replicas.messages import TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
+    from replicas.engine.scheduler import StepOutputs
     from replicas.engine.sequence import Sequence
     from replicas.messages import WireEvent
 
@@ -21,6 +22,35 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
 
     def __init__(self) -> None:
         super().__init__(list)
+        # Rows of the step that was added last by client, each with its handle: the next is alike.
+        self._sequences: list[Sequence] = []
+        self._rows: dict[bytes, tuple[list[int], list[int]]] = {}
+
+    def add_step(self, outputs: StepOutputs) -> None:
+        """Add the tokens of a step: rows, but for what is first or last of a request."""
+        sequences, token_ids = outputs.sequences, outputs.token_ids
+        events = {}
+        if sequences is not self._sequences:
+            self._sequences, self._rows = sequences, {}
+            for row, seq in enumerate(sequences):
+                rows, handles = self._rows.setdefault(seq.client, ([], []))
+                rows.append(row)
+                handles.append(seq.handle)
+                if not seq.is_told:
+                    events[row] = outputs.event(row, None)
+        for ending in outputs.endings:
+            events[ending.row] = outputs.event(ending.row, ending)
+        for row, output in events.items():
+            sequences[row].is_told = True
+            self[sequences[row].client].append(output)
+        for client, (rows, handles) in self._rows.items():
+            if events:
+                plain = [(r, h) for r, h in zip(rows, handles, strict=True) if r not in events]
+                self._add_rows(client, [h for _, h in plain], [token_ids[r] for r, _ in plain])
+            elif len(rows) == len(token_ids):
+                self._add_rows(client, handles, token_ids)
+            else:
+                self._add_rows(client, handles, [token_ids[row] for row in rows])
 
     def add_output(self, seq: Sequence, output: TokenOutput) -> None:
         """Add tokens of a sequence, as a row if they can be one."""
@@ -32,14 +62,26 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
 
     def add_tokens(self, client: bytes, handle: int, token_ids: list[int]) -> None:
         """Add a row: the next tokens, at least one, of a request whose first tokens are told."""
+        columns = self._columns(client)
+        columns.handles.append(handle)
+        columns.token_ids.extend(token_ids)
+        columns.counts.append(len(token_ids))
+
+    def _add_rows(self, client: bytes, handles: list[int], token_ids: list[int]) -> None:
+        if handles:
+            columns = self._columns(client)
+            columns.handles.extend(handles)
+            columns.token_ids.extend(token_ids)
+            columns.counts.extend([1] * len(handles))
+
+    def _columns(self, client: bytes) -> TokenColumns:
+        """The columns that a client's next row goes to."""
         events = self[client]
         if not events or type(events[-1]) is not TokenColumns:
             events.append(TokenColumns([], [], []))
         columns = events[-1]
         assert isinstance(columns, TokenColumns)
-        columns.handles.append(handle)
-        columns.token_ids.extend(token_ids)
-        columns.counts.append(len(token_ids))
+        return columns
 
     def take(self) -> dict[bytes, list[WireEvent]]:
         """All of them; from now on there are none."""

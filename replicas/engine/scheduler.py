@@ -64,20 +64,16 @@ class StepOutputs(NamedTuple):
     def events(self) -> Iterator[tuple[Sequence, TokenOutput]]:
         """The same row by row, before any other step is taken over."""
         ended = {ending.row: ending for ending in self.endings}
-        for row, (seq, token_id) in enumerate(zip(self.sequences, self.token_ids, strict=True)):
-            tokens = [token_id] if self.earlier is None else [*self.earlier[row], token_id]
-            _, reason, stop_reason = ended.get(row, (row, None, None))
-            yield (
-                seq,
-                TokenOutput(
-                    seq.request_id,
-                    seq.num_output_tokens - len(tokens),
-                    tokens,
-                    reason,
-                    stop_reason,
-                    max(seq.num_cached_tokens, 0),
-                ),
-            )
+        for row, seq in enumerate(self.sequences):
+            yield seq, self.event(row, ended.get(row))
+
+    def event(self, row: int, ending: Ending | None) -> TokenOutput:
+        """One row, with its ending if it has one, before any other step is taken over."""
+        seq, token_id = self.sequences[row], self.token_ids[row]
+        tokens = [token_id] if self.earlier is None else [*self.earlier[row], token_id]
+        _, reason, stop_reason = ending or (row, None, None)
+        index, num_cached = seq.num_output_tokens - len(tokens), max(seq.num_cached_tokens, 0)
+        return TokenOutput(seq.request_id, index, tokens, reason, stop_reason, num_cached)
 
 
 class _Admission(Enum):
