@@ -24,10 +24,10 @@ something at stake (``num_inflight``, ``has_pending_work``), with or without a f
     worker.mark_ready(meta, now_s)                    # extracts what became ready, under credits
     worker.wait_for_save()
     results = worker.get_transfer_results(now_s)      # one snapshot; ids appear in it once, ever
-    scheduler.update_connector_output(results)
+    ends = scheduler.update_connector_output(results)
 
 When a request finishes for whatever reason: ``request_finished``; if it returns True its blocks
-must stay allocated until one of ``results.sent``, ``received`` or ``failed`` names it.
+must stay allocated until one of ``ends.sent``, ``received`` or ``failed`` names it.
 
 An idle engine sleeps until an input arrives or ``notify`` is called (from another thread: set an
 event, do nothing else), and then makes one step. Lease deadlines also end in ``notify``, so the
@@ -492,8 +492,12 @@ class KVConnectorScheduler(Protocol):
                 not saved are ignored.
         """
 
-    def update_connector_output(self, results: TransferResults) -> None:
-        """Forget the transfers that ended."""
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
+        """Forget the transfers that ended.
+
+        Returns:
+            What has ended for the engine: of a connector made of several not the same.
+        """
 
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""

@@ -1,10 +1,10 @@
 """The connector ``"multi"``: what the local prefix lacks comes from the pool, the rest from a peer.
 
 It is a point-to-point connector and a pooled one side by side, and does nothing that they do. It
-says which part of a request each of them gets, and makes one end out of the ends of the parts:
+says which part of a request each of them gets, one after the other, and when the request has ended:
 
 * A request that fetches its KV from another engine gets its leading units from the pool, as far as
-  they are there, and only the rows behind them from the other engine. Which rows these are depends
+  they are there, and then the rows behind them from the other engine. Which rows these are depends
   on the pool's answer, so that a fetch starts up to ``SPLIT_WAIT_S`` later than it could.
 * Every other request gets its leading units from the pool and computes the rest. What it computes
   is saved to the pool, and offered to the other engine if it has a ticket.
@@ -13,7 +13,7 @@ says which part of a request each of them gets, and makes one end out of the end
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import field
@@ -37,7 +37,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PMeta
 from kv_transfer.pooled import PooledConnector, PooledConnectorScheduler
-from kv_transfer.pooled_worker import PooledMeta, PooledResults
+from kv_transfer.pooled_worker import PooledMeta
 
 SPLIT_WAIT_S = 0.05
 """Longest time that a fetch from another engine waits for the pool's answer."""
@@ -51,24 +51,22 @@ class MultiMeta(ConnectorMeta, frozen=True):
     Attributes:
         p2p: For the point-to-point connector.
         pooled: For the pooled connector.
-        joint: Requests that end once, when both of their parts have.
     """
 
     p2p: P2PMeta
     pooled: PooledMeta
-    joint: tuple[str, ...] = ()
 
 
 class MultiResults(TransferResults, frozen=True):
-    """``TransferResults`` of requests, and of their parts for the two scheduler sides.
+    """What ended of either connector's parts; the scheduler side says what that ends.
 
     Attributes:
-        p2p: Ends of what is in ``sent``, ``received`` and ``failed``, as that connector knows it.
-        pooled: The same, and news that are no ends.
+        p2p: Of the point-to-point connector.
+        pooled: Of the pooled connector.
     """
 
     p2p: TransferResults = field(default_factory=TransferResults)
-    pooled: PooledResults = field(default_factory=PooledResults)
+    pooled: TransferResults = field(default_factory=TransferResults)
 
     def __bool__(self) -> bool:
         """Tell whether there is anything to tell."""
@@ -82,10 +80,11 @@ class _Fetching:
     num_tokens: int
     lane: int = 0
     block_ids: tuple[int, ...] = ()
-    num_external_tokens: int = 0
+    num_local: int = 0
+    """Leading tokens that are in its blocks without the other engine."""
     is_allocated: bool = False
     is_started: bool = False
-    """It was decided where which part comes from, or that it is not wanted any more."""
+    """The other engine was asked for the rest, or that is not wanted any more."""
 
 
 class MultiConnectorScheduler:
@@ -103,7 +102,8 @@ class MultiConnectorScheduler:
         self._fetching: dict[str, _Fetching] = {}
         self._lent: set[str] = set()
         """Finished requests whose blocks the other engine keeps; they are saved meanwhile."""
-        self._joint: list[str] = []
+        self._late: dict[str, _Outcome] = {}
+        """Ends of the other engine's part that are told after that of the pool's load."""
 
     def __repr__(self) -> str:
         """Show both."""
@@ -112,7 +112,7 @@ class MultiConnectorScheduler:
     @property
     def num_inflight(self) -> int:
         """Parts of requests that have not ended."""
-        return self._p2p.num_inflight + self._pooled.num_inflight
+        return self._p2p.num_inflight + self._pooled.num_inflight + len(self._late)
 
     def on_new_request(self, request: TransferRequest, now_s: float) -> None:
         """Take note of a request, and look it up in the pool."""
@@ -155,34 +155,43 @@ class MultiConnectorScheduler:
                     f"for the {fetching.num_tokens} tokens of its ticket"
                 )
             fetching.lane, fetching.block_ids = lane, tuple(block_ids)
-            fetching.num_external_tokens = num_external_tokens
+            fetching.num_local = fetching.num_tokens - num_external_tokens
             fetching.is_allocated = True
-            self._split(request_id, fetching)
+            self._go_on(request_id, fetching)
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> MultiMeta:
         """Hand over everything that is new; drains."""
         p2p = self._p2p.build_connector_meta(progress)
-        pooled = self._pooled.build_connector_meta(progress)
-        meta = MultiMeta(p2p, pooled, tuple(self._joint))
-        self._joint.clear()
-        return meta
+        return MultiMeta(p2p, self._pooled.build_connector_meta(progress))
 
-    def update_connector_output(self, results: TransferResults) -> None:
-        """Tell each side the ends of its parts, and start what waited for the pool's answer."""
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
+        """Tell each side the ends of its parts, go on with what waited, and say what has ended."""
         if not isinstance(results, MultiResults):
             raise TransferError(f"{type(results).__name__} is of another connector")
         self._p2p.update_connector_output(results.p2p)
         self._pooled.update_connector_output(results.pooled)
-        for request_id, outcome in _outcomes(results.p2p):
+        self._late.update(_outcomes(results.p2p))
+        ends: dict[str, _Outcome] = {}
+        for request_id, outcome in _outcomes(results.pooled):
+            fetching = self._fetching.get(request_id)
+            if fetching is not None and isinstance(outcome, Failure):
+                fetching.num_local = outcome.num_tokens
+            elif fetching is None and request_id not in self._lent:
+                ends[request_id] = outcome
+        for request_id in [x for x in self._late if self._is_due(x) and x not in ends]:
+            ends[request_id] = self._late.pop(request_id)
             # Of what was fetched nothing is saved: the other engine does that.
-            fetched = self._fetching.pop(request_id, None) is not None and outcome == "received"
-            if fetched or request_id in self._lent:
+            was_fetching = self._fetching.pop(request_id, None) is not None
+            if (was_fetching and ends[request_id] == "received") or request_id in self._lent:
                 self._lent.discard(request_id)
                 self._pooled.forget(request_id)
-        for request_id in results.found:
-            fetching = self._fetching.get(request_id)
-            if fetching is not None:
-                self._split(request_id, fetching)
+        for request_id, fetching in self._fetching.items():
+            self._go_on(request_id, fetching)
+        return TransferResults(
+            sent=frozenset(x for x, outcome in ends.items() if outcome == "sent"),
+            received=frozenset(x for x, outcome in ends.items() if outcome == "received"),
+            failed={x: outcome for x, outcome in ends.items() if isinstance(outcome, Failure)},
+        )
 
     def request_preempted(self, request_id: str) -> None:
         """Stop touching a request's blocks: they are about to be reused."""
@@ -195,16 +204,15 @@ class MultiConnectorScheduler:
     def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
         """Tell whether the blocks of a finished request must stay allocated."""
         if not self._p2p.request_finished(request_id, block_ids):
+            self._late.pop(request_id, None)
             return self._pooled.request_finished(request_id, block_ids)
         fetching = self._fetching.get(request_id)
         if fetching is not None:
             fetching.is_started = True
+        # Beyond its load the pool's part asks for no blocks of its own: it ends with the other one.
+        self._lent.add(request_id)
         if self._pooled.is_loading(request_id):
             self._pooled.request_finished(request_id, block_ids)
-            self._joint.append(request_id)
-        else:
-            # The pool's part asks for no blocks of its own: it ends with the other one.
-            self._lent.add(request_id)
         return True
 
     def cancel(self, request_id: str) -> None:
@@ -216,79 +224,41 @@ class MultiConnectorScheduler:
         self._pooled.cancel(request_id)
 
     def has_pending_work(self) -> bool:
-        """Tell whether a step is needed to hand something to the worker side."""
-        return self._p2p.has_pending_work() or self._pooled.has_pending_work()
+        """Tell whether a step is needed to hand something to the worker side, or to tell an end."""
+        is_due = any(map(self._is_due, self._late))
+        return is_due or self._p2p.has_pending_work() or self._pooled.has_pending_work()
 
-    def _split(self, request_id: str, fetching: _Fetching) -> None:
-        """Start a fetch behind what the pool has, as soon as it is known what that is."""
-        if fetching.is_started or not fetching.is_allocated:
+    def _is_due(self, request_id: str) -> bool:
+        """Tell whether the pool writes to a request's blocks no more."""
+        return not self._pooled.is_loading(request_id)
+
+    def _go_on(self, request_id: str, fetching: _Fetching) -> None:
+        """Load what the pool has, then fetch what is behind it, as soon as it is known what."""
+        if fetching.is_started or not fetching.is_allocated or not self._is_due(request_id):
             return
-        num_external = fetching.num_external_tokens
-        num_pooled = 0
-        if num_external:
-            num_local = fetching.num_tokens - num_external
-            answer, _ = self._pooled.get_num_new_matched_tokens(request_id, num_local)
-            if answer is None:
-                return
-            num_pooled = answer
-        fetching.is_started = True
         lane, block_ids = fetching.lane, fetching.block_ids
-        if num_pooled:
-            self._pooled.update_state_after_alloc(request_id, lane, block_ids, num_pooled)
-            self._joint.append(request_id)
-        self._p2p.update_state_after_alloc(request_id, lane, block_ids, num_external - num_pooled)
-
-
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """How far the two parts of a joint request have ended."""
-
-    p2p: _Outcome | None = None
-    pooled: _Outcome | None = None
-    first_failure: Failure | None = None
-
-    def end_p2p(self, outcome: _Outcome) -> None:
-        self.p2p = outcome
-        self._note(outcome)
-
-    def end_pooled(self, outcome: _Outcome) -> None:
-        self.pooled = outcome
-        self._note(outcome)
-
-    def _note(self, outcome: _Outcome) -> None:
-        if self.first_failure is None and isinstance(outcome, Failure):
-            self.first_failure = outcome
-
-    def end(self, p2p: _Outcome, pooled: _Outcome) -> _Outcome:
-        """Return how the request ended whose parts ended so.
-
-        The reason of a failure is that of the part that failed first. What the pool wrote comes
-        before what the other engine sent: without it, that is of no use.
-        """
-        if self.first_failure is None:
-            return p2p
-        leading = pooled if isinstance(pooled, Failure) else p2p
-        num_tokens = leading.num_tokens if isinstance(leading, Failure) else 0
-        return Failure(self.first_failure.reason, num_tokens)
+        num_external = fetching.num_tokens - fetching.num_local
+        if num_external:
+            num_pooled, _ = self._pooled.get_num_new_matched_tokens(request_id, fetching.num_local)
+            if num_pooled is None:
+                return
+            if num_pooled:
+                fetching.num_local += num_pooled
+                self._pooled.update_state_after_alloc(request_id, lane, block_ids, num_pooled)
+                return
+        fetching.is_started = True
+        self._p2p.update_state_after_alloc(request_id, lane, block_ids, num_external)
 
 
 class MultiConnectorWorker:
-    """Worker side (see ``KVConnectorWorker`` and the module docstring).
+    """Worker side: both, one after the other (see ``KVConnectorWorker``).
 
     Owner: the engine's core thread.
     """
 
-    def __init__(
-        self, p2p: KVConnectorWorker, pooled: KVConnectorWorker, notify: Callable[[], None]
-    ) -> None:
+    def __init__(self, p2p: KVConnectorWorker, pooled: KVConnectorWorker) -> None:
         self._p2p = p2p
         self._pooled = pooled
-        self._notify = notify
-        self._joint: dict[str, _Parts] = {}
-        self._pool_loads: set[str] = set()
-        """Requests that the pool's part still writes for."""
-        self._late: dict[str, _Outcome] = {}
-        """Ends of the other part that were not told because of that."""
 
     # ---- life cycle
 
@@ -314,17 +284,7 @@ class MultiConnectorWorker:
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
         """Before the forward: start and stop transfers, then write what arrived."""
         meta = _require_meta(meta)
-        for request_id in meta.joint:
-            if request_id not in self._joint:
-                self._joint[request_id] = parts = _Parts()
-                if request_id in self._late:
-                    parts.end_p2p(self._late.pop(request_id))
-        self._pool_loads.update(load.request_id for load in meta.pooled.loads)
-        # An ended part must not be cancelled: it would end again.
-        wanted = [x for x in meta.p2p.cancels if not self._has_ended(x)]
-        cancels = dict.fromkeys([*wanted, *self._useless])
-        p2p = msgspec.structs.replace(meta.p2p, cancels=tuple(cancels))
-        self._p2p.start_load_kv(p2p, now_s)
+        self._p2p.start_load_kv(meta.p2p, now_s)
         self._pooled.start_load_kv(meta.pooled, now_s)
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -349,36 +309,9 @@ class MultiConnectorWorker:
         self._pooled.wait_for_save()
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """At the end of the step: move what is due and report what ended, parts as one request."""
-        p2p_news = self._p2p.get_transfer_results(now_s)
-        pooled_news = self._pooled.get_transfer_results(now_s)
-        due = [request_id for request_id in self._late if request_id not in self._pool_loads]
-        p2p_ends = {request_id: self._late.pop(request_id) for request_id in due}
-        pooled_ends: dict[str, _Outcome] = {}
-        for request_id, outcome in _outcomes(p2p_news):
-            if request_id in self._joint:
-                self._joint[request_id].end_p2p(outcome)
-            elif request_id in self._pool_loads:
-                self._late[request_id] = outcome
-            else:
-                p2p_ends[request_id] = outcome
-        for request_id, outcome in _outcomes(pooled_news):
-            self._pool_loads.discard(request_id)
-            if request_id in self._joint:
-                self._joint[request_id].end_pooled(outcome)
-            else:
-                pooled_ends[request_id] = outcome
-        ends = {**p2p_ends, **pooled_ends, **self._end_joint(p2p_ends, pooled_ends)}
-        if self._useless or not self._late.keys() <= self._pool_loads:
-            self._notify()
-        return MultiResults(
-            **_by_kind(ends),
-            found=pooled_news.found,
-            p2p=TransferResults(**_by_kind(p2p_ends)),
-            pooled=PooledResults(
-                **_by_kind(pooled_ends), found=pooled_news.found, saved=_saved(pooled_news)
-            ),
-        )
+        """At the end of the step: move what is due and report what ended of either part."""
+        p2p = self._p2p.get_transfer_results(now_s)
+        return MultiResults(p2p=p2p, pooled=self._pooled.get_transfer_results(now_s))
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges of both."""
@@ -387,35 +320,6 @@ class MultiConnectorWorker:
     def transfers(self, now_s: float) -> list[TransferInfo]:
         """Return what is under way, each part for itself."""
         return [*self._p2p.transfers(now_s), *self._pooled.transfers(now_s)]
-
-    # ---- inside
-
-    def _end_joint(
-        self, p2p_ends: dict[str, _Outcome], pooled_ends: dict[str, _Outcome]
-    ) -> dict[str, _Outcome]:
-        """Return the joint requests of which both parts ended; add these to the ends of parts."""
-        ends: dict[str, _Outcome] = {}
-        for request_id, parts in self._joint.items():
-            if parts.p2p is not None and parts.pooled is not None:
-                p2p_ends[request_id], pooled_ends[request_id] = parts.p2p, parts.pooled
-                ends[request_id] = parts.end(parts.p2p, parts.pooled)
-        for request_id in ends:
-            del self._joint[request_id]
-        return ends
-
-    @property
-    def _useless(self) -> list[str]:
-        """Requests to cancel: without the pool's rows those behind them are of no use."""
-        return [
-            request_id
-            for request_id, parts in self._joint.items()
-            if isinstance(parts.pooled, Failure) and parts.p2p is None
-        ]
-
-    def _has_ended(self, request_id: str) -> bool:
-        """Tell whether the other engine's part ended, which nobody was told yet."""
-        parts = self._joint.get(request_id)
-        return request_id in self._late or (parts is not None and parts.p2p is not None)
 
 
 class MultiConnector:
@@ -448,7 +352,7 @@ class MultiConnector:
         settings = msgspec.structs.replace(settings, config=config)
         p2p = P2PConnector().create_worker(settings, notify)
         pooled = PooledConnector().create_worker(settings, notify)
-        return MultiConnectorWorker(p2p, pooled, notify)
+        return MultiConnectorWorker(p2p, pooled)
 
 
 def _refuse_conversion(settings: ConnectorSettings) -> None:
@@ -461,30 +365,12 @@ def _refuse_conversion(settings: ConnectorSettings) -> None:
         )
 
 
-class _Ends(TypedDict):
-    sent: frozenset[str]
-    received: frozenset[str]
-    failed: dict[str, Failure]
-
-
 def _outcomes(results: TransferResults) -> Iterator[tuple[str, _Outcome]]:
     for request_id in results.sent:
         yield request_id, "sent"
     for request_id in results.received:
         yield request_id, "received"
     yield from results.failed.items()
-
-
-def _by_kind(ends: dict[str, _Outcome]) -> _Ends:
-    return {
-        "sent": frozenset(x for x, outcome in ends.items() if outcome == "sent"),
-        "received": frozenset(x for x, outcome in ends.items() if outcome == "received"),
-        "failed": {x: outcome for x, outcome in ends.items() if isinstance(outcome, Failure)},
-    }
-
-
-def _saved(results: TransferResults) -> frozenset[str]:
-    return results.saved if isinstance(results, PooledResults) else frozenset()
 
 
 def _require_meta(meta: ConnectorMeta) -> MultiMeta:

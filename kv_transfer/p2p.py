@@ -142,13 +142,14 @@ class P2PConnectorScheduler:
             pending.clear()
         return meta
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
         """Forget the transfers that ended."""
         for request_id in (*results.sent, *results.received, *results.failed):
             self._transfers.pop(request_id, None)
             self._loads.pop(request_id, None)
             if request_id in self._cancels:
                 self._cancels.remove(request_id)
+        return results
 
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""

@@ -238,7 +238,7 @@ class PooledConnectorScheduler:
             pending.clear()
         return meta
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
         """Take the pool's answers, and forget what ended."""
         for request_id, num_tokens in results.found.items():
             request = self._requests.get(request_id)
@@ -256,6 +256,7 @@ class PooledConnectorScheduler:
             request = self._requests.get(request_id)
             if request is not None and request.is_finished:
                 del self._requests[request_id]
+        return results
 
     def request_preempted(self, request_id: str) -> None:
         """Stop touching a request's blocks; it is looked up again, and its saves start again.

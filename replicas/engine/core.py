@@ -539,7 +539,7 @@ class EngineCore:
 
     def _finish_transfers(self, transfers: TransferResults, now_s: float) -> None:
         assert self._connector is not None
-        self._connector.update_connector_output(transfers)
+        transfers = self._connector.update_connector_output(transfers)
         # Sorted: what follows must not depend on the order of a set.
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)

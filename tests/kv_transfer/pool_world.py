@@ -195,14 +195,14 @@ class PoolEngine:
         results = self.worker.get_transfer_results(self.clock())
         for job in [x for x in self.jobs.values() if x.state == "running"]:
             self._advance(job)
-        self.scheduler.update_connector_output(results)
+        news, results = bool(results), self.scheduler.update_connector_output(results)
         for request_id in results.sent:
             self._sent(request_id)
         for request_id in results.received:
             self._received(request_id)
         for request_id, failure in results.failed.items():
             self._failed(request_id, failure)
-        return bool(results)
+        return news
 
     # ---- inside
 

@@ -173,10 +173,11 @@ class FakeConnector:
                 self.transfers[save.request_id].num_saved_tokens = save.num_computed_tokens
         return ConnectorMeta()
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
         for request_id in (*results.sent, *results.received, *results.failed):
             del self.transfers[request_id]
             self.cancelled.discard(request_id)
+        return results
 
     def request_preempted(self, request_id: str) -> None:
         if request_id in self.transfers:

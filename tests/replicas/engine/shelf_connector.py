@@ -88,9 +88,10 @@ class ShelfScheduler:
         loads, self._loads = self._loads, []
         return ShelfMeta(tuple(loads), tuple(saves))
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
         calls.append(("update_connector_output",))
         self._inflight -= results.received
+        return results
 
     def request_preempted(self, request_id: str) -> None:
         calls.append(("request_preempted", request_id))
