@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kv_transfer.errors import ServerKeyError
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from replicas.streams import EngineStream, Inbox
 
 
+_MAX_FRAMES = 64
+"""Frames that are taken before anybody else on the loop has a turn."""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -79,7 +80,7 @@ class AsyncMPClient:
         on_moves: Callable[[str, bool], None] = lambda _incarnation, _moves: None,
     ) -> None:
         self._keys = keys
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, _EngineLink] = {}
         self._on_snapshot = on_snapshot
         self._on_dead = on_dead
@@ -202,7 +203,7 @@ class AsyncMPClient:
 
 
 class _EngineLink:
-    """Both sockets of one engine and the tasks that read them.
+    """Both sockets of one engine, read by the event loop: what has come is taken in one go.
 
     Attributes:
         hint: Why it may not answer; empty if nothing is known.
@@ -210,7 +211,7 @@ class _EngineLink:
 
     def __init__(
         self,
-        sockets: tuple[zmq.asyncio.Socket, zmq.asyncio.Socket],
+        sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
         description: EngineDescription,
         make_table: Callable[[Callable[[ClientMessage], None]], StreamTable],
         on_lost: Callable[[_EngineLink, str], None],
@@ -219,17 +220,25 @@ class _EngineLink:
         self.table = make_table(self.send)
         self._on_lost = on_lost
         self.hint = ""
+        self._loop = asyncio.get_running_loop()
         self._input, self._output = sockets
         self._monitor = self._input.get_monitor_socket(_LOST_EVENTS)
+        self._readers = {
+            self._output.fileno(): self._read,
+            self._monitor.fileno(): self._watch,
+        }
         self._first_frame = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     async def start(self) -> None:
         """Say hello until the engine answers."""
-        self._tasks = {asyncio.create_task(self._read()), asyncio.create_task(self._watch())}
-        for task in self._tasks:
-            task.add_done_callback(self._task_done)
+        for descriptor, reader in self._readers.items():
+            self._loop.add_reader(descriptor, reader)
+            # A descriptor tells of what comes from now on alone.
+            self._loop.call_soon(reader)
+        self._timer = self._loop.call_later(QUIET_S, self._listen)
         while not self._first_frame.is_set():
             self.send(Hello(PROTOCOL_VERSION))
             try:
@@ -248,17 +257,15 @@ class _EngineLink:
             if refusal is not None:
                 # Later, as an answer comes: nobody listens to it yet.
                 frame = EngineFrame(self.description.incarnation, [refusal])
-                asyncio.get_running_loop().call_soon(self._take, frame)
+                self._loop.call_soon(self._take, [frame])
                 return
-        # Done at once, in either way.
-        error = asyncio.ensure_future(self._input.send(raw, zmq.NOBLOCK)).exception()
-        if isinstance(error, zmq.Again):
+        try:
+            self._input.send(raw, zmq.NOBLOCK)
+        except zmq.Again:
             # One that has not answered yet, or does not let us in, is greeted again until it does.
             if self._first_frame.is_set():
                 # Later: the stream that this message starts is to end with the others.
-                asyncio.get_running_loop().call_soon(self._on_lost, self, NO_ROOM)
-        elif error is not None:
-            raise error
+                self._loop.call_soon(self._on_lost, self, NO_ROOM)
 
     async def call(self, message: Utility) -> UtilityResult:
         """Send a utility call and wait for its result.
@@ -274,42 +281,66 @@ class _EngineLink:
             self.table.forget(message.call_id)
 
     def close(self) -> None:
-        """Close the sockets and end the tasks, also the one that calls. Idempotent."""
+        """Close the sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for descriptor in self._readers:
+            self._loop.remove_reader(descriptor)
         self._input.disable_monitor()
         for socket in (self._monitor, self._input, self._output):
             socket.close(linger=0)
 
-    async def _read(self) -> None:
-        while not self._is_closed:
-            if not await self._hears(QUIET_S):
-                self.table.hush()
-                if not await self._hears(max(SILENCE_S - QUIET_S, 0.0)):
-                    self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
-                    return
-            try:
-                self._take(decode_engine_frame(await self._output.recv()))
-            except UnreadableMessageError as error:
-                self._on_lost(self, f"it sent what this version cannot read: {error}")
-                return
+    def _read(self) -> None:
+        """Take every frame that is there: a loop that is late has one round of work, not many."""
+        if self._is_closed:
+            return
+        frames: list[EngineFrame] = []
+        problem = None
+        try:
+            while len(frames) < _MAX_FRAMES:
+                frames.append(decode_engine_frame(self._output.recv(zmq.NOBLOCK)))
+            # The descriptor tells nothing of the rest.
+            self._loop.call_soon(self._read)
+        except zmq.Again:
+            pass
+        except UnreadableMessageError as error:
+            problem = f"it sent what this version cannot read: {error}"
+        try:
+            self._take(frames)
+        except Exception as error:
+            # Nobody waits for this: a bug here takes the link with it.
+            self._on_lost(self, f"reading from it failed: {error!r}")
+            raise
+        if problem is not None:
+            self._on_lost(self, problem)
 
-    async def _hears(self, seconds: float) -> bool:
-        """Whether something has come within these."""
-        # Polled, not `wait_for(recv())`: that may discard a frame, or swallow a cancellation. And
-        # once more at the end: whatever held up this loop, the engine may have spoken meanwhile.
-        return bool(await self._output.poll(int(seconds * 1000)) or await self._output.poll(0))
+    def _listen(self) -> None:
+        """Look how long the engine has been silent."""
+        # Whatever held up this loop, the engine may have spoken meanwhile.
+        self._read()
+        if self._is_closed:
+            return
+        silent_s = self._loop.time() - self._heard_s
+        if silent_s >= SILENCE_S:
+            self._on_lost(self, f"it sent nothing for {SILENCE_S:g} s")
+            return
+        is_quiet = silent_s >= QUIET_S
+        if is_quiet:
+            self.table.hush()
+        due_s = self._heard_s + (SILENCE_S if is_quiet else min(QUIET_S, SILENCE_S))
+        self._timer = self._loop.call_at(due_s, self._listen)
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for the reading tasks: one that fails takes the link with it."""
-        if not task.cancelled() and task.exception() is not None and not self._is_closed:
-            self._on_lost(self, f"reading from it failed: {task.exception()!r}")
-
-    async def _watch(self) -> None:
-        event = parse_monitor_message(await self._monitor.recv_multipart())
+    def _watch(self) -> None:
+        """The connection broke, if the monitor says something."""
+        if self._is_closed:
+            return
+        try:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.hint = (
                 ": it does not let in holders of this process's first secret; give both the same "
@@ -317,11 +348,14 @@ class _EngineLink:
             )
         self._on_lost(self, "its connection broke")
 
-    def _take(self, frame: EngineFrame) -> None:
-        if frame.incarnation != self.description.incarnation:
+    def _take(self, frames: list[EngineFrame]) -> None:
+        """Hand out what frames bring, together: a stream that has to be told more is told once."""
+        if not frames or self._is_closed:
+            return
+        self._heard_s = self._loop.time()
+        if any(frame.incarnation != self.description.incarnation for frame in frames):
             self._on_lost(self, "another engine answers at its address")
-            return
-        if not self.table.take(frame, self.table.read(frame)):
+        elif self.table.take(frames):
+            self._first_frame.set()
+        else:
             self._on_lost(self, NOT_GREETED)
-            return
-        self._first_frame.set()

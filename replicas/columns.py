@@ -32,12 +32,15 @@ class ColumnReader:
         return len(self._rows)
 
     def read(self, events: Iterable[WireEvent]) -> list[EngineEvent]:
-        """The same events, with a `TokenOutput` for each row."""
+        """The same events, with a `TokenOutput` for each row, or for several of one request."""
         read: list[EngineEvent] = []
+        # By handle, what later rows can be added to: nothing else has been said since.
+        growing: dict[int, TokenOutput] = {}
         for event in events:
             if isinstance(event, TokenColumns):
-                self._expand(event, read)
+                self._expand(event, read, growing)
                 continue
+            growing.clear()
             if isinstance(event, TokenOutput):
                 self._note(event)
             elif isinstance(event, Accepted):
@@ -53,20 +56,24 @@ class ColumnReader:
         if handle is not None:
             self._rows.pop(handle, None)
 
-    def _expand(self, columns: TokenColumns, read: list[EngineEvent]) -> None:
+    def _expand(
+        self, columns: TokenColumns, read: list[EngineEvent], growing: dict[int, TokenOutput]
+    ) -> None:
         rows, token_ids = self._rows, columns.token_ids
         end = 0
         counts = columns.counts or [1] * len(columns.handles)
         for handle, count in zip(columns.handles, counts, strict=True):
             start, end = end, end + count
             row = rows.get(handle)
-            if row is not None:
-                read.append(
-                    TokenOutput(
-                        row.request_id, row.index, token_ids[start:end], None, None, row.num_cached
-                    )
+            if row is None:
+                continue
+            if (output := growing.get(handle)) is None:
+                output = growing[handle] = TokenOutput(
+                    row.request_id, row.index, [], None, None, row.num_cached
                 )
-                row.index += count
+                read.append(output)
+            output.token_ids.extend(token_ids[start:end])
+            row.index += count
 
     def _note(self, output: TokenOutput) -> None:
         """Where the rows after this output begin."""

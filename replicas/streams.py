@@ -14,7 +14,7 @@ from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import Abort, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from replicas.messages import (
         ClientMessage,
@@ -137,23 +137,24 @@ class StreamTable:
         """Drop a utility call."""
         self._calls.pop(call_id, None)
 
-    def read(self, frame: EngineFrame) -> list[EngineEvent]:
-        """The events of a frame, for `take`; of each frame once, in order."""
-        return self._columns.read(frame.events)
-
-    def take(self, frame: EngineFrame, events: list[EngineEvent]) -> bool:
-        """Hand out what a frame brings: the snapshot first, it counts what the events tell of.
-
-        Args:
-            frame: It.
-            events: Its events, as `read` gives them.
+    def take(self, frames: Sequence[EngineFrame]) -> bool:
+        """Hand out what frames bring, each once, in order; tokens of one request together.
 
         Returns:
             False if the engine says that it does not know this client, or not any more.
         """
-        self._note_stall(frame.stalled_s)
-        if frame.snapshot is not None:
-            self._on_snapshot(frame.incarnation, frame.snapshot)
+        return self.hand_out(frames, self.read(frames))
+
+    def read(self, frames: Sequence[EngineFrame]) -> list[EngineEvent]:
+        """The first half of `take`: their events."""
+        return self._columns.read(event for frame in frames for event in frame.events)
+
+    def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
+        """The second half of `take`: snapshots first, they count what the events tell of."""
+        for frame in frames:
+            self._note_stall(frame.stalled_s)
+            if frame.snapshot is not None:
+                self._on_snapshot(frame.incarnation, frame.snapshot)
         for event in events:
             if isinstance(event, UtilityResult):
                 future = self._calls.get(event.call_id)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
-from replicas.engine.events import ClientEvents
+from replicas.engine.events import ClientEvents, _is_plain
 from replicas.engine.sequence import Sequence
 from replicas.messages import (
     Accepted,
@@ -33,6 +33,20 @@ def sequence(number, client=A):
 
 def accepted(seq):
     return Accepted(seq.request_id, 0, 0, 0, seq.handle)
+
+
+def joined(events):
+    """Events whose neighbours of the same request are one, where both are tokens and no more."""
+    result = []
+    for event in events:
+        last = result[-1] if result else None
+        if all(type(e) is TokenOutput and _is_plain(e) for e in (last, event)) and (
+            (last.request_id, last.index + len(last.token_ids)) == (event.request_id, event.index)
+        ):
+            result[-1] = msgspec.structs.replace(last, token_ids=last.token_ids + event.token_ids)
+        else:
+            result.append(event)
+    return result
 
 
 def told(num_requests, counts=(1,), client=A):
@@ -98,7 +112,7 @@ def test_a_reader_sees_what_was_added_in_order_for_every_client(changes, data):
         if data.draw(st.booleans()):
             read()
     read()
-    assert seen == added
+    assert {c: joined(s) for c, s in seen.items()} == {c: joined(a) for c, a in added.items()}
     assert {c: len(r) for c, r in readers.items()} == {
         c: sum(seq.client == c for seq, _ in live.values()) for c in readers
     }
@@ -137,3 +151,17 @@ def test_a_client_that_is_gone_is_owed_nothing():
     _, events, _ = told(1)
     events.pop(A)
     assert events.take() == {}
+
+
+def test_frames_that_are_read_together_give_each_request_its_tokens_at_once():
+    seqs, events, reader = told(2)
+    [first] = events.take()[A]
+    for seq in seqs:
+        events.add_output(seq, TokenOutput(seq.request_id, 2, [4]))
+    events.add_output(seqs[0], TokenOutput("r1", 3, [5], "length"))
+    read = reader.read([first, *events.take()[A]])
+    assert read == [
+        TokenOutput("r1", 1, [9, 4], num_cached_tokens=3),
+        TokenOutput("r2", 1, [9, 4], num_cached_tokens=3),
+        TokenOutput("r1", 3, [5], "length"),
+    ]

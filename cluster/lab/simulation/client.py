@@ -102,7 +102,7 @@ class VirtualLink:
     def _reach_client(self, frame: EngineFrame, step_times_s: list[float]) -> None:
         if not self.is_open:
             return
-        events = self.table.read(frame)
+        events = self.table.read([frame])
         for event in events:
             self._client.observer.arrived(self.host, event)
             if step_times_s and isinstance(event, TokenOutput):
@@ -110,7 +110,7 @@ class VirtualLink:
         snapshot = frame.snapshot
         if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
             self.newest = snapshot
-        if self.table.take(frame, events):
+        if self.table.hand_out([frame], events):
             self.is_heard_of.set()
         else:
             self._client.lose(self.host.incarnation, NOT_GREETED)
