@@ -3,13 +3,15 @@
 Owner: one `IncrementalDetokenizer` per running request, used by one thread. It decides which text
 may be sent now; whether a request has finished for other reasons is its caller's business.
 
-Two windows make this cheap and exact, whatever the length of the output. Characters: only the
-tokens since the last but one character boundary are decoded again (`_StreamDecoder`). Stop
-strings: only as much text as could still become part of one is kept (`_StopMatcher`).
+It is cheap and exact, whatever the length of the output. Characters: where every token stands for
+bytes, only those of an unfinished one are kept (`_ByteDecoder`); elsewhere the tokens since a
+character boundary are decoded again (`_StreamDecoder`). Stop strings: only as much text as could
+still become part of one is kept (`_StopMatcher`).
 """
 
 from __future__ import annotations
 
+import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ _MIN_CONTEXT_TOKENS = 6
 _MAX_PENDING_TOKENS = 64
 """Undecodable tokens after which a run is broken bytes and not an unfinished character."""
 _MAX_TAIL_TOKENS = 12
+_MAX_WINDOW_TOKENS = 12
+"""Tokens after a boundary that are decoded again rather than made the next context."""
 
 
 class IncrementalDetokenizer:
@@ -60,7 +64,8 @@ class IncrementalDetokenizer:
             stop: Non-empty strings; the text ends before the first one found.
             include_stop_str_in_output: The text ends after it instead.
         """
-        self._decoder = _StreamDecoder(tokenizer, prompt_ids, skip_special_tokens)
+        make = _ByteDecoder if tokenizer.is_byte_level else _StreamDecoder
+        self._decoder = make(tokenizer, prompt_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop, include_stop_str_in_output) if stop else None
 
     @property
@@ -81,6 +86,50 @@ class IncrementalDetokenizer:
         """Return what was held back; broken bytes at the end are U+FFFD."""
         text = self._decoder.finish()
         return text if self._matcher is None else self._matcher.append(text, is_final=True)
+
+
+class _ByteDecoder:
+    """Decodes tokens that are bytes of UTF-8: what is not a whole character yet waits."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        _, self._pending = self._decode(self._end_of(prompt_ids))
+        # A character that the prompt breaks off is the prompt's, unless the output finishes it.
+        self._owes_prompt = bool(self._pending)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; return the text of every character that they finish."""
+        data = self._tokenizer.bytes_of(token_ids, self._skip_special_tokens)
+        text, self._pending = self._decode(self._pending + data)
+        return self._without_prompt(text) if self._owes_prompt else text
+
+    def finish(self) -> str:
+        """Return the rest, an unfinished character as U+FFFD."""
+        text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        return self._without_prompt(text) if self._owes_prompt else text
+
+    @staticmethod
+    def _decode(data: bytes) -> tuple[str, bytes]:
+        """The characters of some bytes, and the beginning of one at their end."""
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        return text, data[num_read:]
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> bytes:
+        """So many of the prompt's last bytes that what stands before them cannot matter."""
+        end = b""
+        for token_id in reversed(prompt_ids):
+            if len(end) >= _MIN_CONTEXT_CHARS:
+                break
+            end = self._tokenizer.bytes_of([token_id], self._skip_special_tokens) + end
+        return end
+
+    def _without_prompt(self, text: str) -> str:
+        if text:
+            self._owes_prompt = False
+        return text.removeprefix(_REPLACEMENT)
 
 
 class _StreamDecoder:
@@ -115,7 +164,8 @@ class _StreamDecoder:
         if delta:
             self._sent = self._text[:settled]
         if delta and settled == len(self._text):
-            self._move_window()
+            if len(self._token_ids) - self._boundary >= _MAX_WINDOW_TOKENS:
+                self._move_window()
         elif len(self._token_ids) - self._boundary > _MAX_PENDING_TOKENS:
             delta += self._cut_window(settled)
         return delta

@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
+import tokenizers.decoders
 
 from replicas.errors import InvalidRequestError, ModelLoadError
 
@@ -67,6 +68,7 @@ class Tokenizer:
             where config.json has it, since an id beyond it has no embedding row.
         eos_token_ids: Ids that end generation, from generation_config.json (else config.json)
             and the tokenizer's own end token. May be empty.
+        is_byte_level: Whether a text is the bytes of its tokens, one after the other (`bytes_of`).
         max_token_chars: Characters of the longest token as the vocabulary spells it; no token
             stands for more of a text.
         special_tokens: Name to text, for one "bos_token" -> "<s>"; chat templates read them.
@@ -84,6 +86,11 @@ class Tokenizer:
         self.backend = backend
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        # Filled as tokens are met; threads may fill it at the same time, with the same.
+        self._bytes: dict[int, bytes] = {}
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self.special_tokens = dict(special_tokens)
         self._chat_template = None if chat_template is None else _compile(chat_template)
@@ -156,6 +163,19 @@ class Tokenizer:
             return text
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def bytes_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
+        """What `decode` decodes, where `is_byte_level`: broken characters are as they are."""
+        known, special = self._bytes, self._special_ids
+        data = b""
+        for token_id in token_ids:
+            if skip_special_tokens and token_id in special:
+                continue
+            found = known.get(token_id)
+            if found is None:
+                found = known[token_id] = _spelled_bytes(self.backend.id_to_token(token_id) or "")
+            data += found
+        return data
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token ("Ġthe"); "" for an id without a token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
@@ -171,7 +191,7 @@ class Tokenizer:
         if byte := _BYTE_TOKEN.fullmatch(spelling):
             return bytes.fromhex(byte[1])
         if all(letter in _BYTE_OF_LETTER for letter in spelling):
-            return bytes(_BYTE_OF_LETTER[letter] for letter in spelling)
+            return _spelled_bytes(spelling)
         return once.encode()
 
     def apply_chat_template(
@@ -215,6 +235,14 @@ class Tokenizer:
             if given and _can_render(self._chat_template, told):
                 raise ChatTemplateError("chat_template_kwargs", str(error)) from error
             raise
+
+
+def _spelled_bytes(spelling: str) -> bytes:
+    """What a byte-level vocabulary spells so; a spelling that is none is a text of its own."""
+    try:
+        return bytes([_BYTE_OF_LETTER[letter] for letter in spelling])
+    except KeyError:
+        return spelling.encode()
 
 
 def _check_variables(template: jinja2.Template, given: Mapping[str, object]) -> None:

@@ -58,7 +58,16 @@ def byte_fallback():
     return _wrap(backend)
 
 
+def window():
+    """The same tokens behind a decoder of which nothing is known."""
+    backend = tokenizers.Tokenizer.from_str(BYTES.backend.to_str())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return _wrap(backend)
+
+
 BYTES = byte_level()
+WINDOW = window()
+either = pytest.mark.parametrize("tokenizer", [BYTES, WINDOW], ids=["bytes", "window"])
 FALLBACK = byte_fallback()
 ANY_IDS = st.lists(st.integers(0, BYTES.vocab_size + 3), max_size=40)
 STOPS = st.lists(st.text("abt o.", min_size=1, max_size=4), max_size=3).map(tuple)
@@ -96,10 +105,11 @@ def expected_after(prompt_bytes, output_bytes):
     return whole[len(alone) :] if whole.startswith(alone) else whole[len(alone) - 1 :]
 
 
+@either
 @given(ANY_IDS, st.lists(st.integers(0, 40)), st.booleans())
-def test_deltas_of_any_tokens_join_to_the_decoded_text(ids, cuts, skip):
-    deltas, _ = run(BYTES, [], split(ids, cuts), skip_special_tokens=skip)
-    assert "".join(deltas) == BYTES.decode(ids, skip)
+def test_deltas_of_any_tokens_join_to_the_decoded_text(tokenizer, ids, cuts, skip):
+    deltas, _ = run(tokenizer, [], split(ids, cuts), skip_special_tokens=skip)
+    assert "".join(deltas) == tokenizer.decode(ids, skip)
 
 
 BROKEN = st.lists(
@@ -112,21 +122,23 @@ BROKEN = st.lists(
 ).map(b"".join)
 
 
+@either
 @settings(deadline=None)
 @given(BROKEN, BROKEN)
 @example("x你".encode()[:-1], "你".encode()[-1:])
 @example(b"\xff", b"h")
 @example(b"", b"\xe4" * 200 + "你".encode())
-def test_broken_utf8_after_any_prompt_decodes_as_a_whole(prompt, output):
+def test_broken_utf8_after_any_prompt_decodes_as_a_whole(tokenizer, prompt, output):
     ids = byte_ids(output)
-    deltas, _ = run(BYTES, byte_ids(prompt), [[i] for i in ids])
+    deltas, _ = run(tokenizer, byte_ids(prompt), [[i] for i in ids])
     assert "".join(deltas) == expected_after(prompt, output)
 
 
+@either
 @given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
-def test_no_delta_splits_a_character(text):
+def test_no_delta_splits_a_character(tokenizer, text):
     ids = byte_ids(text.encode())
-    deltas, _ = run(BYTES, [], [[i] for i in ids])
+    deltas, _ = run(tokenizer, [], [[i] for i in ids])
     assert "".join(deltas) == text
     assert not any("\ufffd" in delta for delta in deltas)
 
@@ -151,17 +163,23 @@ def test_a_word_after_the_prompt_keeps_its_space():
     assert "".join(deltas) == " cat"
 
 
-@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte_level", "byte_fallback"])
+@pytest.mark.parametrize(
+    "tokenizer", [BYTES, WINDOW, FALLBACK], ids=["bytes", "window", "fallback"]
+)
 @pytest.mark.parametrize("name", ["<s>", "broken"])
 def test_a_long_run_of_unshowable_tokens_keeps_the_window_small(tokenizer, name):
     broken = {True: byte_ids(b"\xff")[0], False: FALLBACK.backend.token_to_id("<0xFF>")}
-    token = tokenizer.backend.token_to_id("<s>") if name == "<s>" else broken[tokenizer is BYTES]
+    token = (
+        tokenizer.backend.token_to_id("<s>") if name == "<s>" else broken[tokenizer is not FALLBACK]
+    )
     detokenizer = IncrementalDetokenizer(tokenizer, [])
     text = "".join(detokenizer.append([token]) for _ in range(2000)) + detokenizer.finish()
     assert text == ("" if name == "<s>" else "\ufffd" * 2000)
-    assert len(detokenizer._decoder._token_ids) <= 80
+    kept = "_pending" if tokenizer is BYTES else "_token_ids"
+    assert len(getattr(detokenizer._decoder, kept)) <= 80
 
 
+@either
 @given(
     st.text("abt o.", max_size=30).map(lambda text: byte_ids(text.encode())) | ANY_IDS,
     st.lists(st.integers(0, 40)),
@@ -171,10 +189,10 @@ def test_a_long_run_of_unshowable_tokens_keeps_the_window_small(tokenizer, name)
 @example(byte_ids(b"bab"), [], ("ab", "b"), False)
 @example(byte_ids(b"xoab"), [], ("b", "oab"), False)
 @example(byte_ids(b"a.b.t"), [], ("b.t", "a.b"), False)
-def test_text_ends_at_the_stop_string_that_ends_first(ids, cuts, stop, include):
+def test_text_ends_at_the_stop_string_that_ends_first(tokenizer, ids, cuts, stop, include):
     chunks = split(ids, cuts)
-    deltas, reason = run(BYTES, [], chunks, stop=stop, include_stop_str_in_output=include)
-    whole = BYTES.decode(ids)
+    deltas, reason = run(tokenizer, [], chunks, stop=stop, include_stop_str_in_output=include)
+    whole = tokenizer.decode(ids)
     ends = [(whole.find(s) + len(s), whole.find(s), s) for s in stop if s in whole]
     end, start, found = min(ends, default=(len(whole), len(whole), None))
     assert "".join(deltas) == whole[: end if include else start]
