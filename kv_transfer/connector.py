@@ -53,7 +53,7 @@ from kv_transfer.keys import KeyRing
 from kv_transfer.layout import KVLayout
 from kv_transfer.store import StoreConfig, StoreCounters
 from kv_transfer.ticket import Role, Ticket
-from kv_transfer.transport import WireCounters
+from kv_transfer.transport import Transport, WireCounters
 
 if TYPE_CHECKING:
     from kv_transfer.shared_region import RegionLayout, SharedRegion
@@ -110,45 +110,6 @@ class KVDeviceIO(Protocol):
         """Where the blocks are in ``shared_region``."""
 
 
-class LinkFaults(Protocol):
-    """What is made to go wrong with one engine's connections, on purpose and by a script.
-
-    Asked on the transport's thread; ``now_s`` is the monotonic clock of the process.
-    """
-
-    def is_cut(self, now_s: float) -> bool:
-        """Tell whether nothing gets in or out."""
-
-    def corrupts(self, now_s: float) -> bool:
-        """Tell whether payloads that leave have flipped bytes, behind their checksum."""
-
-    def num_breaks(self, now_s: float) -> int:
-        """Return how often every connection has broken so far."""
-
-    def next_change_s(self, now_s: float) -> float | None:
-        """Return when an answer changes next, or None."""
-
-
-class NoLinkFaults:
-    """Nothing is made to go wrong (see ``LinkFaults``)."""
-
-    def is_cut(self, now_s: float) -> bool:
-        """Tell that messages get through."""
-        return False
-
-    def corrupts(self, now_s: float) -> bool:
-        """Tell that payloads stay as they are."""
-        return False
-
-    def num_breaks(self, now_s: float) -> int:
-        """Return zero."""
-        return 0
-
-    def next_change_s(self, now_s: float) -> float | None:
-        """Return None."""
-        return None
-
-
 class ConnectorSettings(Struct, frozen=True, kw_only=True):
     """What one engine's connector is told at start.
 
@@ -167,7 +128,7 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
         accept_dtypes: KV dtypes of producers that this engine takes although they are not its own;
             converting them may lose precision.
         store: The pool of the connectors that have one.
-        link_faults: What is made to go wrong with the connections.
+        make_transport: What carries messages and chunks; over ZMQ without one.
 
     Raises:
         ValueError: NIXL is asked for, and a network that it does not encrypt is not allowed.
@@ -182,7 +143,7 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     accept_dtypes: tuple[str, ...] = ()
     network: KVNetwork = "encrypted"
     store: StoreConfig | None = None
-    link_faults: LinkFaults = field(default_factory=NoLinkFaults)
+    make_transport: "TransportFactory | None" = None
 
     def __post_init__(self) -> None:
         if self.config.use_nixl and self.network != "plain":
@@ -190,6 +151,10 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
                 f"use_nixl is true and kv_network is {self.network!r}, which NIXL cannot do; "
                 "remove use_nixl, or set kv_network: plain where only engines see the network"
             )
+
+
+TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]], Transport]
+"""Makes the transport of an engine; the last argument wakes the engine, from any thread."""
 
 
 class TransferRequest(Struct, frozen=True, array_like=True):

@@ -16,11 +16,12 @@ from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
     TransferResults,
+    TransportFactory,
 )
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import LayoutMismatchError, TransferError
 from kv_transfer.layout import ROW_TOKENS, KVLayout
-from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta, TransportFactory
+from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
 from kv_transfer.ticket import Role, Ticket, check_ticket
 
 
@@ -189,9 +190,12 @@ class P2PConnector:
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]
     ) -> P2PConnectorWorker:
-        """Make the worker side of one engine, over ZMQ.
+        """Make the worker side of one engine, over ZMQ unless its settings say otherwise.
 
         Why: the transport is imported by name so that the scheduler side stays free of sockets.
         """
-        module = importlib.import_module("kv_transfer.transports.zmq")
-        return P2PConnectorWorker(settings, notify, cast("TransportFactory", module.ZmqTransport))
+        make_transport = settings.make_transport
+        if make_transport is None:
+            module = importlib.import_module("kv_transfer.transports.zmq")
+            make_transport = cast("TransportFactory", module.ZmqTransport)
+        return P2PConnectorWorker(settings, notify, make_transport)

@@ -26,6 +26,7 @@ from kv_transfer.connector import (
     TransferInfo,
     TransferResults,
     TransferStats,
+    TransportFactory,
     count_failure,
 )
 from kv_transfer.dtypes import acceptable_layouts, convert_rows
@@ -57,8 +58,6 @@ from kv_transfer.transport import (
     Spoiled,
     Transport,
 )
-
-TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]], Transport]
 
 
 class P2PMeta(ConnectorMeta, frozen=True):

@@ -4,9 +4,7 @@ The thread owns every socket: one bound ROUTER on which consumers reach this eng
 with its monitor per producer that this engine fetches from. It runs the two session state machines
 and exchanges plain values with the core thread over two queues, whose bytes the credits bound. It
 never touches KV memory and decides nothing about blocks. A producer of this host is reached over
-an abstract Unix socket, and its KV memory mapped for reading, where it hands that out. What
-``LinkFaults`` script happens here, at the wire: behind the sessions, so that they see what they
-would see of a network's own faults.
+an abstract Unix socket, and its KV memory mapped for reading, where it hands that out.
 """
 
 import contextlib
@@ -44,7 +42,6 @@ from kv_transfer.producer import SendToConsumer
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.shared_region import RegionServer
 from kv_transfer.transport import CancelLoad, Command, Event, Load, WireCounters
-from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.core_watch import CoreWatch
 from kv_transfer.transports.far import address_of, bind_far, connect_far
 from kv_transfer.transports.nixl import (
@@ -63,7 +60,7 @@ _MAX_BATCH = 256
 """Messages taken from one socket before the others get their turn."""
 
 _LONGEST_WAIT_S = 3600.0
-"""A poll's timeout is a 32-bit number of milliseconds, and a scripted fault may be far away."""
+"""A poll's timeout is a 32-bit number of milliseconds, and a deadline may be far away."""
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitor events after which a producer counts as gone: the connection broke, or was refused."""
@@ -144,9 +141,8 @@ class ZmqTransport:
         self._peers: dict[str, _Peer] = {}
         self._producers: dict[str, str] = {}
         """By endpoint, the incarnation that has to answer there."""
-        self._faults = settings.link_faults
-        self._num_breaks = self._faults.num_breaks(time.monotonic())
-        self._is_cut = self._corrupts = False
+        self._is_silent = False
+        """Nothing gets in or out."""
         self._stopping = threading.Event()
         self._crash: BaseException | None = None
         config = settings.config
@@ -329,10 +325,9 @@ class ZmqTransport:
         ready = dict(self._poller.poll(self._timeout_ms()))
         self._drain_wake()
         now_s = time.monotonic()
-        self._apply_faults(now_s)
+        self._is_silent = self._must_be_silent(now_s)
         if self._region_server is not None and self._region_server.fileno() in ready:
             self._region_server.serve()
-        self._watch_core(now_s)
         self._apply_commands(now_s)
         for load, route in self._routes.take_ready(now_s):
             self._load(load, route, now_s)
@@ -350,37 +345,21 @@ class ZmqTransport:
 
     def _timeout_ms(self) -> int | None:
         now_s = time.monotonic()
-        deadlines = (
-            self._sessions.next_deadline_s(),
-            self._faults.next_change_s(now_s),
-            self._routes.next_deadline_s(),
-        )
-        due_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        due_s = min((x for x in self._deadlines_s(now_s) if x is not None), default=None)
         if due_s is None:
             return None
         return max(0, int(1000 * min(due_s - now_s, _LONGEST_WAIT_S)) + 1)
 
-    def _apply_faults(self, now_s: float) -> None:
-        """Learn what is wrong now; break every connection when that is due."""
-        self._is_cut = self._faults.is_cut(now_s)
-        self._corrupts = self._faults.corrupts(now_s)
-        num_breaks = self._faults.num_breaks(now_s)
-        if num_breaks > self._num_breaks:
-            self._num_breaks = num_breaks
-            for peer in list(self._peers.values()):
-                self._drop_peer(peer)
-            for endpoint in self._endpoints:
-                if not endpoint.startswith("shm://"):
-                    break_accepted(address_of(endpoint))
+    def _deadlines_s(self, now_s: float) -> list[float | None]:
+        return [self._sessions.next_deadline_s(), self._routes.next_deadline_s()]
 
-    def _watch_core(self, now_s: float) -> None:
-        """Fall silent while the core hangs: nothing that this engine would say could be kept."""
+    def _must_be_silent(self, now_s: float) -> bool:
+        """Tell whether the core hangs: nothing that this engine would say could be kept."""
         if not self._sessions.num_open:
-            return
+            return False
         if self._core.must_ask(now_s):
             self._notify()
-        if self._core.is_silent(now_s):
-            self._is_cut = True
+        return self._core.is_silent(now_s)
 
     def _apply_commands(self, now_s: float) -> None:
         while self._commands:
@@ -415,7 +394,7 @@ class ZmqTransport:
             frames = _receive(self._router)
             if frames is None:
                 return
-            if self._is_cut:
+            if self._is_silent:
                 continue
             # Whatever the core has taken back is taken back before anybody is told that it holds.
             self._apply_commands(now_s)
@@ -434,7 +413,7 @@ class ZmqTransport:
             frames = _receive(peer.dealer)
             if frames is None:
                 break
-            if self._is_cut:
+            if self._is_silent:
                 continue
             payload = _as_bytes(frames[1]) if len(frames) == 2 else None
             try:
@@ -503,7 +482,7 @@ class ZmqTransport:
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
         """Send through the ROUTER, whose queue the credits bound."""
-        if self._is_cut:
+        if self._is_silent:
             return
         staged = None
         if (
@@ -524,9 +503,6 @@ class ZmqTransport:
                 self._router.send_multipart(head, zmq.NOBLOCK)
             else:
                 self._router.send_multipart(head, zmq.NOBLOCK | zmq.SNDMORE)
-                if self._corrupts:
-                    # A byte of every row, after the checksum.
-                    send.payload.reshape(len(send.payload), -1)[:, 0] ^= 0xFF
                 self._router.send(send.payload.data, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -534,7 +510,7 @@ class ZmqTransport:
             self._sessions.producer.on_peer_lost(send.peer)
 
     def _send_to_producer(self, send: SendToProducer) -> None:
-        if self._is_cut:
+        if self._is_silent:
             return
         peer = self._peers.get(send.endpoint) or self._connect(send.endpoint)
         if peer is None:

@@ -3,8 +3,8 @@
 The plan says what is wrong at which second (`replicas.faults`); here the engine process's clocks,
 signals and sockets come in. Kill and freeze come from a small process beside the engine; a
 partition, either way or both, is dropped frames at the sockets, and a full inbox is a socket that
-nobody reads; dropped links, corrupted payloads and a partition's KV part are read by the KV
-transport. Slow and hung steps are the simulated device's own.
+nobody reads; dropped links, corrupted payloads and a partition's KV part happen in a KV transport
+of their own. Slow and hung steps are the simulated device's own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kv_transfer.transports.connections import break_accepted
+from kv_transfer.transports.faulty import FaultyTransport
 from replicas.engine import fault_signals
 from replicas.faults import NO_FAULTS, PlanClock, ReplicaFaults
 
 if TYPE_CHECKING:
+    from kv_transfer.connector import TransportFactory
     from replicas.config import EngineConfig
 
 
@@ -36,7 +39,7 @@ _LOOK_S = 0.01
 class EngineFaults:
     """What is wrong with this engine at a reading of its monotonic clock.
 
-    Also the `kv_transfer.connector.LinkFaults` of its KV connections.
+    Also the `kv_transfer.transports.faulty.LinkFaults` of its KV connections.
 
     Attributes:
         faults: The plan's part about this replica.
@@ -46,6 +49,11 @@ class EngineFaults:
     def __init__(self, faults: ReplicaFaults = NO_FAULTS, clock: PlanClock | None = None) -> None:
         self.faults = faults
         self.clock = clock or PlanClock()
+
+    @property
+    def make_transport(self) -> TransportFactory | None:
+        """What makes KV connections to which this happens; None where nothing does."""
+        return partial(FaultyTransport, self) if self.faults else None
 
     def is_cut(self, now_s: float) -> bool:
         """Whether nothing gets from or to the engine."""

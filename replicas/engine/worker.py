@@ -174,7 +174,7 @@ class Worker:
         step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
         settings = msgspec.structs.replace(
             connector_settings(config, self._incarnation, self._faults.unix_now_s, step_now_s),
-            link_faults=self._faults,
+            make_transport=self._faults.make_transport,
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         io = self._kv_io(kv_cache)

@@ -18,8 +18,6 @@ from kv_transfer.connector import (
     ConnectorSettings,
     Failure,
     KVDeviceIO,
-    LinkFaults,
-    NoLinkFaults,
     SaveProgress,
     TransferRequest,
     TransferStats,
@@ -240,7 +238,6 @@ def make_engine(
     *,
     bind: str = "tcp://127.0.0.1:*",
     config: TransferConfig = QUICK,
-    link_faults: LinkFaults | None = None,
     accept_dtypes: tuple[str, ...] = (),
     **settings: Any,
 ) -> FakeEngine:
@@ -251,7 +248,6 @@ def make_engine(
         bind=bind,
         config=config,
         accept_dtypes=accept_dtypes,
-        link_faults=link_faults or NoLinkFaults(),
     )
     notified = threading.Event()
     connector = P2PConnector()

@@ -1,5 +1,6 @@
 """Connections that are made to fail: a transfer recovers, or fails with its reason."""
 
+import functools
 import socket
 import time
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import zmq
 
+from kv_transfer.connector import TransportFactory
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import encode
 from kv_transfer.transports.connections import break_accepted
+from kv_transfer.transports.faulty import FaultyTransport
 from tests.kv_transfer.fakes import (
     KEYS,
     QUICK,
@@ -63,6 +66,10 @@ def shares(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+def carrier(script: Script | None) -> TransportFactory | None:
+    return None if script is None else functools.partial(FaultyTransport, script)
+
+
 @contextmanager
 def pair(
     config=PATIENT,
@@ -72,8 +79,8 @@ def pair(
     shares: bool = False,
 ) -> Iterator[tuple[FakeEngine, FakeEngine]]:
     io = FakeIO(10, seed=1, shares=shares), FakeIO(10, seed=2, shares=shares)
-    producer = make_engine("P", io[0], config=config, link_faults=of_producer)
-    consumer = make_engine("D", io[1], config=config, link_faults=of_consumer)
+    producer = make_engine("P", io[0], config=config, make_transport=carrier(of_producer))
+    consumer = make_engine("D", io[1], config=config, make_transport=carrier(of_consumer))
     try:
         yield producer, consumer
     finally:

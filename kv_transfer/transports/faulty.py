@@ -1,0 +1,70 @@
+"""ZMQ with connections that are made to fail, on purpose and by a script.
+
+Faults happen at the wire, behind the sessions, so that these see what they would see of a network's
+own.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kv_transfer.connector import ConnectorSettings, KVDeviceIO
+from kv_transfer.producer import SendToConsumer
+from kv_transfer.transports.connections import break_accepted
+from kv_transfer.transports.far import address_of
+from kv_transfer.transports.zmq import ZmqTransport
+
+
+class LinkFaults(Protocol):
+    """What is wrong with one engine's connections.
+
+    Asked on the transport's thread; ``now_s`` is the monotonic clock of the process.
+    """
+
+    def is_cut(self, now_s: float) -> bool:
+        """Tell whether nothing gets in or out."""
+
+    def corrupts(self, now_s: float) -> bool:
+        """Tell whether payloads that leave have flipped bytes, behind their checksum."""
+
+    def num_breaks(self, now_s: float) -> int:
+        """Return how often every connection has broken so far."""
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """Return when an answer changes next, or None."""
+
+
+class FaultyTransport(ZmqTransport):
+    """A ``ZmqTransport`` to which a script's faults happen. Owner: as there."""
+
+    def __init__(
+        self,
+        faults: LinkFaults,
+        settings: ConnectorSettings,
+        io: KVDeviceIO,
+        notify: Callable[[], None],
+    ) -> None:
+        """Bind and start; what broke before is over."""
+        self._faults = faults
+        self._num_breaks = faults.num_breaks(time.monotonic())
+        super().__init__(settings, io, notify)
+
+    def _must_be_silent(self, now_s: float) -> bool:
+        num_breaks = self._faults.num_breaks(now_s)
+        if num_breaks > self._num_breaks:
+            self._num_breaks = num_breaks
+            for peer in list(self._peers.values()):
+                self._drop_peer(peer)
+            for endpoint in self._endpoints:
+                if not endpoint.startswith("shm://"):
+                    break_accepted(address_of(endpoint))
+        return super()._must_be_silent(now_s) or self._faults.is_cut(now_s)
+
+    def _deadlines_s(self, now_s: float) -> list[float | None]:
+        return [*super()._deadlines_s(now_s), self._faults.next_change_s(now_s)]
+
+    def _send_to_consumer(self, send: SendToConsumer) -> None:
+        if send.payload is not None and self._faults.corrupts(time.monotonic()):
+            # A byte of every row, after the checksum.
+            send.payload.reshape(len(send.payload), -1)[:, 0] ^= 0xFF
+        super()._send_to_consumer(send)
