@@ -18,10 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from replicas.errors import ModelLoadError
+from replicas.generators.torch.linear import make_linear
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import CpuDevice
+    from replicas.generators.torch.linear import Linear
 
 Shape: TypeAlias = tuple[int, ...]
 Fetch: TypeAlias = Callable[[str], torch.Tensor]
@@ -33,33 +35,27 @@ _MAX_NAMES_IN_MESSAGE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer. Matrices are (out, in); a bias is None where the model has none.
+    """One decoder layer.
 
     Attributes:
         input_norm: (hidden,).
-        qkv: (heads + 2 * kv_heads) * head_dim rows: queries, keys, values.
-        qkv_bias: As many entries as ``qkv`` has rows.
+        qkv: hidden -> (heads + 2 * kv_heads) * head_dim: queries, keys, values.
         qk_norm: (heads + kv_heads, head_dim) norm weight per head, or None.
-        o: (hidden, heads * head_dim).
-        o_bias: (hidden,).
+        o: heads * head_dim -> hidden.
         post_norm: (hidden,), before the MLP.
-        gate_up: (2 * intermediate, hidden): gate, then up.
-        gate_up_bias: (2 * intermediate,).
-        down: (hidden, intermediate).
-        down_bias: (hidden,).
+        gate: hidden -> intermediate.
+        up: hidden -> intermediate.
+        down: intermediate -> hidden.
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
+    o: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +66,13 @@ class ModelWeights:
         embedding: (vocabulary, hidden).
         layers: In order.
         final_norm: (hidden,).
-        lm_head: (vocabulary, hidden); the embedding itself when tied.
+        lm_head: hidden -> vocabulary; of the embedding's weight when tied.
     """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: Linear
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
@@ -235,7 +231,9 @@ def _assemble(config: ModelConfig, device: CpuDevice, fetch: Fetch) -> ModelWeig
         embedding=embedding,
         layers=tuple(layers),
         final_norm=get("model.norm.weight"),
-        lm_head=embedding if config.tie_word_embeddings else get("lm_head.weight"),
+        lm_head=make_linear(
+            embedding if config.tie_word_embeddings else get("lm_head.weight"), None
+        ),
     )
 
 
@@ -244,23 +242,20 @@ def _get_under(get: Fetch, prefix: str, name: str) -> torch.Tensor:
 
 
 def _fuse_layer(config: ModelConfig, get: Fetch) -> LayerWeights:
-    def joined(names: tuple[str, ...], suffix: str) -> torch.Tensor:
-        return torch.cat([get(f"{name}.{suffix}") for name in names])
+    def linear(has_bias: bool, *names: str) -> Linear:
+        weight = torch.cat([get(f"{name}.weight") for name in names])
+        bias = torch.cat([get(f"{name}.bias") for name in names]) if has_bias else None
+        return make_linear(weight, bias)
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return LayerWeights(
         input_norm=get("input_layernorm.weight"),
-        qkv=joined(qkv, "weight"),
-        qkv_bias=joined(qkv, "bias") if config.qkv_bias else None,
+        qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norm=_fuse_qk_norm(config, get) if config.qk_norm else None,
-        o=get("self_attn.o_proj.weight"),
-        o_bias=get("self_attn.o_proj.bias") if config.o_bias else None,
+        o=linear(config.o_bias, "self_attn.o_proj"),
         post_norm=get("post_attention_layernorm.weight"),
-        gate_up=joined(gate_up, "weight"),
-        gate_up_bias=joined(gate_up, "bias") if config.mlp_bias else None,
-        down=get("mlp.down_proj.weight"),
-        down_bias=get("mlp.down_proj.bias") if config.mlp_bias else None,
+        gate=linear(config.mlp_bias, "mlp.gate_proj"),
+        up=linear(config.mlp_bias, "mlp.up_proj"),
+        down=linear(config.mlp_bias, "mlp.down_proj"),
     )
 
 

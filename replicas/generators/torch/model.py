@@ -18,7 +18,7 @@ from replicas.generators.torch.rope import RopeTable, rotate
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import LayerCallback
-    from replicas.generators.torch.attention import Attend, AttentionBackend
+    from replicas.generators.torch.attention import AttentionBackend
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.loader import LayerWeights, ModelWeights
@@ -73,22 +73,21 @@ class PagedTransformer:
             k_plane, v_plane = cache.planes[index]
             _write(k_plane, kv_rows, k)
             _write(v_plane, kv_rows, v)
-            x = x + _attention_output(attend, q, k_plane, v_plane, layer)
+            x = layer.o.plus(attend(q, k_plane, v_plane).flatten(1), x)
             if after_layer is not None:
                 after_layer(index)
-            x = x + _mlp(_rms_norm(x, layer.post_norm, config.rms_norm_eps), layer)
+            normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            x = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), x)
         last = x.index_select(0, batch.logits_indices)
         last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
-        return functional.linear(last, weights.lm_head)
+        return weights.lm_head(last)
 
     def _project(
         self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries (T, H, D), keys (T, G, D), both rotated, and values (T, G, D)."""
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
-        heads = functional.linear(x, layer.qkv, layer.qkv_bias).view(
-            len(x), num_heads + 2 * num_kv_heads, self._config.head_dim
-        )
+        heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
         qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if layer.qk_norm is not None:
             qk = _rms_norm(qk, layer.qk_norm, self._config.rms_norm_eps)
@@ -114,18 +113,3 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
-
-
-def _attention_output(
-    attend: Attend,
-    q: torch.Tensor,
-    k_plane: torch.Tensor,
-    v_plane: torch.Tensor,
-    layer: LayerWeights,
-) -> torch.Tensor:
-    return functional.linear(attend(q, k_plane, v_plane).flatten(1), layer.o, layer.o_bias)
-
-
-def _mlp(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-    gate, up = functional.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)

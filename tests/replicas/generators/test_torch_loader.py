@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from replicas.errors import ModelLoadError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
+from replicas.generators.torch.linear import PlainLinear
 from replicas.generators.torch.loader import expected_weights, load_weights
 from tests.replicas.generators.conftest import make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -34,8 +35,9 @@ def rewrite(folder, change):
 def tensors(weights):
     for layer in weights.layers:
         for name in layer.__dataclass_fields__:
-            yield getattr(layer, name)
-    yield from (weights.embedding, weights.final_norm, weights.lm_head)
+            value = getattr(layer, name)
+            yield from (value.weight, value.bias) if isinstance(value, PlainLinear) else (value,)
+    yield from (weights.embedding, weights.final_norm, weights.lm_head.weight)
 
 
 def same(one, two):
@@ -68,7 +70,7 @@ def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
 
     rewrite(tmp_path, repeat)
     weights = load_weights(load_hf_config(tmp_path), FLOAT32)
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.weight is weights.embedding
 
 
 def test_missing_weights_are_named(folder):
@@ -140,8 +142,8 @@ def test_random_weights_need_only_the_configuration_and_follow_the_seed(folder):
     assert same(draw(1), first)
     assert not torch.equal(draw(2).embedding, first.embedding)
     assert torch.equal(draw(1, torch.bfloat16).embedding, first.embedding.bfloat16())
-    assert first.layers[0].qkv.std().item() == pytest.approx(0.02, rel=0.05)
-    assert not torch.equal(first.layers[0].qkv, first.layers[1].qkv)
+    assert first.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(first.layers[0].qkv.weight, first.layers[1].qkv.weight)
     assert first.final_norm.eq(1).all()
 
 
