@@ -189,18 +189,10 @@ class SaveProgress(Struct, frozen=True, array_like=True):
     num_computed_tokens: int
 
 
-class OfferSpec(Struct, frozen=True, array_like=True):
-    """Start of a producer's side of a transfer."""
-
-    request_id: str
-    ticket: Ticket
-
-
 class LoadSpec(Struct, frozen=True, array_like=True):
     """Start of a consumer's side of a transfer.
 
     Attributes:
-        request_id: The request.
         ticket: What to fetch, and where.
         sealed: The ticket as it came, for the producer.
         lane: Lane of the destination blocks.
@@ -208,7 +200,6 @@ class LoadSpec(Struct, frozen=True, array_like=True):
         start_row: First row to fetch; those before it are there already.
     """
 
-    request_id: str
     ticket: Ticket
     sealed: bytes
     lane: int

@@ -12,7 +12,6 @@ from typing import cast
 from kv_transfer.connector import (
     ConnectorSettings,
     LoadSpec,
-    OfferSpec,
     SaveProgress,
     TransferRequest,
     TransferResults,
@@ -47,7 +46,7 @@ class P2PConnectorScheduler:
         self._layout = layout
         self._layout_hashes = frozenset(acceptable_layouts(layout, settings.accept_dtypes))
         self._transfers: dict[str, _Transfer] = {}
-        self._offers: list[OfferSpec] = []
+        self._offers: list[Ticket] = []
         self._loads: dict[str, LoadSpec] = {}
         self._preempted: list[str] = []
         self._cancels: list[str] = []
@@ -89,7 +88,7 @@ class P2PConnectorScheduler:
             )
         self._transfers[request_id] = _Transfer(ticket, request.ticket, role)
         if role == "producer":
-            self._offers.append(OfferSpec(request_id, ticket))
+            self._offers.append(ticket)
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
@@ -120,9 +119,7 @@ class P2PConnectorScheduler:
             start_row = self._layout.num_rows(num_tokens)
         transfer.is_loading = True
         table = tuple(block_ids[:num_blocks])
-        self._loads[request_id] = LoadSpec(
-            request_id, transfer.ticket, transfer.sealed, lane, table, start_row
-        )
+        self._loads[request_id] = LoadSpec(transfer.ticket, transfer.sealed, lane, table, start_row)
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
         """Hand over everything that is new; drains."""

@@ -21,7 +21,6 @@ from kv_transfer.connector import (
     Failure,
     KVDeviceIO,
     LoadSpec,
-    OfferSpec,
     SaveProgress,
     TransferInfo,
     TransferResults,
@@ -73,14 +72,13 @@ class P2PMeta(ConnectorMeta, frozen=True):
 
     cancels: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
-    offers: tuple[OfferSpec, ...] = ()
+    offers: tuple[Ticket, ...] = ()
     loads: tuple[LoadSpec, ...] = ()
     saves: tuple[SaveProgress, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    request_id: str
     ticket: Ticket
     num_rows: int
     offered_s: float
@@ -134,7 +132,6 @@ class _Sending:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    request_id: str
     ticket: Ticket
     layout: KVLayout
     """The producer's, with this engine's block size."""
@@ -323,7 +320,7 @@ class P2PConnectorWorker:
         transport = self._require_transport()
         sends = [
             TransferInfo(
-                request_id=x.request_id,
+                request_id=x.ticket.request_id,
                 role="producer",
                 peer=x.ticket.consumer,
                 path=x.path if x.cursor >= 0 else "",
@@ -339,7 +336,7 @@ class P2PConnectorWorker:
         ]
         loads = [
             TransferInfo(
-                request_id=x.request_id,
+                request_id=x.ticket.request_id,
                 role="consumer",
                 peer=x.ticket.producer_incarnation,
                 path=x.path if x.first_s is not None else "",
@@ -356,26 +353,25 @@ class P2PConnectorWorker:
 
     # ---- starts and stops
 
-    def _offer(self, spec: OfferSpec, now_s: float) -> None:
-        num_rows = self._require_io().layout.num_rows(spec.ticket.num_tokens)
-        transfer_id = spec.ticket.transfer_id
-        self._sending[transfer_id] = _Sending(spec.request_id, spec.ticket, num_rows, now_s)
-        self._transfer_ids[spec.request_id] = transfer_id
+    def _offer(self, ticket: Ticket, now_s: float) -> None:
+        transfer_id = ticket.transfer_id
+        num_rows = self._require_io().layout.num_rows(ticket.num_tokens)
+        self._sending[transfer_id] = _Sending(ticket, num_rows, now_s)
+        self._transfer_ids[ticket.request_id] = transfer_id
         self._turns[transfer_id] = None
-        self._commands.append(Offer(spec.ticket))
+        self._commands.append(Offer(ticket))
 
     def _load(self, spec: LoadSpec, now_s: float) -> None:
         layout = self._layouts[spec.ticket.layout_hash]
         num_rows = layout.num_rows(spec.ticket.num_tokens)
         self._commands.append(Load(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes))
         if spec.start_row >= num_rows:
-            self._received.add(spec.request_id)
+            self._received.add(spec.ticket.request_id)
             return
         transfer_id = spec.ticket.transfer_id
-        self._transfer_ids[spec.request_id] = transfer_id
+        self._transfer_ids[spec.ticket.request_id] = transfer_id
         self._turns[transfer_id] = None
         self._loading[transfer_id] = _Loading(
-            spec.request_id,
             spec.ticket,
             layout,
             spec.lane,
@@ -625,29 +621,29 @@ class P2PConnectorWorker:
         sending = self._sending.pop(transfer_id, None)
         if sending is None:
             return
-        del self._transfer_ids[sending.request_id], self._turns[transfer_id]
+        del self._transfer_ids[sending.ticket.request_id], self._turns[transfer_id]
         if reason is None:
-            self._sent.add(sending.request_id)
+            self._sent.add(sending.ticket.request_id)
             num_bytes = num_rows * self._require_io().layout.row_bytes
             self._totals.count_sent(sending.path, num_bytes)
             if sending.computed_s is not None:
                 self._observe("handover", self._now_s - sending.computed_s)
         else:
-            self._failed[sending.request_id] = Failure(reason)
+            self._failed[sending.ticket.request_id] = Failure(reason)
             count_failure(self._totals.send_failures, reason)
 
     def _end_load(self, transfer_id: bytes, reason: FailureReason | None) -> None:
         loading = self._loading.pop(transfer_id, None)
         if loading is None:
             return
-        del self._transfer_ids[loading.request_id], self._turns[transfer_id]
+        del self._transfer_ids[loading.ticket.request_id], self._turns[transfer_id]
         if loading.layout.dtype != self._require_io().layout.dtype:
-            self._converted.add(loading.request_id)
+            self._converted.add(loading.ticket.request_id)
         if reason is not None:
-            self._failed[loading.request_id] = Failure(reason, loading.num_tokens)
+            self._failed[loading.ticket.request_id] = Failure(reason, loading.num_tokens)
             count_failure(self._totals.receive_failures, reason)
             return
-        self._received.add(loading.request_id)
+        self._received.add(loading.ticket.request_id)
         assert loading.first_s is not None
         num_bytes = (loading.num_rows - loading.start_row) * loading.layout.row_bytes
         times_s = (loading.started_s, loading.first_s, loading.last_s, self._now_s)
