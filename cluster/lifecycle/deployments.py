@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import os
@@ -192,6 +193,10 @@ class IngressReplica:
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
             self._fleet = ingress.fleet
+            # What is there now stays: every stream would wait while all of it is looked through
+            # for garbage.
+            gc.collect()
+            gc.freeze()
             try:
                 yield
             finally:

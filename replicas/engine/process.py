@@ -15,6 +15,7 @@ to drain, comes through the pipe.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -211,6 +212,9 @@ def main() -> None:
         described = describe(
             core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
         )
+        # What is there now stays: to look through all of it for garbage takes as long as many steps.
+        gc.collect()
+        gc.freeze()
         tell(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, outbox,
