@@ -1,11 +1,14 @@
 """What the host costs beside a Tenstorrent mesh: engines whose model computes nothing.
 
 The model is a class written to the plugin's interface, found and adapted as such classes are, on a
-mesh that is not there. An engine core of this process decodes a full batch, every step of which
-schedules, builds the padded inputs, calls the class, reads its output and hands tokens out. So a
-step's time is the host's alone: what a step on silicon takes longer than the device needs, unless
-the two overlap. Rows: tokens drawn on the device, where steady steps reload nothing (contract 1)
-or everything (legacy); and on the host, from logits. The A/A row is the first one again.
+mesh that is not there. An engine of this process decodes a full batch of one client, every step of
+which schedules, builds the padded inputs, calls the class, reads its output, draws where the host
+draws, hands tokens out, and encodes and sends the client's frame. So a step's time is the host's
+alone, to the last byte that it hands to the kernel's socket: what a step on silicon takes longer
+than the device needs, unless the two overlap. A vocabulary of 128,256 tokens, page tables of 2,048
+columns. Rows: tokens drawn on the device at temperature 1, where steady steps reload nothing
+(contract 1) or everything (legacy); and on the host, from bfloat16 logits, with the API's default
+sampling and greedy. The A/A row is the first one again.
 
     python -m benchmarks.tt_host_time [--quick]
 """
@@ -15,33 +18,45 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from unittest.mock import patch
 
 import torch
+import zmq
 
 from cluster.config.resolve import demo_model_folder
-from replicas.columns import ColumnReader
+from replicas.codec import encode
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.messages import AddRequest, EngineRequest, TokenOutput
+from replicas.engine.server import EngineServer
+from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
 from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replicas.messages import EngineFrame
 
 CLIENT = b"benchmark"
 PROMPT_LEN = 128
 BLOCK_SIZE = 64
-MAX_MODEL_LEN = 1024
+TABLE_WIDTH = 2048
+VOCAB_SIZE = 128_256
 SLOTS_PER_LANE = 32
 MESHES = {32: "N150", 256: "T3K"}
 """Batch size -> a mesh with a lane of 32 slots on each chip."""
+PARTS = ("schedule", "prepare", "generator", "sample", "update", "frames", "encode")
 
 
 class NoOpModel:
-    """Says the same token to everybody; legacy contract, output on the host at once."""
+    """Says the same to everybody; legacy contract, output on the host at once."""
 
     model_capabilities: ClassVar[dict[str, object]] = {
         "supports_prefix_caching": False,
@@ -51,8 +66,8 @@ class NoOpModel:
 
     def __init__(self, max_batch_size: int, vocab_size: int) -> None:
         self._tokens = torch.ones((max_batch_size, 1), dtype=torch.int32)
-        self._logits = torch.zeros((max_batch_size, 1, vocab_size))
-        self._logits[:, :, 1] = 1.0
+        spread = 3.0 * torch.randn(max_batch_size, 1, vocab_size)
+        self._logits = spread.bfloat16()
 
     @classmethod
     def initialize_vllm_model(
@@ -139,17 +154,20 @@ class Case:
         name: For people.
         model: The class.
         draws: Where tokens are drawn.
+        temperature: Of every request.
     """
 
     name: str
     model: type[NoOpModel]
     draws: Literal["none", "all"]
+    temperature: float = 1.0
 
 
 CASES = (
     Case("device, contract 1", ResidentNoOpModel, "all"),
     Case("device, legacy", NoOpModel, "all"),
-    Case("host, contract 1", ResidentNoOpModel, "none"),
+    Case("host, default sampling", ResidentNoOpModel, "none"),
+    Case("host, greedy", ResidentNoOpModel, "none", temperature=0.0),
     Case("device, contract 1 (A/A)", ResidentNoOpModel, "all"),
 )
 
@@ -161,89 +179,221 @@ class Measured:
     Attributes:
         step_us: All of it, by the clock on the wall.
         cpu_us: What of it the thread had a core: the same, but for a machine that is busy.
-        call_us: Inside the generator: the adapter, as the class does nothing.
+        parts: CPU time of each of `PARTS`; `generator` is the adapter, as the class does nothing.
     """
 
     step_us: float
     cpu_us: float
-    call_us: float
+    parts: dict[str, float]
 
 
-def measure(case: Case, batch_size: int, steps: int) -> Measured:
-    """Run one engine core on this thread."""
-    config = EngineConfig(
-        model=str(demo_model_folder()),
-        generator=f"benchmarks.tt_host_time:{case.model.__name__}",
-        mesh=MeshConfig(name=MESHES[batch_size], sample_on_device=case.draws),
-        max_batch_size=batch_size,
-        tt_data_parallel=batch_size // SLOTS_PER_LANE,
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        num_blocks=1 + SLOTS_PER_LANE * MAX_MODEL_LEN // BLOCK_SIZE,
-        max_num_batched_tokens=batch_size * PROMPT_LEN,
-        num_threads=1,
-    )
-    core, columns = EngineCore(config, UniProcExecutor(config)), ColumnReader()
-    try:
-        many = SamplingParams(max_tokens=steps + 64, temperature=0.0, seed=0, ignore_eos=True)
+class Stopwatch:
+    """CPU time of parts of a step; a part within another is not counted with that.
+
+    Attributes:
+        spent_us: Part -> microseconds since it was last cleared.
+    """
+
+    def __init__(self) -> None:
+        self.spent_us: defaultdict[str, float] = defaultdict(float)
+        self._inner_us = 0.0
+
+    def time(self, part: str, owner: object, name: str) -> None:
+        """From now on count what a method of an object takes."""
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any method
+            outer_us, self._inner_us = self._inner_us, 0.0
+            started_s = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                whole_us = 1e6 * (time.thread_time() - started_s)
+                self.spent_us[part] += whole_us - self._inner_us
+                self._inner_us = outer_us + whole_us
+
+        setattr(owner, name, timed)
+
+
+class Engine:
+    """An engine core with its server, and a socket from which a client reads.
+
+    Args:
+        case: The row.
+        batch_size: Slots.
+        folder: Of the model's configuration.
+        steps: Half of the steps that are measured.
+    """
+
+    def __init__(self, case: Case, batch_size: int, folder: Path, steps: int) -> None:
+        config = EngineConfig(
+            model=str(folder),
+            generator=f"benchmarks.tt_host_time:{case.model.__name__}",
+            mesh=MeshConfig(name=MESHES[batch_size], sample_on_device=case.draws),
+            max_batch_size=batch_size,
+            tt_data_parallel=batch_size // SLOTS_PER_LANE,
+            block_size=BLOCK_SIZE,
+            max_model_len=TABLE_WIDTH * BLOCK_SIZE,
+            enable_chunked_prefill=False,
+            num_blocks=1 + TABLE_WIDTH,
+            max_num_batched_tokens=TABLE_WIDTH * BLOCK_SIZE,
+            num_threads=1,
+        )
+        self._executor = UniProcExecutor(config)
+        self.core = EngineCore(config, self._executor)
+        self._server = EngineServer(self.core, "local")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._output = self._context.socket(zmq.ROUTER)
+        self._output.set(zmq.ROUTER_MANDATORY, 1)
+        port = self._output.bind_to_random_port("tcp://127.0.0.1")
+        self._input = self._context.socket(zmq.DEALER)
+        self._input.set(zmq.IDENTITY, CLIENT)
+        self._input.connect(f"tcp://127.0.0.1:{port}")
+        self._server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
+        sampling = SamplingParams(
+            max_tokens=2 * steps + 128, temperature=case.temperature, seed=0, ignore_eos=True
+        )
         for i in range(batch_size):
             prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(PROMPT_LEN)]
-            core.handle(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, many)), 0.0)
-        started: set[str] = set()
-        while len(started) < batch_size:
-            started |= {output.request_id for output in step(core, columns)}
+            request = AddRequest(EngineRequest(f"b{i}", prompt, sampling))
+            self._server.take(CLIENT, request, 0.0)
+        # Until the client's connection is there a frame cannot be sent.
+        self._poll(lambda: self._is_sent(b""))
+
+    def step(self) -> None:
+        """One step to the last byte of its frames."""
+        core = self.core
+        step = core.begin_step(time.monotonic())
+        core.publish(step)
+        self.send_frames()
+        core.end_step(step, time.monotonic())
+
+    def send_frames(self) -> None:
+        """Encode and send whatever is to be sent."""
+        for client, frame in self._server.frames(time.monotonic()):
+            self.send(client, frame)
+
+    def send(self, client: bytes, frame: EngineFrame) -> None:
+        """As the engine's sender does it; by its own thread, where it is a process."""
+        self._output.send_multipart((client, encode(frame)), flags=zmq.NOBLOCK)
+
+    def receive(self) -> None:
+        """Read, as a client of another process does, so that nothing piles up."""
+        while self._input.poll(0):
+            self._input.recv()
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """Time the parts of a step."""
+        runner = self._executor._worker._runner  # noqa: SLF001
+        generator = runner._generator  # noqa: SLF001
+        stopwatch.time("schedule", self.core, "begin_step")
+        stopwatch.time("prepare", runner, "submit")
+        for name in ("decode_forward", "read_decode_output", "process_decode_output_host"):
+            stopwatch.time("generator", generator, name)
+        stopwatch.time("sample", runner, "collect")
+        stopwatch.time("update", self.core, "publish")
+        stopwatch.time("frames", self, "send_frames")
+        stopwatch.time("encode", self, "send")
+
+    def close(self) -> None:
+        """End it."""
+        self.core.shutdown()
+        self._context.destroy(linger=0)
+
+    def _is_sent(self, raw: bytes) -> bool:
+        try:
+            self._output.send_multipart((CLIENT, raw), flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 10.0
+        while not is_done():
+            assert time.monotonic() < until_s, "no connection on 127.0.0.1"
+            time.sleep(0.02)
+
+
+def measure(case: Case, batch_size: int, folder: Path, steps: int) -> Measured:
+    """Run one engine on this thread."""
+    engine = Engine(case, batch_size, folder, steps)
+    try:
+        while engine.core.metrics(0.0).num_steps < 2 or engine.core.snapshot(0).num_waiting:
+            engine.step()
+            engine.receive()
         for _ in range(16):
-            step(core, columns)
-        spans, cpu, calls = [], [], []
-        for _ in range(steps):
-            before = core.metrics(0.0).device_seconds
+            engine.step()
+            engine.receive()
+        stopwatch = Stopwatch()
+        spans, cpu = [], []
+        for i in range(2 * steps):
+            # The first half as it is; then with a watch on it, which costs a little.
+            if i == steps:
+                engine.watch(stopwatch)
             started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-            outputs = step(core, columns)
+            engine.step()
             cpu.append(1e6 * (time.thread_time() - started_cpu_s))
             spans.append(1e6 * (time.perf_counter() - started_s))
-            calls.append(1e6 * (core.metrics(0.0).device_seconds - before))
-            assert len(outputs) == batch_size
+            engine.receive()
+        parts = {part: stopwatch.spent_us[part] / steps for part in PARTS}
     finally:
-        core.shutdown()
-    return Measured(*map(statistics.median, (spans, cpu, calls)))
+        engine.close()
+    return Measured(statistics.median(spans[:steps]), statistics.median(cpu[:steps]), parts)
 
 
-def step(core: EngineCore, columns: ColumnReader) -> list[TokenOutput]:
-    """One step and its tokens."""
-    core.step(time.monotonic())
-    events = columns.read(core.take_events().get(CLIENT, []))
-    return [event for event in events if isinstance(event, TokenOutput)]
+def write_model(folder: Path) -> None:
+    """A configuration with the vocabulary and the length of Llama-3.1."""
+    config = json.loads((demo_model_folder() / "config.json").read_text())
+    config |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": TABLE_WIDTH * BLOCK_SIZE}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def main() -> None:
     """Parse arguments, run, print one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps; under half a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer steps; under a minute")
     arguments = parser.parse_args()
-    steps = 50 if arguments.quick else 300
-    result: dict[str, object] = {}
-    print("Microseconds of a decode step whose model computes nothing, medians.")
-    print(f"{'batch':>5}  {'tokens drawn on':26}{'step':>9}{'CPU':>9}{'generator':>11}{'a row':>8}")
-    with patch.object(worker, "_import_open_mesh", lambda _mesh: open_absent_mesh):
+    steps, num_rounds = (50, 3) if arguments.quick else (300, 5)
+    found: dict[tuple[str, int], Measured] = {}
+    print("Microseconds of a decode step whose model computes nothing, medians; parts: CPU, means.")
+    print(
+        f"{'batch':>5}  {'tokens drawn on':26}{'step':>8}{'CPU':>8}"
+        + "".join(f"{p:>10}" for p in PARTS)
+    )
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        patch.object(worker, "_import_open_mesh", lambda _mesh: open_absent_mesh),
+    ):
+        folder = Path(temporary)
+        write_model(folder)
         for batch_size in MESHES:
-            # By turns, so that a busy minute is everybody's.
-            rounds = [[measure(case, batch_size, steps) for case in CASES] for _ in range(3)]
-            found = [
-                sorted(rows, key=lambda row: row.cpu_us)[1] for rows in zip(*rounds, strict=True)
+            # By turns, so that a busy minute is everybody's; logits of 256 rows take their time.
+            rounds = [
+                [
+                    measure(case, batch_size, folder, steps if case.draws == "all" else steps // 10)
+                    for case in CASES
+                ]
+                for _ in range(num_rounds)
             ]
-            for case, row in zip(CASES, found, strict=True):
+            for case, rows in zip(CASES, zip(*rounds, strict=True), strict=True):
+                row = sorted(rows, key=lambda row: row.cpu_us)[num_rounds // 2]
+                found[case.name, batch_size] = row
                 print(
-                    f"{batch_size:5}  {case.name:26}{row.step_us:9.0f}{row.cpu_us:9.0f}"
-                    f"{row.call_us:11.0f}{row.cpu_us / batch_size:8.1f}"
+                    f"{batch_size:5}  {case.name:26}{row.step_us:8.0f}{row.cpu_us:8.0f}"
+                    + "".join(f"{row.parts[part]:10.0f}" for part in PARTS)
                 )
-            result |= {
-                f"step_us_{batch_size}": round(found[0].step_us, 1),
-                f"cpu_us_{batch_size}": round(found[0].cpu_us, 1),
-                f"generator_us_{batch_size}": round(found[0].call_us, 1),
-                f"host_draws_cpu_us_{batch_size}": round(found[2].cpu_us, 1),
-                f"aa_cpu_ratio_{batch_size}": round(found[3].cpu_us / found[0].cpu_us, 3),
+    drawn, again, host = CASES[0].name, CASES[-1].name, CASES[2].name
+    print(
+        json.dumps(
+            {
+                "device_32_us": round(found[drawn, 32].cpu_us, 1),
+                "device_256_us": round(found[drawn, 256].cpu_us, 1),
+                "host_128k_32_ms": round(found[host, 32].cpu_us / 1000, 2),
+                "aa_32": round(found[again, 32].cpu_us / found[drawn, 32].cpu_us, 3),
+                "aa_256": round(found[again, 256].cpu_us / found[drawn, 256].cpu_us, 3),
             }
-    print(json.dumps(result))
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ class AdaptedGenerator:
         self._max_batch_size = max_batch_size
         self._kv_dtype = "bfloat8_b"
         self._num_layer_tables = 0
+        # Of the last decode that drew; one that does not reload them does not look at them.
+        self._decode_params: TTSamplingParams | None = None
         # Of models with several rope axes: what prefill says of each slot, and whether a decode has
         # told the model since.
         self._has_rope_deltas = _has_rope_deltas(text_config)
@@ -388,11 +390,16 @@ class AdaptedGenerator:
         }
         params = None
         if sampling_params is not None:
-            params = to_tt_sampling_params(sampling_params, len(tokens))
+            # A class may change what it is given where it reads it: it never reads the same twice.
+            params = None if reload_sampling_params else self._decode_params
+            if params is None or not self.signature.contract:
+                params = to_tt_sampling_params(sampling_params, len(tokens))
+                self._decode_params = params
             arguments["sampling_params"] = params
-            arguments |= _taken(
-                parameters, {k: v for k, v in kwargs.items() if k in _TOKEN_HISTORY}
-            )
+            if kwargs:
+                arguments |= _taken(
+                    parameters, {k: v for k, v in kwargs.items() if k in _TOKEN_HISTORY}
+                )
         if self.signature.contract:
             arguments |= commands
         elif params is not None:

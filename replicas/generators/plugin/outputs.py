@@ -38,8 +38,8 @@ def host_output(
         wants_log_probs: Log-probabilities were asked for.
 
     Returns:
-        Float32 logits (rows, 1, V), or int tokens (rows, 1), or with `wants_log_probs` a pair
-        (tokens, log-probabilities).
+        Logits (rows, 1, V) as the class made them, or int tokens (rows, 1), or with
+        `wants_log_probs` a pair (tokens, log-probabilities).
 
     Raises:
         DeviceError: The answer is none of these; says its shape.
@@ -74,4 +74,4 @@ def _logits(output: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tenso
             f"the generator gave logits {tuple(output.shape)} for {num_rows} rows of a vocabulary "
             f"of {vocab_size}"
         )
-    return rows[:num_rows, None, :vocab_size].float()
+    return rows[:num_rows, None, :vocab_size]

@@ -49,6 +49,9 @@ class TTSamplingParams:
         return any(self.enable_log_probs)
 
 
+_FIELDS = tuple(field.name for field in fields(TTSamplingParams))
+
+
 def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamplingParams:
     """Take our settings over, padded to the rows of the call.
 
@@ -57,9 +60,9 @@ def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamp
         num_rows: Rows of the call.
     """
     columns: dict[str, list[object]] = {}
-    for field in fields(TTSamplingParams):
-        given = list(getattr(params, field.name))
-        columns[field.name] = given + [PADDING_ROW[field.name]] * (num_rows - len(given))
+    for name in _FIELDS:
+        given = list(getattr(params, name))
+        columns[name] = given + [PADDING_ROW[name]] * (num_rows - len(given))
     columns["seed"] = [None if seed == _NO_SEED else seed for seed in columns["seed"]]
     return TTSamplingParams(**columns)  # type: ignore[arg-type]  # of each field's own type
 

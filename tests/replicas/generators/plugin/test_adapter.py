@@ -424,6 +424,44 @@ def test_a_legacy_class_may_keep_the_page_table() -> None:
     assert last_call(generator)["page_table"].tolist() == [[1, 1], [1, 9]]
 
 
+class Eager(Plain):
+    """Of contract 1; like some classes it changes what it is given, in place."""
+
+    decode_input_update_contract = 1
+    model_capabilities: ClassVar[Any] = {
+        "supports_async_decode": True, "supports_sample_on_device": True,
+    }  # fmt: skip
+
+    def decode_forward(
+        self, *, tokens: Any, page_table: Any, kv_cache: Any, start_pos: Any, enable_trace: Any,
+        read_from_device: Any, reload_inputs: Any, reload_page_table: Any,
+        reload_sampling_params: Any, reset_sampling_state: Any, sampling_params: Any = None,
+    ) -> Any:  # fmt: skip
+        if reload_sampling_params:
+            self.calls.append(("decode", (), {"temperature": list(sampling_params.temperature)}))
+            sampling_params.temperature[0] = 1 / sampling_params.temperature[0]
+        else:
+            self.calls.append(("decode", (), {"given": sampling_params}))
+        return torch.zeros(2, dtype=torch.int32)
+
+    def read_decode_output(self, tt_out: Any, async_read: bool) -> Any: ...
+
+    def process_decode_output_host(self, tt_out: Any, is_tokens: bool) -> Any: ...
+
+
+def test_settings_are_made_anew_when_they_are_read_and_only_then() -> None:
+    generator, given = make(Eager), params(2)
+    afresh = {"reload_sampling_params": True, "reset_sampling_state": True}
+    decode(generator, sampling_params=given, **afresh)
+    assert last_call(generator) == {"temperature": [0.7, 0.0]}
+    decode(generator, sampling_params=given, reload_inputs=False)
+    first = last_call(generator)["given"]
+    decode(generator, sampling_params=given, reload_inputs=False)
+    assert last_call(generator)["given"] is first
+    decode(generator, sampling_params=given, **afresh)
+    assert last_call(generator) == {"temperature": [0.7, 0.0]}
+
+
 def test_commands_that_cannot_be() -> None:
     generator = make()
     with pytest.raises(AssertionError):
@@ -498,8 +536,8 @@ def test_forms_of_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = logits.reshape(shape[0], -1, shape[-1])[:2, -1:, :5]
     for output in (logits.to(dtype), (logits.to(dtype), None)):
         found = give(output)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
+        assert found.dtype == dtype
+        assert torch.equal(found.float(), expected)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1), (4, 1)])
