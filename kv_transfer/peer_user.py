@@ -1,9 +1,14 @@
-"""Tell whose process is at the other end of a Unix socket; anybody may take a name that is free."""
+"""Tell whose process is at the other end of a Unix socket, and take a descriptor from it.
 
+Anybody may take a name that is free.
+"""
+
+import os
 import socket
 import struct
 
 _CREDENTIALS = struct.Struct("iII")
+_DESCRIPTOR = struct.Struct("i")
 
 
 def peer_user_id(connection: socket.socket) -> int:
@@ -15,3 +20,30 @@ def peer_user_id(connection: socket.socket) -> int:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user_id, _ = _CREDENTIALS.unpack(found)
     return int(user_id)
+
+
+def receive_descriptor(connection: socket.socket, max_bytes: int) -> tuple[bytes, int | None]:
+    """Receive a message with a descriptor, which no child of this process inherits.
+
+    Why not ``socket.recv_fds``: Python 3.11 does not pass its flags on.
+
+    Returns:
+        The message; and the descriptor, or None unless there is one, with a whole message.
+
+    Raises:
+        OSError: Nothing came.
+    """
+    message, rights, flags, _ = connection.recvmsg(
+        max_bytes, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+    )
+    found = [
+        descriptor
+        for level, kind, data in rights
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(data)
+    ]
+    if len(found) == 1 and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        return message, found[0]
+    for descriptor in found:
+        os.close(descriptor)
+    return message, None

@@ -17,7 +17,6 @@ import re
 import secrets
 import selectors
 import socket
-import struct
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from kv_transfer.errors import InvalidLayoutError, SharedMemoryError, TransferEr
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.host_memory import reserve
 from kv_transfer.layout import KVLayout
-from kv_transfer.peer_user import peer_user_id
+from kv_transfer.peer_user import peer_user_id, receive_descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ _MAX_SHOWN_BYTES = 4096
 
 _MAX_POPULATE_BYTES = 1 << 30
 """Larger regions are paged in as they are read: the caller would wait too long for all of it."""
-
-_FD = struct.Struct("i")
 
 _ADVICE = "make the KV cache smaller (kv_cache_memory_bytes), or serve without sharing it"
 
@@ -262,8 +259,7 @@ class RegionServer:
             if not self._admits(shown):
                 logger.warning("a process without a ticket asked for shared KV memory")
                 return
-            rights = _FD.pack(self._region.fd)
-            peer.sendmsg([self._frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            socket.send_fds(peer, [self._frame], [self._region.fd])
         except OSError as error:
             logger.warning("cannot hand out shared KV memory: %s", error)
 
@@ -377,26 +373,14 @@ class RegionFetch:
         if self._socket is None:
             return "failed"
         try:
-            frame, rights, flags, _ = self._socket.recvmsg(
-                MAX_REGION_LAYOUT_BYTES, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
-            )
+            frame, fd = receive_descriptor(self._socket, MAX_REGION_LAYOUT_BYTES)
         except BlockingIOError:
             return "waiting"
         except OSError as error:
             logger.debug("shared KV memory was not handed out: %s", error)
-            frame, rights, flags = b"", [], 0
+            frame, fd = b"", None
         self.close()
-        fds = [
-            fd
-            for level, kind, data in rights
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-            for (fd,) in _FD.iter_unpack(data)
-        ]
-        if len(fds) == 1 and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            return MappedRegion(fds[0], frame)
-        for fd in fds:
-            os.close(fd)
-        return "failed"
+        return "failed" if fd is None else MappedRegion(fd, frame)
 
     def close(self) -> None:
         """Hang up; idempotent. A region that ``poll`` returned is not touched."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kv_transfer.errors import SharedMemoryError, WireError
 from kv_transfer.host_memory import require
-from kv_transfer.peer_user import peer_user_id
+from kv_transfer.peer_user import peer_user_id, receive_descriptor
 from kv_transfer.store import (
     MAX_KEY_BYTES,
     Lease,
@@ -316,18 +316,17 @@ def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:
     if peer_user_id(connection) != os.getuid():
         raise WireError("the server of this name runs as another user")
     connection.send(encode(Hello(PROTOCOL_VERSION)))
-    packet, descriptors, _, _ = socket.recv_fds(
-        connection, MAX_MESSAGE_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
-    )
+    packet, descriptor = receive_descriptor(connection, MAX_MESSAGE_BYTES + 1)
+    if descriptor is None:
+        raise WireError("the server did not hand out its memory")
     try:
         answer = decode_answer(packet)
-        if not isinstance(answer, Welcome) or not descriptors:
+        if not isinstance(answer, Welcome):
             raise WireError("the server did not hand out its memory")
-        _check_slab(descriptors[0], answer.capacity_bytes)
-        memory = mmap.mmap(descriptors[0], answer.capacity_bytes)
+        _check_slab(descriptor, answer.capacity_bytes)
+        memory = mmap.mmap(descriptor, answer.capacity_bytes)
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        os.close(descriptor)
     return np.frombuffer(memory, np.uint8)
 
 

@@ -525,6 +525,21 @@ def test_the_server_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch)
         store.close()
 
 
+def test_the_servers_memory_is_not_passed_on_to_child_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inheritable: list[bool] = []
+    check = shm._check_slab
+
+    def look(descriptor: int, capacity_bytes: int) -> None:
+        inheritable.append(os.get_inheritable(descriptor))
+        check(descriptor, capacity_bytes)
+
+    monkeypatch.setattr(shm, "_check_slab", look)
+    with server_thread() as address, contextlib.closing(connect(address)):
+        assert inheritable == [False]
+
+
 def test_the_kernel_tells_the_peers_user() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
