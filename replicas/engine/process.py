@@ -212,9 +212,7 @@ def main() -> None:
         described = describe(
             core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
         )
-        # What is there now stays: to look through all of it for garbage takes as long as many steps.
-        gc.collect()
-        gc.freeze()
+        _freeze_heap()
         tell(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, outbox,
@@ -225,6 +223,12 @@ def main() -> None:
         outbox.put(None)
         sender.join(timeout=1.0)
         door.context.term()
+
+
+def _freeze_heap() -> None:
+    """Never look again for garbage among what is there now, which stays: it takes many steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def _die_with_thread(args: threading.ExceptHookArgs) -> None:
