@@ -40,8 +40,7 @@ KVCache: TypeAlias = Any
 ForwardOutput: TypeAlias = Any
 """Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
 int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were asked for; or device
-handles for ``read_decode_output`` when ``read_from_device`` is False. The caller may overwrite
-host logits."""
+handles for ``read_decode_output`` when ``read_from_device`` is False."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
 """Called with the index of a layer, 0-based, in the middle of a forward."""
@@ -352,7 +351,7 @@ class TextDecoder(Protocol):
             page_table: int32 (B, K) lane-local block ids, zero padded.
             kv_cache: From ``allocate_kv_cache``.
             start_pos: int32 (B,) position of that token; -1 marks a padding row, which is skipped:
-                no KV write, and its output means nothing.
+                no KV write, and its output is zero.
             enable_trace: Replay the captured trace.
             read_from_device: False returns device handles for ``read_decode_output``.
             sampling_params: Sample on device, B entries; None returns logits.
@@ -370,7 +369,7 @@ class TextDecoder(Protocol):
                 nothing, and their logits float (H, V).
 
         Returns:
-            Logits float (B, 1, V); of rows of position -1 they mean nothing.
+            Logits float (B, 1, V), rows of position -1 zero.
 
         Raises:
             TypeError: The retired ``reset_batch`` was passed.

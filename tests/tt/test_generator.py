@@ -125,6 +125,8 @@ def test_no_program_is_compiled_after_the_warm_up(mock_calls, num_lanes, num_row
             assert tokens.shape == (calls.batch, 1)
             calls.decode(positions, **step, reload_inputs=False)
             calls.decode(positions, **step, reload_inputs=False, reload_page_table=True)
+            _, logits = calls.decode(positions, **step, logits_rows=[0])
+            assert logits.shape == (1, 300)
     assert programs() == warm
 
 
@@ -231,6 +233,7 @@ def int32(*values):
 
 
 STEADY = {"reload_inputs": False, "sampling_params": params(8)}
+BESIDE = {"sampling_params": params(8), "reload_sampling_params": True}
 WRONG_CALLS = {
     "tokens as floats": ("prefill", {"tokens": torch.ones(1, 100)}, "tokens must be integers"),
     "tokens of one dimension": ("prefill", {"tokens": int32(1, 2, 3)}, "tokens .* 2 dimensions"),
@@ -293,6 +296,11 @@ WRONG_CALLS = {
         "decode",
         {"sampling_params": params(8, presence_penalty=0.5), "reload_sampling_params": True},
         "presence_penalty",
+    ),
+    "logits beside nothing": ("decode", {"logits_rows": [1]}, "without sampling_params"),
+    "logits of a row past the batch": ("decode", {**BESIDE, "logits_rows": [8]}, "8.* batch of 8"),
+    "logits of padding": (
+        "decode", {**BESIDE, "positions": [5] * 7 + [-1], "logits_rows": [6, 7]}, r"\[7\] do not",
     ),
     "another batch to warm up": ("warm_up_decode", {"max_batch_size": 7}, "7 rows .* of 8"),
     "a wide table to warm up": ("warm_up_decode", {"num_blocks": 9}, "9 blocks .* has 8"),
@@ -420,6 +428,33 @@ def test_all_lanes_have_work_before_any_is_read(golden_calls, monkeypatch):
 
 
 # ---- draws
+
+
+def test_logits_of_some_rows_come_beside_the_tokens_of_the_others(golden_calls):
+    positions = [9] * 6 + [-1] * 2
+    plain = golden_calls.decode(positions)
+    settings = params(8, **DRAW)
+    step = {"sampling_params": settings, "reload_sampling_params": True}
+    wanted = golden_calls.decode(positions, **step)
+    for rows in ([4, 1], [5], [0, 1, 2, 3, 4, 5]):
+        tokens, logits = golden_calls.decode(positions, **step, logits_rows=rows)
+        assert torch.equal(tokens, wanted)
+        assert torch.equal(logits, plain[rows, 0])
+    # The device has gone on from its own tokens, if that is what is wanted.
+    after = golden_calls.decode(positions, sampling_params=settings, reload_inputs=False)
+    golden_calls.decode(positions, **step)
+    again = golden_calls.decode(positions, sampling_params=settings, reload_inputs=False)
+    assert torch.equal(after, again)
+
+
+def test_only_lanes_of_which_logits_are_wanted_are_read(golden_calls):
+    step = {"sampling_params": params(8), "reload_sampling_params": True}
+    output = golden_calls.decode(**step, logits_rows=[5], read_from_device=False)
+    assert [rows is not None for rows in output.logits] == [False, True]
+    host, events = golden_calls.generator.read_decode_output(output)
+    assert len(events) == 2
+    tokens, logits = golden_calls.generator.process_decode_output_host(host, is_tokens=True)
+    assert (tokens.shape, logits.shape) == ((8, 1), (1, golden_calls.config.vocab_size))
 
 
 def test_a_draw_depends_on_seed_and_position_alone(golden_calls):

@@ -235,7 +235,8 @@ def _output_bytes_per_chip(
     """Bytes of the logits that stay beside a chunk's activations, and of the vocabulary's bias."""
     num_kept = 2  # the bias, and logits of an earlier prompt on their way to the host
     if settings.trace != "none":
-        num_kept += 1
+        # Of the decode that gives logits, and of the one that draws from them.
+        num_kept += 1 if settings.sample_on_device == "none" else 2
     if settings.trace == "all":
         # A first and a later chunk of each bucket.
         num_kept += 2 * len(prefill_buckets(max_seq_len))

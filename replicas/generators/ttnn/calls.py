@@ -199,6 +199,25 @@ def check_commands(
         raise ValueError("logits need reload_inputs: the device does not know the next token")
 
 
+def check_logits_rows(
+    limits: CallLimits, logits_rows: object, start_pos: torch.Tensor, *, samples: bool
+) -> Int64Array:
+    """Take over ``logits_rows``.
+
+    Raises:
+        ValueError: There are no ``sampling_params`` beside it, or a row does not decode.
+    """
+    if not samples:
+        raise ValueError("logits_rows without sampling_params: every row's logits are given anyway")
+    rows = _int64("logits_rows", logits_rows, 1)
+    if rows.min() < 0 or rows.max() >= limits.max_batch_size:
+        raise ValueError(f"logits_rows {rows} for a batch of {limits.max_batch_size}")
+    padding = rows[np.asarray(start_pos)[rows] < 0]
+    if len(padding):
+        raise ValueError(f"logits_rows {padding} do not decode")
+    return rows
+
+
 def check_remap(limits: CallLimits, slot_remap: torch.Tensor) -> Int64Array:
     """Take over ``slot_remap``.
 

@@ -36,6 +36,7 @@ from replicas.generators.ttnn.calls import (
     CallLimits,
     check_commands,
     check_decode,
+    check_logits_rows,
     check_prefill,
     check_remap,
 )
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
         DeviceSamplingParams,
+        ForwardOutput,
         Generator,
         KVCache,
         KVCacheShape,
@@ -93,14 +95,18 @@ class DecodeOutput:
     """What a decode gave, on the device or, once read, on the host.
 
     Attributes:
-        tensors: Of each lane; None for a lane without live rows.
+        tokens: Of each lane; None for a lane without live rows, or where only logits are wanted.
+        logits: Of each lane; None for a lane of which none are wanted.
         is_live: bool (B,).
-        is_tokens: Tokens sampled on the device, not logits.
+        is_tokens: Tokens were sampled on the device.
+        logits_rows: (H,) rows whose logits are wanted beside them.
     """
 
-    tensors: tuple[ttnn.Tensor | None, ...]
+    tokens: tuple[ttnn.Tensor | None, ...]
+    logits: tuple[ttnn.Tensor | None, ...]
     is_live: npt.NDArray[np.bool_]
     is_tokens: bool
+    logits_rows: Int64Array | None
 
 
 class TTGenerator:
@@ -120,6 +126,7 @@ class TTGenerator:
         "max_device_top_k": MAX_TOP_K,
         "device_draws_keep_no_state": True,
         "supports_sample_in_prefill": True,
+        "gives_logits_beside_tokens": True,
         "output_tokens_per_step": 1,
         "supports_spec_decode": False,
         "supports_mixed_batch": False,
@@ -379,7 +386,7 @@ class TTGenerator:
         A chunk that starts within a block is computed from the start of that block.
 
         Returns:
-            (N, 1, V) float32, or with ``sampling_params`` int32 (N, 1).
+            (N, 1, V) bfloat16, or with ``sampling_params`` int32 (N, 1).
 
         Raises:
             TypeError: The cache is not the one that was allocated last.
@@ -419,11 +426,9 @@ class TTGenerator:
                 for row, host in hosts.items():
                     sampled[row, 0] = int(self._lane_of(call.slots[row]).token_ids(host)[0])
                 return sampled
-            logits = torch.empty(num_rows, 1, self._config.vocab_size, dtype=torch.float32)
-            for row, host in hosts.items():
-                last = self._lane_of(call.slots[row]).logits(host)[0]
-                logits[row, 0] = torch.from_numpy(last[: self._config.vocab_size])
-            return logits
+            rows = {n: self._lane_of(call.slots[n]).logits(host)[0] for n, host in hosts.items()}
+            logits = torch.stack([rows[n] for n in range(num_rows)])
+            return logits[:, None, : self._config.vocab_size]
 
     def decode_forward(
         self,
@@ -442,15 +447,16 @@ class TTGenerator:
         reset_sampling_state: bool = False,
         slot_remap: torch.Tensor | None = None,
         **kwargs: object,
-    ) -> torch.Tensor | DecodeOutput:
+    ) -> ForwardOutput:
         """Decode; see ``Generator.decode_forward``.
 
         Draws depend on seed and position alone, so ``reset_sampling_state`` has nothing to reset.
 
         Returns:
-            (B, 1, V) float32, or with ``sampling_params`` int32 (B, 1); zero where the position is
-            -1. With ``read_from_device`` False a ``DecodeOutput``, to be given to
-            ``read_decode_output`` before the next call of this generator.
+            (B, 1, V) bfloat16, or with ``sampling_params`` int32 (B, 1); zero where the position is
+            -1. With ``logits_rows`` a pair of such tokens and bfloat16 (H, V). With
+            ``read_from_device`` False a ``DecodeOutput``, to be given to ``read_decode_output``
+            before the next call of this generator.
 
         Raises:
             TypeError: ``reset_batch`` was passed, or the cache is not the one allocated last.
@@ -479,6 +485,9 @@ class TTGenerator:
             reload_inputs=reload_inputs,
             reload_page_table=reload_page_table,
         )
+        beside = None
+        if kwargs.get("logits_rows") is not None:
+            beside = check_logits_rows(limits, kwargs["logits_rows"], start_pos, samples=samples)
         if not reload_inputs:
             for lane in self._lanes:
                 lane.check_continues()
@@ -489,11 +498,17 @@ class TTGenerator:
             if settings is not None:
                 self._load_sampling(settings)
             is_live = np.concatenate([lane.is_live for lane in self._lanes])
-            tensors = tuple(
-                lane.decode(sample=samples, traced=enable_trace) if lane.is_live.any() else None
-                for lane in self._lanes
-            )
-        output = DecodeOutput(tensors, is_live, samples)
+            wants = np.full(len(self._lanes), not samples)
+            if beside is not None:
+                wants[beside // self._rows_per_lane] = True
+            outputs = [
+                lane.decode(sample=samples, logits=wanted, traced=enable_trace)
+                if lane.is_live.any()
+                else (None, None)
+                for lane, wanted in zip(self._lanes, wants.tolist(), strict=True)
+            ]
+        drawn, rows = zip(*outputs, strict=True)
+        output = DecodeOutput(drawn, rows, is_live, samples, beside)
         if not read_from_device:
             return output
         host, _ = self.read_decode_output(output, async_read=False)
@@ -513,27 +528,30 @@ class TTGenerator:
         """
         with _refusals("reading the output"):
             # Begun on all lanes before any is waited for.
-            tensors = tuple(
-                None if tensor is None else lane.read(tensor, wait=False)
-                for lane, tensor in zip(self._lanes, tt_out.tensors, strict=True)
+            tokens, logits = (
+                tuple(
+                    None if tensor is None else lane.read(tensor, wait=False)
+                    for lane, tensor in zip(self._lanes, tensors, strict=True)
+                )
+                for tensors in (tt_out.tokens, tt_out.logits)
             )
             events = [
                 lane.event()
-                for lane, tensor in zip(self._lanes, tensors, strict=True)
-                if tensor is not None
+                for lane, *read in zip(self._lanes, tokens, logits, strict=True)
+                if any(tensor is not None for tensor in read)
             ]
             if not async_read:
                 while events:
                     ttnn.event_synchronize(events.pop())
-        return replace(tt_out, tensors=tensors), events
+        return replace(tt_out, tokens=tokens, logits=logits), events
 
     def process_decode_output_host(
         self, tt_out: DecodeOutput, is_tokens: bool = False
-    ) -> torch.Tensor:
+    ) -> ForwardOutput:
         """Shape an output on the host; see ``GeneratorBase.process_decode_output_host``.
 
         Returns:
-            (B, 1, V) float32, or int32 (B, 1); zero in padding rows.
+            As ``decode_forward``.
 
         Raises:
             ValueError: ``is_tokens`` is not what the decode gave.
@@ -541,17 +559,16 @@ class TTGenerator:
         if is_tokens != tt_out.is_tokens:
             kind = "tokens" if tt_out.is_tokens else "logits"
             raise ValueError(f"{is_tokens=}, but the decode gave {kind}")
-        vocab_size = self._config.vocab_size
-        shape = (self._max_batch_size, 1) if is_tokens else (self._max_batch_size, 1, vocab_size)
-        out = np.zeros(shape, dtype=np.int32 if is_tokens else np.float32)
-        for index, (lane, host) in enumerate(zip(self._lanes, tt_out.tensors, strict=True)):
-            if host is None:
-                continue
-            rows = np.arange(self._max_batch_size)[self._rows_of(index)]
-            live = tt_out.is_live[rows]
-            values = lane.token_ids(host) if is_tokens else lane.logits(host)[:, :vocab_size]
-            out[rows[live], 0] = values[live]
-        return torch.from_numpy(out)
+        if not is_tokens:
+            return self._whole_logits(tt_out)[:, None]
+        tokens = np.zeros((self._max_batch_size, 1), dtype=np.int32)
+        for index, (lane, host) in enumerate(zip(self._lanes, tt_out.tokens, strict=True)):
+            if host is not None:
+                tokens[self._rows_of(index), 0] = lane.token_ids(host)
+        tokens[~tt_out.is_live] = 0
+        if tt_out.logits_rows is None:
+            return torch.from_numpy(tokens)
+        return torch.from_numpy(tokens), self._some_logits(tt_out, tt_out.logits_rows)
 
     # --- parts ---------------------------------------------------------------------------------
 
@@ -578,6 +595,31 @@ class TTGenerator:
             local_vocab=weights.num_vocab_padded // device.get_num_devices(),
         )
         return Lane(device, model, planes, sizes, self._prefill_tracer, self._decode_tracer)
+
+    def _whole_logits(self, output: DecodeOutput) -> torch.Tensor:
+        """(B, V), of one lane without another copy of them."""
+        empty = torch.zeros(self._rows_per_lane, self._config.vocab_size, dtype=torch.bfloat16)
+        parts = [
+            empty if host is None else lane.logits(host)[:, : self._config.vocab_size]
+            for lane, host in zip(self._lanes, output.logits, strict=True)
+        ]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        padding = np.flatnonzero(~output.is_live)
+        if len(padding):
+            logits[torch.from_numpy(padding)] = 0.0
+        return logits
+
+    def _some_logits(self, output: DecodeOutput, rows: Int64Array) -> torch.Tensor:
+        """(H, V)."""
+        of_lanes = {
+            index: lane.logits(host)
+            for index, (lane, host) in enumerate(zip(self._lanes, output.logits, strict=True))
+            if host is not None
+        }
+        found = [of_lanes[row // self._rows_per_lane] for row in rows.tolist()]
+        places = (rows % self._rows_per_lane).tolist()
+        picked = [logits[place] for logits, place in zip(found, places, strict=True)]
+        return torch.stack(picked)[:, : self._config.vocab_size]
 
     def _lane_of(self, slot: int) -> Lane:
         return self._lanes[int(slot) // self._rows_per_lane]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
+    import torch
 
     from replicas.generators.ttnn.inputs import IntArray, PrefillInputs
     from replicas.generators.ttnn.model import LaneCache, TTTransformer
@@ -69,14 +70,14 @@ class LaneSizes:
 class _Call:
     """A forward pass of one shape over tensors that stay; traced once it has been captured."""
 
-    def __init__(self, run: Callable[[], ttnn.Tensor]) -> None:
+    def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
         self._replay = run
 
     def capture(self, tracer: Tracer, device: ttnn.MeshDevice) -> None:
         self._replay = tracer.capture(device, self._run)
 
-    def __call__(self, *, traced: bool) -> ttnn.Tensor:
+    def __call__(self, *, traced: bool) -> Any:  # noqa: ANN401 - what the pass returns
         return self._replay() if traced else self._run()
 
 
@@ -160,7 +161,8 @@ class Lane:
         self._load(self._host_decode_inputs(zeros, zeros), zeros - 1)
         self._logits(traced=False)
         if sample:
-            self._tokens(traced=False)
+            _, logits = self._tokens(traced=False)
+            self._row_major(logits)
 
     def capture_decode(self, *, sample: bool) -> None:
         """Trace what ``compile_decode`` has run."""
@@ -269,40 +271,46 @@ class Lane:
                 f"position {self._positions.max()} does not fit in {self._sizes.max_seq_len} tokens"
             )
 
-    def decode(self, *, sample: bool, traced: bool) -> ttnn.Tensor:
+    def decode(
+        self, *, sample: bool, logits: bool, traced: bool
+    ) -> tuple[ttnn.Tensor | None, ttnn.Tensor | None]:
         """Compute a token of every live row.
 
         Args:
             sample: Draw tokens, and prepare the next step on the device.
+            logits: They are wanted; one or both must be.
             traced: Replay where there is a trace.
 
         Returns:
-            Logits (1, 1, B, V / tp) per chip, row-major; or uint32 (1, B) tokens, which the next
-            step overwrites.
+            What was asked for: uint32 (1, B) tokens, which the next step overwrites; logits
+            (1, 1, B, V / tp) per chip, row-major.
         """
         self._continues = False
         if not sample:
-            return self._logits(traced=traced)
+            return None, self._logits(traced=traced)
         if not self._rows.is_greedy.all():
             seeds = host_seeds(self._rows, self._positions)
             ttnn.copy_host_to_device_tensor(seeds, self._sampling.seeds)
-        tokens = self._tokens(traced=traced)
+        tokens, rows = self._tokens(traced=traced)
         self._positions[self.is_live] += 1
         self._continues = True
-        return tokens
+        return tokens, self._row_major(rows) if logits else None
 
     def _decode_logits(self) -> ttnn.Tensor:
-        logits = self._model.decode(self._inputs, self._cache)
+        return self._row_major(self._model.decode(self._inputs, self._cache))
+
+    def _row_major(self, logits: ttnn.Tensor) -> ttnn.Tensor:
         rows = ttnn.to_layout(logits, ttnn.ROW_MAJOR_LAYOUT)
         return ttnn.slice(rows, [0, 0, 0, 0], [1, 1, self._sizes.num_rows, self._sizes.local_vocab])
 
-    def _decode_tokens(self) -> ttnn.Tensor:
+    def _decode_tokens(self) -> tuple[ttnn.Tensor, ttnn.Tensor]:
+        """Tokens, and the logits that they were drawn from, in tiles: the host may want some."""
         logits = self._model.decode(self._inputs, self._cache)
         self._sampler.sample(logits, self._sampling, self._inputs.tokens)
         ttnn.plus_one(self._inputs.positions, skip_negative_entries=True)
         # Padding rows count too; they are at 0 after a reload, so never past a live row.
         ttnn.plus_one(self._inputs.rope_indices)
-        return self._inputs.tokens
+        return self._inputs.tokens, logits
 
     def _host_decode_inputs(
         self, tokens: Int64Array, positions: Int64Array, page_table: IntArray | None = None
@@ -334,11 +342,12 @@ class Lane:
         """Return what ``ttnn.event_synchronize`` waits for: the end of all commands so far."""
         return ttnn.record_event(self.device, 0)
 
-    def logits(self, host: ttnn.Tensor) -> npt.NDArray[np.float32]:
-        """Return a host tensor of logits as (rows, V), the padding of the vocabulary included."""
-        whole = ttnn.to_torch(host, mesh_composer=ttnn.ConcatMeshToTensor(self.device, dim=3))
-        rows: npt.NDArray[np.float32] = whole[0, 0].float().numpy()
-        return rows
+    def logits(self, host: ttnn.Tensor) -> torch.Tensor:
+        """Return a host tensor of logits as bfloat16 (rows, V), V with the vocabulary's padding."""
+        whole: torch.Tensor = ttnn.to_torch(
+            host, mesh_composer=ttnn.ConcatMeshToTensor(self.device, dim=3)
+        )
+        return whole[0, 0]
 
     def token_ids(self, host: ttnn.Tensor) -> Int64Array:
         """Return a host tensor of tokens as (B,); the chips have the same."""
