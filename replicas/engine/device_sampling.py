@@ -27,7 +27,6 @@ from replicas.sampling_params import GREEDY_EPS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from replicas.config import MeshConfig
     from replicas.engine.batch import PersistentBatch
     from replicas.engine.step import StepKind
     from replicas.generators.protocol import ModelCapabilities
@@ -79,15 +78,14 @@ class DeviceDraws:
         self._gives_both = gives_both
 
     @classmethod
-    def on_mesh(cls, mesh: MeshConfig, can: ModelCapabilities) -> DeviceDraws:
+    def as_asked(cls, asked: str | None, can: ModelCapabilities) -> DeviceDraws:
         """What the configuration asks for; where it leaves that open, all that the generator can.
 
         Args:
-            mesh: The configuration.
+            asked: See `MeshConfig.sample_on_device`.
             can: The generator's capabilities.
         """
         kinds: frozenset[StepKind] = frozenset()
-        asked = mesh.sample_on_device
         if asked is None and can.get("supports_sample_on_device"):
             asked = "all" if can.get("supports_sample_in_prefill") else "decode_only"
         if asked is not None and asked != "none":

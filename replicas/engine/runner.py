@@ -112,7 +112,8 @@ class ModelRunner:
         capabilities = generator.model_capabilities
         self._traces_prefill = mesh is None or mesh.trace == "all"
         self._traces_decode = mesh is None or mesh.trace != "none"
-        self._draws = DeviceDraws() if mesh is None else DeviceDraws.on_mesh(mesh, capabilities)
+        asked = mesh.sample_on_device if mesh is not None else None
+        self._draws = DeviceDraws.as_asked(asked, capabilities)
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None

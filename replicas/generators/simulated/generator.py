@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     )
 
 _HOT = 1e30
-"""The one logit that is not zero: every temperature, top-k and top-p leaves its token alone."""
+"""The one logit that is not zero: every temperature, top-k and top-p leaves its token alone, and so
+may sampling on the device."""
 _UNKNOWN_TOKEN_BUDGET = 131_072
 """What a TT class without a budget of its own gets."""
 _NUM_WARM_UPS = 4
@@ -168,12 +169,12 @@ class SimulatedGenerator:
         """Prefill; see `Generator.prefill_forward`.
 
         Returns:
-            (N, 1, V) float32, one-hot.
+            (N, 1, V) float32, one-hot; with `sampling_params` int32 (N, 1).
 
         Raises:
             ValueError: A slot is out of range, or an option is not supported.
         """
-        _refuse_options(sampling_params, page_tables_per_layer)
+        _refuse_layers(page_tables_per_layer)
         lanes = self._lanes_of(np.asarray(empty_slots, dtype=np.int64))
         starts, ends = start_pos.tolist(), prompt_lens.tolist()
         chunks = list(zip(lanes.tolist(), starts, ends, strict=True))
@@ -182,7 +183,9 @@ class SimulatedGenerator:
             for row, (lane, start, end) in enumerate(chunks):
                 kv_cache.write_tokens(lane, tables[row], ids[row, start:end], start)
             sums = kv_cache.context_sums(lanes, tables, prompt_lens.numpy())
-            return self._one_hot(np.arange(len(chunks)), sums, len(chunks))
+            token_ids = self._next_token(sums)
+        tokens = torch.from_numpy(token_ids.astype(np.int32))[:, None]
+        return self._one_hot(tokens) if sampling_params is None else tokens
 
     def decode_forward(
         self,
@@ -205,7 +208,8 @@ class SimulatedGenerator:
         """Decode; see `Generator.decode_forward`.
 
         Returns:
-            (B, 1, V) float32, one-hot; zero where the position is -1.
+            (B, 1, V) float32, one-hot; with `sampling_params` int32 (B, 1). Zero where the position
+            is -1.
 
         Raises:
             TypeError: `reset_batch` was passed.
@@ -215,34 +219,35 @@ class SimulatedGenerator:
             raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
         if not reload_inputs:
             raise ValueError("needs reload_inputs: supports_async_decode is False")
-        _refuse_options(sampling_params, page_tables_per_layer)
+        _refuse_layers(page_tables_per_layer)
         if len(start_pos) != self._max_batch_size:
             raise ValueError(f"{len(start_pos)} rows for a batch of {self._max_batch_size}")
         live = np.flatnonzero(start_pos.numpy() >= 0)
         lanes, positions = self._lanes_of(live), start_pos.numpy()[live].astype(np.int64)
         rows = list(zip(lanes.tolist(), (positions + 1).tolist(), strict=True))
         with self._mesh.busy(self._mesh.timing.decode_s(rows)):
-            tables = page_table.numpy()[live]
+            width = int(positions.max(initial=0)) // kv_cache.block_size + 1
+            tables = page_table.numpy()[live, :width]
             kv_cache.write_rows(lanes, tables, tokens.numpy()[live, 0], positions)
-            sums = kv_cache.context_sums(lanes, tables, positions + 1)
-            return self._one_hot(live, sums, len(start_pos))
+            token_ids = self._next_token(kv_cache.context_sums(lanes, tables, positions + 1))
+        output = torch.zeros((len(start_pos), 1), dtype=torch.int32)
+        output.numpy()[live, 0] = token_ids
+        if sampling_params is not None:
+            return output
+        logits = self._one_hot(output)
+        logits[start_pos < 0] = 0.0
+        return logits
 
     def read_decode_output(
         self, tt_out: torch.Tensor, async_read: bool = True
     ) -> tuple[torch.Tensor, list[object]]:
-        """Return the logits and no events."""
+        """Return the output and no events."""
         return tt_out, []
 
     def process_decode_output_host(
         self, tt_out: torch.Tensor, is_tokens: bool = False
     ) -> torch.Tensor:
-        """Return the logits as they are.
-
-        Raises:
-            ValueError: Tokens were asked for; nothing is sampled here.
-        """
-        if is_tokens:
-            raise ValueError("the simulated generator does not sample")
+        """Return the output as it is."""
         return tt_out
 
     def _warm_up(self) -> None:
@@ -255,20 +260,13 @@ class SimulatedGenerator:
         lanes: npt.NDArray[np.int64] = slots // (self._max_batch_size // self._num_lanes)
         return lanes
 
-    def _one_hot(
-        self, rows: npt.NDArray[np.int64], sums: npt.NDArray[np.uint64], num_rows: int
-    ) -> torch.Tensor:
-        logits = np.zeros((num_rows, 1, self._vocab_size), dtype=np.float32)
-        logits[rows, 0, self._next_token(sums)] = _HOT
-        return torch.from_numpy(logits)
+    def _one_hot(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits (n, 1, V) of tokens (n, 1)."""
+        logits = torch.zeros((len(tokens), 1, self._vocab_size))
+        return logits.scatter_(-1, tokens.long()[:, :, None], _HOT)
 
 
-def _refuse_options(
-    sampling_params: DeviceSamplingParams | None,
-    page_tables_per_layer: Sequence[torch.Tensor] | None,
-) -> None:
-    if sampling_params is not None:
-        raise ValueError("sampling_params given, but supports_sample_on_device is False")
+def _refuse_layers(page_tables_per_layer: Sequence[torch.Tensor] | None) -> None:
     if page_tables_per_layer is not None:
         raise ValueError("page_tables_per_layer given, but every layer uses page_table")
 

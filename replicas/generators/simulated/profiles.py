@@ -40,7 +40,9 @@ CAPABILITIES: ModelCapabilities = {
     "supports_prefix_caching": True,
     "supports_chunked_prefill": True,
     "supports_async_decode": False,
-    "supports_sample_on_device": False,
+    "supports_sample_on_device": True,
+    "supports_sample_in_prefill": True,
+    "device_draws_keep_no_state": True,
 }
 """What a simulated mesh's generator can; a simulator asks without making one."""
 
