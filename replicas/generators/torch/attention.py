@@ -1,16 +1,16 @@
 """Attention over the paged KV cache: a plain reference and a fast back end behind one protocol.
 
-A back end prepares one pass (which blocks to gather, what to mask) and returns a function that
-every layer calls. Positions past a sequence's end and the null block may hold anything, NaN
-included, and never reach a result.
+A back end prepares one pass (which rows to keep, what to gather, what to mask) and returns a
+function that every layer calls. Positions past a sequence's end and the null block may hold
+anything, NaN included, and never reach a result.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all lanes, S block size,
-L longest context of a group in whole blocks.
+L longest context of a group in whole blocks, B rows that decode together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -19,41 +19,52 @@ import torch
 from torch.nn import functional
 
 from replicas.generators.masks import causal_mask
+from replicas.generators.torch.dense_kv import DenseKV, blocks_for, max_dense_bytes
 
 if TYPE_CHECKING:
+    from replicas.generators.torch.dense_kv import DenseRows
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
+    from replicas.generators.torch.kv_cache import TorchKVCache
 
-Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(queries (T, H, D), keys (P, G, S, D), values (P, G, S, D)) -> (T, H, D), for one layer."""
+Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries (T, H, D), keys and values (T, 2 * G, D), contiguous) -> (T, H, D).
+
+The keys and values are those of the pass, and already in the cache.
+"""
 
 MAX_GATHERED_TOKENS = 32768
-"""Bound on rows x L of one group of decodes, so that the gathered copy stays small."""
+"""Bound on rows x L of one group of decodes, so that its scores stay small."""
+
+_MAX_PLAIN_PROMPT = 256
+"""Up to this length two batched products beat the fused kernel, which tiles by longer pieces."""
+
+_MAX_SCORES_BYTES = 4 << 20
+"""Scores of prompts that are treated together: what a core's share of the cache holds."""
 
 
 class AttentionBackend(Protocol):
     """Owner: scratch memory that lives across passes; one instance serves one thread."""
 
-    def prepare(self, batch: PagedBatch, block_size: int, num_kv_heads: int) -> Attend:
-        """Return the attention function of one pass, valid until the next ``prepare``."""
+    def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
+        """Return the attention function of one pass, valid until the next ``prepare``.
+
+        Every layer calls it once, in order.
+        """
         ...
-
-
-def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks hold ``num_tokens``."""
-    return -(-num_tokens // block_size)
 
 
 class ReferenceAttention:
     """Attends request by request, spelling the formula out."""
 
-    def prepare(self, batch: PagedBatch, block_size: int, num_kv_heads: int) -> Attend:
+    def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
 
-        def attend(q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, _kv: torch.Tensor) -> torch.Tensor:
+            k_plane, v_plane = cache.planes[layer]
             out = torch.empty_like(q)
             for request, length in enumerate(batch.seq_lens.tolist()):
                 begin, end = batch.query_start_loc[request : request + 2].tolist()
-                table = batch.block_table[request, : num_blocks_for(length, block_size)]
+                table = batch.block_table[request, : blocks_for(length, cache.block_size)]
                 blocks = torch.from_numpy(table)
                 k = k_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
                 v = v_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
@@ -90,117 +101,193 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DecodeGroup:
+class _Decodes:
     """Requests with one token each, attended in one go.
 
     Attributes:
-        tokens: int64 (B,), their tokens in the pass.
-        rows: int64 (B * G * L / S,), rows of a plane seen as (P * G, S * D), for each request and
-            KV head its blocks in order.
-        is_past_end: bool (B, 1, 1, L), positions that the sequence does not have.
+        tokens: int64 (B,), their tokens in the pass, in the order of the dense rows; None where
+            they are the pass, in this order.
+        dense: Their keys and values.
+        mask: (B * G, 1, L), 0 where there is a token and -inf past the end.
     """
 
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    is_past_end: torch.Tensor
+    tokens: torch.Tensor | None
+    dense: DenseRows
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prefill:
-    """One request with several tokens, ``begin`` to ``end`` of the pass.
+class _Prompts:
+    """Requests of equal length that begin here, side by side in the pass.
 
     Attributes:
-        begin: First token.
-        end: One past the last.
+        begin: Their first token.
+        num_requests: How many.
+        length: Tokens of each.
+    """
+
+    begin: int
+    num_requests: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Several tokens of a request whose beginning is in the cache.
+
+    Attributes:
+        begin: Its first token in the pass.
+        end: One past its last.
         length: Tokens of the sequence, these included.
-        rows: int64 (G, blocks), rows of a plane seen as (P * G, S * D).
-        is_visible: bool (n, length), or None when the chunk is the whole sequence.
+        blocks: int64 (K,), its blocks.
+        is_visible: bool (n, length).
     """
 
     begin: int
     end: int
     length: int
-    rows: torch.Tensor
-    is_visible: torch.Tensor | None
+    blocks: torch.Tensor
+    is_visible: torch.Tensor
 
 
 class FastAttention:
-    """Batches decode rows of similar length; prefills run one by one in a fused kernel.
+    """Decodes over dense rows that are kept from pass to pass; prompts over their fresh keys.
 
-    Owner: two scratch buffers, for gathered keys and values.
+    Owner: the dense rows of each group of decodes, by the group's number.
     """
 
     def __init__(self) -> None:
-        self._scratch = [torch.empty(0), torch.empty(0)]
+        self._dense: list[DenseKV] = []
 
-    def prepare(self, batch: PagedBatch, block_size: int, num_kv_heads: int) -> Attend:
+    def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
-        starts, lengths = batch.query_start_loc, batch.seq_lens
-        is_decode = np.diff(starts) == 1
-        groups = [
-            _decode_group(batch, members, block_size, num_kv_heads)
-            for members in split_by_length(np.flatnonzero(is_decode), lengths, block_size)
-        ]
-        prefills = [
-            _prefill(batch, int(request), block_size, num_kv_heads)
-            for request in np.flatnonzero(~is_decode)
-        ]
+        is_decode = np.diff(batch.query_start_loc) == 1
+        decodes = self._decodes(batch, cache, np.flatnonzero(is_decode))
+        others = list(_others(batch, np.flatnonzero(~is_decode), cache.block_size))
+        last = len(cache.planes) - 1
 
-        def attend(q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(q)
-            for group in groups:
-                out.index_copy_(0, group.tokens, self._decode(q, k_plane, v_plane, group))
-            for part in prefills:
-                out[part.begin : part.end] = self._prefill(q, k_plane, v_plane, part)
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            if len(decodes) == 1 and decodes[0].tokens is None:
+                out = _decode(layer, q, kv, decodes[0])
+            else:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+                for group in decodes:
+                    assert group.tokens is not None
+                    rows = q.index_select(0, group.tokens), kv.index_select(0, group.tokens)
+                    out.index_copy_(0, group.tokens, _decode(layer, *rows, group))
+                for part in others:
+                    if isinstance(part, _Prompts):
+                        _attend_prompts(part, q, kv, out)
+                    else:
+                        _attend_chunk(part, q, cache.planes[layer], out)
+            if layer == last:
+                for group in decodes:
+                    group.dense.keep()
             return out
 
         return attend
 
-    def _decode(
-        self, q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, group: _DecodeGroup
-    ) -> torch.Tensor:
-        _, num_kv_heads, _, head_dim = k_plane.shape
-        num_rows = len(group.tokens)
-        k = self._gather(0, k_plane, group.rows).view(num_rows, num_kv_heads, -1, head_dim)
-        v = self._gather(1, v_plane, group.rows).view(num_rows, num_kv_heads, -1, head_dim)
-        # Query heads as rows of a matrix: one product per KV head instead of one per query head.
-        queries = q.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)
-        scores = (queries @ k.transpose(-1, -2)).mul_(head_dim**-0.5)
-        weights = _softmax(scores.masked_fill_(group.is_past_end, -torch.inf))
-        out = weights @ v
-        if out.isnan().any():
-            # A weight of 0 does not silence NaN or infinity, which freed blocks may hold. Clearing
-            # them always would cost as much as the gather, so only do it when it matters.
-            out = weights @ v.masked_fill_(group.is_past_end.transpose(-1, -2), 0)
-        return out.view(num_rows, -1, head_dim)
+    def _decodes(
+        self, batch: PagedBatch, cache: TorchKVCache, requests: Int64Array
+    ) -> list[_Decodes]:
+        groups = split_by_length(requests, batch.seq_lens, cache.block_size)
+        while len(self._dense) < len(groups):
+            self._dense.append(DenseKV())
+        del self._dense[max(len(groups), 1) :]
+        free_bytes = max_dense_bytes(cache)
+        found = []
+        for group, dense in zip(groups, self._dense, strict=False):
+            lengths = batch.seq_lens[group]
+            rows = dense.rows_for(cache, batch.block_table[group], lengths, free_bytes)
+            free_bytes -= dense.nbytes
+            order = np.empty_like(group)
+            order[rows.rows] = np.arange(len(group))
+            tokens = batch.query_start_loc[group[order]]
+            is_pass = len(group) == batch.query_start_loc[-1] and (np.diff(tokens) == 1).all()
+            found.append(
+                _Decodes(
+                    tokens=None if is_pass else torch.from_numpy(tokens),
+                    dense=rows,
+                    mask=_past_end(lengths[order], rows.length, cache),
+                )
+            )
+        return found
 
-    def _prefill(
-        self, q: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, part: _Prefill
-    ) -> torch.Tensor:
-        _, num_kv_heads, _, head_dim = k_plane.shape
-        rows = part.rows.view(-1)
-        k = self._gather(0, k_plane, rows).view(1, num_kv_heads, -1, head_dim)
-        v = self._gather(1, v_plane, rows).view(1, num_kv_heads, -1, head_dim)
-        out = functional.scaled_dot_product_attention(
-            q[part.begin : part.end].transpose(0, 1).unsqueeze(0),
-            k[:, :, : part.length],
-            v[:, :, : part.length],
-            attn_mask=part.is_visible,
-            is_causal=part.is_visible is None,
+
+def _past_end(lengths: Int64Array, width: int, cache: TorchKVCache) -> torch.Tensor:
+    plane = cache.planes[0][0]
+    is_past = torch.from_numpy(np.arange(width) >= lengths[:, None])
+    mask = torch.zeros(is_past.shape, dtype=plane.dtype).masked_fill_(is_past, -torch.inf)
+    return mask.repeat_interleave(plane.shape[1], 0).unsqueeze(1)
+
+
+def _decode(layer: int, q: torch.Tensor, kv: torch.Tensor, group: _Decodes) -> torch.Tensor:
+    """Queries (B, H, D), keys and values (B, 2 * G, D) of the newest tokens -> (B, H, D)."""
+    head_dim = q.shape[-1]
+    k, v = group.dense.with_new(layer, kv)
+    # Query heads as rows of a matrix: one product per KV head instead of one per query head.
+    queries = q.reshape(len(k), -1, head_dim)
+    scores = torch.baddbmm(group.mask, queries, k.transpose(1, 2), alpha=head_dim**-0.5)
+    return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)
+
+
+def _attend_prompts(part: _Prompts, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+    count, length = part.num_requests, part.length
+    here = slice(part.begin, part.begin + count * length)
+    shape = (count, length, -1, q.shape[-1])
+    queries, (k, v) = q[here].view(shape), kv[here].view(shape).chunk(2, dim=2)
+    target = out[here].view(shape)
+    if length > _MAX_PLAIN_PROMPT:
+        found = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
             enable_gqa=True,
         )
-        return out.squeeze(0).transpose(0, 1)
+        target.copy_(found.transpose(1, 2))
+        return
+    mask = torch.from_numpy(~causal_mask(np.arange(length), length))
+    hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    size = max(1, _MAX_SCORES_BYTES // (queries.shape[2] * length**2 * q.element_size()))
+    for first in range(0, count, size):
+        some = slice(first, first + size)
+        _attend_short(queries[some], k[some], v[some], target[some], hidden)
 
-    def _gather(self, which: int, plane: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Copy blocks of one plane into scratch buffer ``which``; returns (rows, S * D)."""
-        num_blocks, num_kv_heads, block_size, head_dim = plane.shape
-        size = len(rows) * block_size * head_dim
-        scratch = self._scratch[which]
-        if scratch.numel() < size or scratch.dtype != plane.dtype:
-            scratch = self._scratch[which] = torch.empty(size, dtype=plane.dtype)
-        gathered = scratch[:size].view(len(rows), block_size * head_dim)
-        flat = plane.view(num_blocks * num_kv_heads, block_size * head_dim)
-        return torch.index_select(flat, 0, rows, out=gathered)
+
+def _attend_short(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor
+) -> None:
+    """Whole prompts: q and out (R, n, H, D), k and v (R, n, G, D), hidden (n, n) 0 or -inf."""
+    count, length, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    share = num_heads // num_kv_heads
+    # (R * G, H / G * n, D): one product per KV head.
+    queries = q.view(count, length, num_kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    queries = queries.reshape(count * num_kv_heads, share * length, head_dim)
+    k, v = (t.transpose(1, 2).reshape(-1, length, head_dim) for t in (k, v))
+    mask = hidden.repeat(share, 1).expand(len(queries), -1, -1)
+    scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=head_dim**-0.5)
+    found = torch.bmm(scores.softmax(dim=-1), v)
+    found = found.view(count, num_kv_heads, share, length, head_dim).permute(0, 3, 1, 2, 4)
+    out.copy_(found.flatten(2, 3))
+
+
+def _attend_chunk(
+    part: _Chunk, q: torch.Tensor, planes: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+) -> None:
+    k, v = (
+        plane.index_select(0, part.blocks).transpose(0, 1).flatten(1, 2)[None, :, : part.length]
+        for plane in planes
+    )
+    found = functional.scaled_dot_product_attention(
+        q[part.begin : part.end].transpose(0, 1).unsqueeze(0),
+        k,
+        v,
+        attn_mask=part.is_visible,
+        enable_gqa=True,
+    )
+    out[part.begin : part.end] = found.squeeze(0).transpose(0, 1)
 
 
 def split_by_length(
@@ -235,37 +322,39 @@ def split_by_length(
     return groups
 
 
-def _plane_rows(blocks: Int64Array, num_kv_heads: int) -> torch.Tensor:
-    """Turn block ids (..., K) into rows (..., G, K) of a plane seen as (P * G, S * D)."""
-    heads = np.arange(num_kv_heads)[:, None]
-    return torch.from_numpy(blocks[..., None, :] * num_kv_heads + heads)
+def _others(
+    batch: PagedBatch, requests: Int64Array, block_size: int
+) -> Iterator[_Prompts | _Chunk]:
+    """Requests of several tokens; prompts of equal length that are neighbours go together."""
+    counts = np.diff(batch.query_start_loc)
+    prompts: list[int] = []
+    for request in requests.tolist():
+        count, length = int(counts[request]), int(batch.seq_lens[request])
+        is_like = prompts and prompts[-1] == request - 1 and counts[prompts[-1]] == count == length
+        if prompts and not is_like:
+            yield _prompts(batch, prompts)
+            prompts = []
+        if count == length:
+            prompts.append(request)
+            continue
+        begin = int(batch.query_start_loc[request])
+        yield _Chunk(
+            begin=begin,
+            end=begin + count,
+            length=length,
+            blocks=torch.from_numpy(batch.block_table[request, : blocks_for(length, block_size)]),
+            is_visible=torch.from_numpy(causal_mask(np.arange(length - count, length), length)),
+        )
+    if prompts:
+        yield _prompts(batch, prompts)
 
 
-def _decode_group(
-    batch: PagedBatch, members: Int64Array, block_size: int, num_kv_heads: int
-) -> _DecodeGroup:
-    lengths = batch.seq_lens[members]
-    num_blocks = num_blocks_for(int(lengths.max()), block_size)
-    is_past_end = np.arange(num_blocks * block_size) >= lengths[:, None]
-    return _DecodeGroup(
-        tokens=torch.from_numpy(batch.query_start_loc[members]),
-        rows=_plane_rows(batch.block_table[members, :num_blocks], num_kv_heads).view(-1),
-        is_past_end=torch.from_numpy(is_past_end)[:, None, None],
-    )
-
-
-def _prefill(batch: PagedBatch, request: int, block_size: int, num_kv_heads: int) -> _Prefill:
-    begin, end = batch.query_start_loc[request : request + 2].tolist()
-    length = int(batch.seq_lens[request])
-    start = length - (end - begin)
-    blocks = batch.block_table[request, : num_blocks_for(length, block_size)]
-    is_visible = torch.from_numpy(causal_mask(np.arange(start, length), length))
-    return _Prefill(
-        begin=begin,
-        end=end,
-        length=length,
-        rows=_plane_rows(blocks, num_kv_heads),
-        is_visible=is_visible if start else None,
+def _prompts(batch: PagedBatch, requests: list[int]) -> _Prompts:
+    first = requests[0]
+    return _Prompts(
+        begin=int(batch.query_start_loc[first]),
+        num_requests=len(requests),
+        length=int(batch.seq_lens[first]),
     )
 
 

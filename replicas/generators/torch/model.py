@@ -63,17 +63,17 @@ class PagedTransformer:
         config, weights = self._config, self._weights
         x = functional.embedding(batch.input_ids, weights.embedding)
         cos, sin = self._rope.at(batch.positions)
-        kv_rows = _kv_rows(batch.kv_positions, cache.block_size, config.num_key_value_heads)
-        attend = self._attention.prepare(batch, cache.block_size, config.num_key_value_heads)
+        kv_rows = _kv_rows(batch.kv_positions, cache)
+        attend = self._attention.prepare(batch, cache)
+        cache.mark_written(batch.kv_positions.numpy() // cache.block_size)
         for index, layer in enumerate(weights.layers):
             normed = _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            q, k, v = self._project(normed, layer, cos, sin)
+            q, kv = self._project(normed, layer, cos, sin)
             if before_layer is not None:
                 before_layer(index)
-            k_plane, v_plane = cache.planes[index]
-            _write(k_plane, kv_rows, k)
-            _write(v_plane, kv_rows, v)
-            x = layer.o.plus(attend(q, k_plane, v_plane).flatten(1), x)
+            head_dim = config.head_dim
+            cache.layers[index].view(-1, head_dim).index_copy_(0, kv_rows, kv.view(-1, head_dim))
+            x = layer.o.plus(attend(index, q, kv).flatten(1), x)
             if after_layer is not None:
                 after_layer(index)
             normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
@@ -84,29 +84,25 @@ class PagedTransformer:
 
     def _project(
         self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries (T, H, D), keys (T, G, D), both rotated, and values (T, G, D)."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries (T, H, D) and keys, then values (T, 2 * G, D); queries, keys rotated."""
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
         qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if layer.qk_norm is not None:
             qk = _rms_norm(qk, layer.qk_norm, self._config.rms_norm_eps)
         qk = rotate(qk, cos, sin)
-        return qk[:, :num_heads], qk[:, num_heads:], v
+        return qk[:, :num_heads], torch.cat((qk[:, num_heads:], v), dim=1)
 
 
-def _kv_rows(kv_positions: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the rows (T * G,) of a plane seen as (P * G * S, D) that tokens' heads live in."""
+def _kv_rows(kv_positions: torch.Tensor, cache: TorchKVCache) -> torch.Tensor:
+    """Rows (T * 2 * G,) of a layer seen as (2 * P * G * S, D) that tokens' keys and values are."""
+    num_blocks, num_kv_heads, block_size, _ = cache.planes[0][0].shape
     blocks = kv_positions // block_size
     offsets = kv_positions - blocks * block_size
     heads = torch.arange(num_kv_heads)
     rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-    return rows.view(-1)
-
-
-def _write(plane: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-    head_dim = plane.shape[-1]
-    plane.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
+    return torch.cat((rows, rows + num_blocks * num_kv_heads * block_size), dim=1).view(-1)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

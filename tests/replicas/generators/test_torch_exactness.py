@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from replicas.generators.torch import attention
 from replicas.generators.torch.rope import inverse_frequencies
 from tests.replicas.generators.conftest import NUM_NEW, PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -128,3 +129,29 @@ def test_two_decodes_in_one_group_do_not_mix_when_one_has_nan(tiny):
     loop.step_decode([good, bad])
     assert bad.logits[-1].isnan().all()
     assert good.output == tiny("llama-gqa").outputs[0][:2]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+def test_prompts_of_equal_lengths_go_together(tiny, mixed):
+    """Neighbours of two lengths, whose scores are one product each."""
+    model = tiny("llama-gqa")
+    texts = [[(7 * i + j) % 149 for i in range(30)] for j in range(3)]
+    texts += [[(11 * i + 3) % 151 for i in range(90)]] * 2
+    loop = paged_loop(model, 1, 8, 16, torch.float64)
+    sequences = [loop.add(text, 3) for text in texts]
+    for _ in range(3):
+        if mixed:
+            loop.step_mixed(sequences)
+        elif sequences[0].output:
+            loop.step_decode(sequences)
+        else:
+            loop.step_prefill(sequences)
+    for sequence in sequences:
+        wanted = model.oracle(sequence.token_ids[:-1])[-3:]
+        torch.testing.assert_close(torch.stack(sequence.logits), wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("bound", ["_MAX_PLAIN_PROMPT", "_MAX_SCORES_BYTES"])
+def test_prompts_in_the_fused_kernel_or_one_by_one_give_the_same(tiny, monkeypatch, bound):
+    monkeypatch.setattr(attention, bound, 1)
+    test_prompts_of_equal_lengths_go_together(tiny, mixed=False)
