@@ -70,8 +70,9 @@ class AsyncLLM:
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
-        output = RequestOutput.of(request, prompt)
-        processor = OutputProcessor(self._tokenizer, request, frozenset(description.eos_token_ids))
+        eos_token_ids = frozenset(description.eos_token_ids)
+        processor = OutputProcessor(self._tokenizer, request, eos_token_ids, is_streamed=False)
+        output = RequestOutput.of(request, prompt, processor)
         stream = self._client.open_stream(
             description.incarnation, request.request_id, AddRequest(request)
         )

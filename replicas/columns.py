@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from replicas.messages import Accepted, TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from replicas.messages import EngineEvent, WireEvent
 
@@ -31,16 +31,17 @@ class ColumnReader:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, events: Iterable[WireEvent]) -> list[EngineEvent]:
+    def read(self, events: Sequence[WireEvent]) -> list[EngineEvent]:
         """The same events, with a `TokenOutput` for each row, or for several of one request."""
         read: list[EngineEvent] = []
         # By handle, what later rows can be added to: nothing else has been said since.
-        growing: dict[int, TokenOutput] = {}
+        growing: dict[int, TokenOutput] | None = {} if len(events) > 1 else None
         for event in events:
             if isinstance(event, TokenColumns):
                 self._expand(event, read, growing)
                 continue
-            growing.clear()
+            if growing:
+                growing.clear()
             if isinstance(event, TokenOutput):
                 self._note(event)
             elif isinstance(event, Accepted):
@@ -57,8 +58,9 @@ class ColumnReader:
             self._rows.pop(handle, None)
 
     def _expand(
-        self, columns: TokenColumns, read: list[EngineEvent], growing: dict[int, TokenOutput]
+        self, columns: TokenColumns, read: list[EngineEvent], growing: dict[int, TokenOutput] | None
     ) -> None:
+        """Add outputs, or their tokens to those that grow."""
         rows, token_ids = self._rows, columns.token_ids
         end = 0
         counts = columns.counts or [1] * len(columns.handles)
@@ -67,13 +69,16 @@ class ColumnReader:
             row = rows.get(handle)
             if row is None:
                 continue
-            if (output := growing.get(handle)) is None:
-                output = growing[handle] = TokenOutput(
-                    row.request_id, row.index, [], None, None, row.num_cached
-                )
-                read.append(output)
-            output.token_ids.extend(token_ids[start:end])
-            row.index += count
+            index, row.index = row.index, row.index + count
+            if growing is not None and handle in growing:
+                growing[handle].token_ids.extend(token_ids[start:end])
+                continue
+            output = TokenOutput(
+                row.request_id, index, token_ids[start:end], None, None, row.num_cached
+            )
+            read.append(output)
+            if growing is not None:
+                growing[handle] = output
 
     def _note(self, output: TokenOutput) -> None:
         """Where the rows after this output begin."""

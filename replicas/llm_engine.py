@@ -36,19 +36,24 @@ class CompletionOutput:
 
     Attributes:
         index: Which of the request's choices, from 0 on.
-        text: Its text.
         token_ids: Its tokens, an end token included.
         finish_reason: Why it ended, or None.
         stop_reason: The stop string or token id that ended it, if one did.
         logprobs: As in `OutputDelta`, of all tokens; None if they were not asked for.
+        processor: What makes its text.
     """
 
     index: int = 0
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[list[TokenLogprob]] | None = None
+    processor: OutputProcessor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """Its text, made when it is read."""
+        return self.processor.text(self.index) if self.processor is not None else ""
 
 
 @dataclass(slots=True)
@@ -72,16 +77,17 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     @classmethod
-    def of(cls, request: EngineRequest, prompt: Prompt) -> RequestOutput:
-        """Nothing yet of a request."""
+    def of(
+        cls, request: EngineRequest, prompt: Prompt, processor: OutputProcessor
+    ) -> RequestOutput:
+        """Nothing yet of a request, whose outputs this processor is to take."""
         text = prompt if isinstance(prompt, str) else None
-        choices = [CompletionOutput(i) for i in range(request.sampling.n)]
+        choices = [CompletionOutput(i, processor=processor) for i in range(request.sampling.n)]
         return cls(request.request_id, text, request.prompt_token_ids, choices)
 
     def apply(self, delta: OutputDelta, processor: OutputProcessor) -> None:
         """Add what one step brought to one choice, as the request's processor made it."""
         output = self.outputs[delta.choice]
-        output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
@@ -164,10 +170,10 @@ class LLMEngine:
             seed = mint_seed(self._seed, count)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = checked_request(request_id, token_ids, sampling_params)
-        output = RequestOutput.of(request, prompt)
-        self._requests[request_id] = (
-            output, OutputProcessor(self._tokenizer, request, self._eos_token_ids),
-        )  # fmt: skip
+        processor = OutputProcessor(
+            self._tokenizer, request, self._eos_token_ids, is_streamed=False
+        )
+        self._requests[request_id] = RequestOutput.of(request, prompt, processor), processor
         try:
             self._client.add_request(request)
         except BaseException:

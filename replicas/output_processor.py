@@ -48,16 +48,24 @@ class OutputProcessor:
         tokenizer: The model's tokenizer; None makes no text and knows no stop strings.
         request: What was asked.
         eos_token_ids: End tokens, left out of the text.
+        is_streamed: Whether deltas bring the text; else `text` gives it, and makes it only then
+            where no stop string is looked for.
 
     Attributes:
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, request: EngineRequest, eos_token_ids: frozenset[int]
+        self,
+        tokenizer: Tokenizer | None,
+        request: EngineRequest,
+        eos_token_ids: frozenset[int],
+        *,
+        is_streamed: bool = True,
     ) -> None:
         self._choices = [
-            _Choice(tokenizer, request, eos_token_ids) for _ in range(request.sampling.n)
+            _Choice(tokenizer, request, eos_token_ids, is_streamed=is_streamed)
+            for _ in range(request.sampling.n)
         ]
         self.num_cached_tokens = 0
 
@@ -70,6 +78,10 @@ class OutputProcessor:
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.is_finished for choice in self._choices)
+
+    def text(self, choice: int) -> str:
+        """A choice's whole text so far, where it is not streamed."""
+        return self._choices[choice].text()
 
     def take(self, output: TokenOutput) -> OutputDelta | None:
         """Add an output.
@@ -89,9 +101,19 @@ class _Choice:
     """One choice's tokens and text."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, request: EngineRequest, eos_token_ids: frozenset[int]
+        self,
+        tokenizer: Tokenizer | None,
+        request: EngineRequest,
+        eos_token_ids: frozenset[int],
+        *,
+        is_streamed: bool,
     ) -> None:
         sampling = request.sampling
+        self._is_streamed = is_streamed
+        self._has_stops = bool(sampling.stop)
+        # What is not streamed: the text that was made, and the tokens of what was not.
+        self._made = ""
+        self._unread: list[int] = []
         self._shows_stop = sampling.include_stop_str_in_output
         self._eos_token_ids = eos_token_ids
         self._detokenizer = (
@@ -131,18 +153,43 @@ class _Choice:
 
     def _text(self, output: TokenOutput, token_ids: list[int]) -> tuple[str, str | None, int]:
         """The text of new tokens, the stop string that ended it, and how many tokens it took."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
+        if self._detokenizer is None:
             return "", None, len(token_ids)
-        text = ""
         shown = token_ids[:-1] if self._ends_hidden(output, token_ids) else token_ids
+        if not self._is_streamed and not self._has_stops:
+            self._unread += shown
+            return "", None, len(token_ids)
+        text, num_taken = self._append(self._detokenizer, shown, len(token_ids))
+        stop_string = self._detokenizer.stop_reason
+        if stop_string is None and output.finish_reason is not None:
+            text += self._detokenizer.finish()
+            stop_string = self._detokenizer.stop_reason
+        if not self._is_streamed:
+            self._made, text = self._made + text, ""
+        return text, stop_string, num_taken
+
+    def _append(
+        self, detokenizer: IncrementalDetokenizer, shown: list[int], num_tokens: int
+    ) -> tuple[str, int]:
+        """The text of tokens, and how many it took: fewer than all up to a stop string."""
+        if not self._has_stops:
+            return detokenizer.append(shown), num_tokens
+        text = ""
         for count, token_id in enumerate(shown, start=1):
             text += detokenizer.append([token_id])
             if detokenizer.stop_reason is not None:
-                return text, detokenizer.stop_reason, count
-        if output.finish_reason is not None:
-            text += detokenizer.finish()
-        return text, detokenizer.stop_reason, len(token_ids)
+                return text, count
+        return text, num_tokens
+
+    def text(self) -> str:
+        detokenizer = self._detokenizer
+        if detokenizer is not None and not self._has_stops:
+            if self._unread:
+                self._made += detokenizer.append(self._unread)
+                self._unread = []
+            if self.is_finished:
+                self._made += detokenizer.finish()
+        return self._made
 
     def _ends_hidden(self, output: TokenOutput, token_ids: list[int]) -> bool:
         """Whether the last token ended the choice and is not part of its text."""

@@ -147,7 +147,7 @@ class StreamTable:
 
     def read(self, frames: Sequence[EngineFrame]) -> list[EngineEvent]:
         """The first half of `take`: their events."""
-        return self._columns.read(event for frame in frames for event in frame.events)
+        return self._columns.read([event for frame in frames for event in frame.events])
 
     def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
         """The second half of `take`: snapshots first, they count what the events tell of."""

@@ -184,6 +184,21 @@ def test_live_request_id_is_refused(llm):
     llm.llm_engine.abort_request(["mine"])
 
 
+def test_text_may_be_read_at_any_time(llm):
+    engine = llm.llm_engine
+    read = engine.add_request(PROMPTS[2], GREEDY)
+    engine.add_request(PROMPTS[2], GREEDY)
+    stopped = msgspec.structs.replace(GREEDY, stop=("\x00never",))
+    engine.add_request(PROMPTS[2], stopped)
+    seen, outputs = [""], {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        seen.append(outputs[read].outputs[0].text)
+        assert seen[-1].startswith(seen[-2])
+    assert len(set(seen)) > 5
+    assert {output.outputs[0].text for output in outputs.values()} == {seen[-1]}
+
+
 def test_llm_without_a_tokenizer_works_on_token_ids(llm, greedy):
     with LLM(chat_folder(), multiprocess=False, skip_tokenizer_init=True, **SETTINGS) as plain:
         [output] = generate(plain, llm.get_tokenizer().encode(PROMPTS[0]))
