@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from replicas.config import EngineConfig
-    from replicas.engine.fault_injection import ClientLinks
     from replicas.engine.inbox import Inbox, InboxItem
     from replicas.engine.server import EngineServer
     from replicas.engine.sockets import Outbox
@@ -184,13 +183,8 @@ class _ReceiverInbox:
 
 
 class _Receiver(sockets.Receiver):
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        inbox: Inbox,
-        links: ClientLinks,
-    ) -> None:
-        super().__init__(socket, _ReceiverInbox(inbox), links)  # type: ignore[arg-type]
+    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox) -> None:
+        super().__init__(socket, _ReceiverInbox(inbox))  # type: ignore[arg-type]
 
 
 class _KVIO(TorchKVIO):

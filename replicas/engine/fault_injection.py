@@ -18,9 +18,10 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
+import zmq
 
 from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.faulty import FaultyTransport
@@ -121,8 +122,6 @@ class ClientLinks:
 
     def hears(self) -> bool:
         """Whether what was received gets in now; while there is no room for it, waits for that."""
-        if not self._faults.faults:
-            return True
         while self._is_clogged():
             time.sleep(_LOOK_S)
         self._break_healed()
@@ -130,8 +129,6 @@ class ClientLinks:
 
     def speaks(self) -> bool:
         """Whether what is to be sent gets through now."""
-        if not self._faults.faults:
-            return True
         self._break_healed()
         return not self._faults.faults.is_mute(self._plan_s())
 
@@ -149,6 +146,49 @@ class ClientLinks:
 
     def _plan_s(self) -> float:
         return self._faults.clock.plan_s(time.monotonic())
+
+
+class _FaultySocket:
+    """One of an engine's sockets to its clients, with the faults of its links."""
+
+    def __init__(self, socket: zmq.Socket[bytes], links: ClientLinks) -> None:
+        self._socket = socket
+        self._links = links
+        links.add(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
+class HearingSocket(_FaultySocket):
+    """An input socket that receives what gets through."""
+
+    def recv_multipart(self) -> list[bytes]:
+        """The next message that gets in."""
+        while True:
+            frames = self._socket.recv_multipart()
+            if self._links.hears():
+                return frames
+
+
+class SpeakingSocket(_FaultySocket):
+    """An output socket whose frames may be lost."""
+
+    def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> None:
+        """Send a frame if it gets out; nobody is told that it does not."""
+        if self._links.speaks():
+            self._socket.send_multipart(frames, flags)
+
+
+def client_sockets(
+    faults: EngineFaults, hears: zmq.Socket[bytes], speaks: zmq.Socket[bytes]
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """An engine's input and output socket: as they are where no fault is planned."""
+    if not faults.faults:
+        return hears, speaks
+    links = ClientLinks(faults)
+    faulty = HearingSocket(hears, links), SpeakingSocket(speaks, links)
+    return cast("tuple[zmq.Socket[bytes], zmq.Socket[bytes]]", faulty)
 
 
 def schedule_signals(faults: EngineFaults, now_s: float) -> list[tuple[float, int]]:

@@ -32,7 +32,12 @@ from kv_transfer.errors import KVTransferError
 from kv_transfer.transports.process import raise_descriptor_limit
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.fault_injection import ClientLinks, EngineFaults, SignalSender, engine_faults
+from replicas.engine.fault_injection import (
+    EngineFaults,
+    SignalSender,
+    client_sockets,
+    engine_faults,
+)
 from replicas.engine.inbox import (
     DRAIN,
     STOP,
@@ -199,11 +204,11 @@ def main() -> None:
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
-            links = ClientLinks(faults)
-            receiver = Receiver(door.open_input(core.max_model_len), inbox, links)
-            sender = Sender(
-                door.open_output(), door.incarnation, (outbox, inbox), links, core.pulse
+            hears, speaks = client_sockets(
+                faults, door.open_input(core.max_model_len), door.open_output()
             )
+            receiver = Receiver(hears, inbox)
+            sender = Sender(speaks, door.incarnation, (outbox, inbox), core.pulse)
         except _START_ERRORS as error:
             tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)

@@ -30,7 +30,6 @@ from replicas.errors import UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
 
 if TYPE_CHECKING:
-    from replicas.engine.fault_injection import ClientLinks
     from replicas.engine.inbox import InboxItem
     from replicas.engine.pulse import Pulse
     from replicas.engine.reports import EngineArguments
@@ -136,24 +135,19 @@ class Receiver(threading.Thread):
     Args:
         socket: The input socket.
         inbox: Where they go; while it is full nothing is read.
-        links: Whether they get through.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, links: ClientLinks) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox) -> None:
         super().__init__(name="engine-receiver", daemon=True)
         self._inbox = inbox
-        self._links = links
         self._socket = socket
         self.endpoint = _endpoint(self._socket)
-        links.add(self.endpoint)
 
     def run(self) -> None:
         """Receive until the context is terminated."""
         try:
             while True:
-                frames = self._socket.recv_multipart()
-                if self._links.hears():
-                    self._take(frames)
+                self._take(self._socket.recv_multipart())
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
@@ -182,7 +176,7 @@ class Sender(threading.Thread):
         socket: The output socket.
         incarnation: The engine's.
         queues: What is to be sent, and where the core is told who is gone.
-        links: Whether frames get through.
+        pulse: Whether the core stalls, for heartbeats to say.
     """
 
     def __init__(
@@ -190,12 +184,10 @@ class Sender(threading.Thread):
         socket: zmq.Socket[bytes],
         incarnation: str,
         queues: tuple[Outbox, Inbox],
-        links: ClientLinks,
         pulse: Pulse,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
         self._outbox, self._inbox = queues
-        self._links = links
         self._pulse = pulse
         self._heartbeat = EngineFrame(incarnation)
         # Those that were greeted; and those that the core does not know yet to be gone.
@@ -204,7 +196,6 @@ class Sender(threading.Thread):
         self._next_look_s = 0.0
         self._socket = socket
         self.endpoint = _endpoint(self._socket)
-        links.add(self.endpoint)
 
     def run(self) -> None:
         """Send until None comes."""
@@ -227,15 +218,13 @@ class Sender(threading.Thread):
             self._last_sent_s.pop(client, None)
         elif frame.events and isinstance(frame.events[0], NotGreeted):
             # It may be anybody: nothing is kept of it, and nothing is owed to it.
-            if client not in self._given_up and self._links.speaks():
+            if client not in self._given_up:
                 self._is_sent(client, encode(frame))
         elif client not in self._given_up:
             self._send(client, encode(frame))
 
     def _send(self, client: bytes, raw: bytes) -> None:
         """Send something to a client that was greeted."""
-        if not self._links.speaks():
-            return
         if self._is_sent(client, raw):
             self._last_sent_s[client] = time.monotonic()
         else:

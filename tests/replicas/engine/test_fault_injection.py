@@ -24,6 +24,8 @@ from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.fault_injection import (
     ClientLinks,
     EngineFaults,
+    HearingSocket,
+    SpeakingSocket,
     engine_faults,
     schedule_signals,
 )
@@ -250,7 +252,9 @@ def plain_dealer(context, endpoint):
 def test_messages_of_a_partition_never_arrive():
     inbox = Inbox()
     context = zmq.Context()
-    receiver = Receiver(plain_router(context), inbox, ScriptedLinks(True, False, True))
+    receiver = Receiver(
+        HearingSocket(plain_router(context), ScriptedLinks(True, False, True)), inbox
+    )
     receiver.start()
     with plain_dealer(context, receiver.endpoint) as dealer:
         for request_id in ("before", "during", "after"):
@@ -264,8 +268,8 @@ def test_messages_of_a_partition_never_arrive():
 def test_frames_of_a_partition_never_arrive():
     outbox = queue.SimpleQueue()
     context = zmq.Context()
-    links = ScriptedLinks(True, False, True)
-    sender = Sender(plain_router(context), "first", (outbox, Inbox()), links, Pulse())
+    socket = SpeakingSocket(plain_router(context), ScriptedLinks(True, False, True))
+    sender = Sender(socket, "first", (outbox, Inbox()), Pulse())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with plain_dealer(context, sender.endpoint) as dealer:
         assert monitor.poll(1000 * DEADLINE_S), "the client is connected"

@@ -80,19 +80,11 @@ class Socket:
         self.sent.append(frames[1])
 
 
-class Links:
-    def add(self, _endpoint):
-        pass
-
-    def speaks(self):
-        return True
-
-
 @pytest.fixture
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
     monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 0.0)
-    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Links(), Pulse())
+    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Pulse())
 
 
 def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):
