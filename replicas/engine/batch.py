@@ -84,6 +84,7 @@ class PersistentBatch:
         assert self.table_width >= width, f"{table_width=} is less than {width}"
         self.token_ids = np.zeros((max_batch_size, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((max_batch_size, self.table_width), dtype=np.int32)
+        self.last_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_batch_size, dtype=np.int32)
@@ -134,7 +135,10 @@ class PersistentBatch:
             token_ids: (R,) their tokens; -1 for none.
         """
         fits = (token_ids >= 0) & (places < self.max_model_len)
-        self.token_ids[slots[fits], places[fits]] = token_ids[fits]
+        if not fits.all():
+            slots, places, token_ids = slots[fits], places[fits], token_ids[fits]
+        self.token_ids[slots, places] = token_ids
+        self.last_tokens[slots] = token_ids
 
     def samples(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
@@ -189,24 +193,28 @@ class PersistentBatch:
         )
 
     def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
-        """The padded form of a decode step: every slot, whether it runs or not."""
-        tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
-        start_pos = np.full(len(self.num_tokens), -1, dtype=np.int32)
-        positions = self.num_computed_tokens[slots]
-        start_pos[slots] = positions
-        tokens[slots, 0] = self.token_ids[slots, positions]
-        # The rows that come and go alone: those that stay have been written as they grew.
-        is_decoding = start_pos >= 0
-        if not np.array_equal(is_decoding, self._is_decoding):
-            self._decode_table[self._is_decoding & ~is_decoding] = 0
-            coming = is_decoding & ~self._is_decoding
+        """The padded form of a decode step: every slot, whether it runs or not.
+
+        Args:
+            slots: (R,) rows whose last token is all that is left to compute.
+        """
+        is_decoding = np.zeros(len(self.num_tokens), dtype=np.bool_)
+        is_decoding[slots] = True
+        changed = is_decoding != self._is_decoding
+        if changed.any():
+            # The rows that come and go alone: those that stay have been written as they grew.
+            self._decode_table[changed & ~is_decoding] = 0
+            coming = changed & is_decoding
             self._decode_table[coming] = self.block_table[coming]
             self._is_decoding = is_decoding
-        return DecodeInputs(tokens, start_pos, self._decode_table)
+        tokens = np.where(is_decoding, self.last_tokens, np.int32(0))
+        start_pos = np.where(is_decoding, self.num_computed_tokens, np.int32(-1))
+        return DecodeInputs(tokens[:, None], start_pos, self._decode_table)
 
     def _put(self, seq: NewSequence) -> None:
         slot, count = seq.slot, len(seq.token_ids)
         self.token_ids[slot, :count] = seq.token_ids
+        self.last_tokens[slot] = seq.token_ids[-1]
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = seq.num_prompt_tokens
         self.num_computed_tokens[slot] = seq.num_computed_tokens

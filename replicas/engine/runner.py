@@ -8,9 +8,8 @@ collected, which waits for the device.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from replicas.engine.step import StepResult
 from replicas.philox import uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -46,6 +45,15 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
+
+
+class _StepRows(NamedTuple):
+    """Who runs in a step: slots (R,), tokens to compute of each, whether it samples; the calls."""
+
+    slots: Int32Array
+    counts: Int32Array
+    samples: BoolArray
+    calls: list[CallRows]
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +126,8 @@ class ModelRunner:
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
-        # The last decode step's slots, as a list and as an array, and its only call's rows.
-        self._steady: tuple[list[int], Int32Array, CallRows] | None = None
+        # What the next decode step is, too, if it runs the same sequences in one call.
+        self._steady: tuple[list[int], _StepRows] | None = None
 
     def run(self, scheduled: ScheduledBatch) -> StepResult:
         """Run one step: inputs, forward, sample, remember."""
@@ -131,20 +139,20 @@ class ModelRunner:
         batch.apply(scheduled)
         for seq in scheduled.new:
             self._release(seq.slot)
-        counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
-        slots, samples, divided = self._divide(scheduled, counts)
-        step = SubmittedStep(slots, samples, batch.num_tokens[slots], [], 0.0)
-        for rows in divided:
-            self._submit_call(step, scheduled, rows, counts)
-        batch.advance(slots, counts, samples)
+        rows = self._divide(scheduled)
+        step = SubmittedStep(rows.slots, rows.samples, batch.num_tokens[rows.slots], [], 0.0)
+        for call_rows in rows.calls:
+            self._submit_call(step, scheduled, call_rows, rows.counts)
+        batch.advance(rows.slots, rows.counts, rows.samples)
         return step
 
     def collect(self, step: SubmittedStep) -> StepResult:
         """The tokens of a step that was submitted; the host draws its part of them."""
-        token_ids = np.full(len(step.slots), -1, dtype=np.int64)
+        token_ids: Int64Array = np.full(len(step.slots), -1, dtype=np.int64)
         for call in step.calls:
-            with _timed(step):
-                output = self._read(call)
+            started = time.perf_counter()
+            output = self._read(call)
+            step.device_s += time.perf_counter() - started
             rows, places = call.rows, call.places
             if len(rows.drawn):
                 token_ids[rows.entries[rows.drawn]] = _tokens(output)[places[rows.drawn]]
@@ -186,21 +194,20 @@ class ModelRunner:
 
     # --- a step's calls ------------------------------------------------------------------------
 
-    def _divide(
-        self, scheduled: ScheduledBatch, counts: Int32Array
-    ) -> tuple[Int32Array, BoolArray, list[CallRows]]:
-        """Rows of a step, whether they sample, and who is in which call."""
+    def _divide(self, scheduled: ScheduledBatch) -> _StepRows:
+        """The rows of a step, and who is in which call."""
         if self._steady is not None and scheduled.kind == "decode" and not scheduled.new:
-            given, slots, rows = self._steady
-            if given == scheduled.slots:
-                return slots, np.ones(len(slots), dtype=np.bool_), [rows]
+            slots_before, rows = self._steady
+            if scheduled.slots == slots_before:
+                return rows
         slots = np.asarray(scheduled.slots, dtype=np.int32)
+        counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
         samples = self._batch.samples(slots, counts)
-        divided = self._draws.divide(scheduled.kind, self._batch, slots, samples)
-        self._steady = None
-        if scheduled.kind == "decode" and len(divided) == 1 and samples.all():
-            self._steady = list(scheduled.slots), slots, divided[0]
-        return slots, samples, divided
+        calls = self._draws.divide(scheduled.kind, self._batch, slots, samples)
+        rows = _StepRows(slots, counts, samples, calls)
+        is_steady = scheduled.kind == "decode" and len(calls) == 1 and bool(samples.all())
+        self._steady = (list(scheduled.slots), rows) if is_steady else None
+        return rows
 
     def _submit_call(
         self, step: SubmittedStep, scheduled: ScheduledBatch, rows: CallRows, counts: Int32Array
@@ -221,8 +228,9 @@ class ModelRunner:
     ) -> _Call:
         inputs = self._batch.flat_inputs(slots, counts)
         mixed = cast("SupportsMixedBatch", self._generator)
-        with _timed(step):
-            logits = mixed.forward_mixed(inputs, self._kv_cache)
+        started = time.perf_counter()
+        logits = mixed.forward_mixed(inputs, self._kv_cache)
+        step.device_s += time.perf_counter() - started
         # Of the rows that sample, one after another.
         return _Call(rows, np.cumsum(step.samples) - 1, logits)
 
@@ -233,17 +241,18 @@ class ModelRunner:
         places = np.arange(len(slots))
         inputs = self._batch.prefill_inputs(slots, counts)
         params = self._params(rows, slots, places, len(slots)) if len(rows.drawn) else None
-        with _timed(step):
-            output = self._generator.prefill_forward(
-                tokens=torch.from_numpy(inputs.tokens),
-                page_table=torch.from_numpy(inputs.page_table),
-                kv_cache=self._kv_cache,
-                enable_trace=self._traces_prefill,
-                prompt_lens=torch.from_numpy(inputs.prompt_lens),
-                start_pos=torch.from_numpy(inputs.start_pos),
-                empty_slots=inputs.empty_slots,
-                sampling_params=params,
-            )
+        started = time.perf_counter()
+        output = self._generator.prefill_forward(
+            tokens=torch.from_numpy(inputs.tokens),
+            page_table=torch.from_numpy(inputs.page_table),
+            kv_cache=self._kv_cache,
+            enable_trace=self._traces_prefill,
+            prompt_lens=torch.from_numpy(inputs.prompt_lens),
+            start_pos=torch.from_numpy(inputs.start_pos),
+            empty_slots=inputs.empty_slots,
+            sampling_params=params,
+        )
+        step.device_s += time.perf_counter() - started
         return _Call(rows, places, output)
 
     def _call_decode(
@@ -255,24 +264,25 @@ class ModelRunner:
         beside: dict[str, Any] = {}
         if len(rows.drawn) and len(rows.sampled):
             beside["logits_rows"] = slots[rows.sampled].tolist()
-        with _timed(step):
-            output: Any = self._generator.decode_forward(
-                tokens=torch.from_numpy(inputs.tokens),
-                page_table=torch.from_numpy(inputs.page_table),
-                kv_cache=self._kv_cache,
-                start_pos=torch.from_numpy(inputs.start_pos),
-                enable_trace=self._traces_decode,
-                read_from_device=not self._reads_later,
-                sampling_params=params,
-                reload_inputs=reload.inputs,
-                reload_page_table=reload.page_table,
-                reload_sampling_params=reload.sampling_params,
-                reset_sampling_state=reload.sampling_state,
-                **beside,
-            )
-            if not self._reads_later:
-                return _Call(rows, slots, output)
+        started = time.perf_counter()
+        output: Any = self._generator.decode_forward(
+            tokens=torch.from_numpy(inputs.tokens),
+            page_table=torch.from_numpy(inputs.page_table),
+            kv_cache=self._kv_cache,
+            start_pos=torch.from_numpy(inputs.start_pos),
+            enable_trace=self._traces_decode,
+            read_from_device=not self._reads_later,
+            sampling_params=params,
+            reload_inputs=reload.inputs,
+            reload_page_table=reload.page_table,
+            reload_sampling_params=reload.sampling_params,
+            reset_sampling_state=reload.sampling_state,
+            **beside,
+        )
+        events: Sequence[object] | None = None
+        if self._reads_later:
             output, events = self._generator.read_decode_output(output, async_read=True)
+        step.device_s += time.perf_counter() - started
         return _Call(rows, slots, output, events)
 
     def _decode_commands(
@@ -332,19 +342,12 @@ class ModelRunner:
         )
 
 
-@contextmanager
-def _timed(step: SubmittedStep) -> Iterator[None]:
-    """Count what is done inside as the generator's."""
-    started = time.perf_counter()
-    yield
-    step.device_s += time.perf_counter() - started
-
-
 def _keeps_nothing(slot: int) -> None:
     """A generator keeps nothing for a slot whose sequence has left it."""
 
 
-def _tokens(output: ForwardOutput) -> Int64Array:
+def _tokens(output: ForwardOutput) -> IntArray:
     """Token ids of a call that sampled: (rows,) of (rows,), (rows, 1), or either in a pair."""
-    tokens = output[0] if isinstance(output, tuple) else output
-    return np.asarray(tokens, dtype=np.int64).reshape(-1)
+    tokens: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    token_ids: IntArray = tokens.numpy().reshape(-1)
+    return token_ids
