@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import logging
 import os
@@ -193,10 +192,6 @@ class IngressReplica:
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
             self._fleet = ingress.fleet
-            # What is there now stays: every stream would wait while all of it is looked through
-            # for garbage.
-            gc.collect()
-            gc.freeze()
             try:
                 yield
             finally:
