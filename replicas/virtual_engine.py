@@ -27,7 +27,7 @@ from replicas.messages import EngineFrame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kv_transfer.p2p_worker import TransportFactory
+    from kv_transfer.connector import TransportFactory
     from replicas.config import EngineConfig
     from replicas.engine.core import StepUnderWay
     from replicas.engine.server import Frames

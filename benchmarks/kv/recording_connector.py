@@ -57,7 +57,7 @@ class _Worker(P2PConnectorWorker):
         """Note which loads begin."""
         if isinstance(meta, P2PMeta):
             for load in meta.loads:
-                self._note(Stage("loading", load.request_id, time.monotonic()))
+                self._note(Stage("loading", load.ticket.request_id, time.monotonic()))
         super().start_load_kv(meta, now_s)
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:

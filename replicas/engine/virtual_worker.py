@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         TransferInfo,
         TransferResults,
         TransferStats,
+        TransportFactory,
     )
     from kv_transfer.layout import KVLayout
-    from kv_transfer.p2p_worker import TransportFactory
     from replicas.config import EngineConfig
     from replicas.engine.step import NewSequence, ScheduledBatch
     from replicas.generators.simulated.timing import StepTiming
