@@ -120,8 +120,10 @@ class ModelRunner:
         capabilities = generator.model_capabilities
         self._traces_prefill = mesh is None or mesh.trace == "all"
         self._traces_decode = mesh is None or mesh.trace != "none"
-        asked = mesh.sample_on_device if mesh is not None else None
-        self._draws = DeviceDraws.as_asked(asked, capabilities)
+        self._draws = DeviceDraws()
+        if mesh is not None or config.simulated_mesh is not None:
+            asked = None if mesh is None else mesh.sample_on_device
+            self._draws = DeviceDraws.as_asked(asked, capabilities)
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
