@@ -69,13 +69,14 @@ def plain(logits: torch.Tensor, asked: Asked) -> list[int]:
 def ours(logits: torch.Tensor, asked: Asked) -> list[int]:
     """The engine's sampler."""
     rows = len(logits)
-    return sample(
+    tokens: list[int] = sample(
         logits,
         np.full(rows, asked.temperature, dtype=np.float32),
         np.full(rows, asked.top_k, dtype=np.int32),
         np.full(rows, asked.top_p, dtype=np.float32),
         np.random.default_rng(0).random(rows),
-    )
+    ).tolist()
+    return tokens
 
 
 def seconds(draw: Callable[[torch.Tensor, Asked], list[int]], *case: torch.Tensor | Asked) -> float:
