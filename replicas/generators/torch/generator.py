@@ -79,7 +79,6 @@ class TorchGenerator:
         self._config = config
         self._model = model
         self._dtype = dtype
-        self._logits_dtype = torch.promote_types(dtype, torch.float32)
         self._max_batch_size = max_batch_size
         self._num_lanes = num_lanes
         self._shares_kv = shares_kv
@@ -200,7 +199,7 @@ class TorchGenerator:
         """Prefill; see ``Generator.prefill_forward``.
 
         Returns:
-            (N, 1, V) float32, or float64 for a float64 model.
+            (N, 1, V) in the model's dtype.
 
         Raises:
             ValueError: A chunk or slot is out of range, or an option is not supported.
@@ -241,7 +240,7 @@ class TorchGenerator:
         """Decode; see ``Generator.decode_forward``.
 
         Returns:
-            (B, 1, V) float32, or float64 for a float64 model; zero where the position is -1.
+            (B, 1, V) in the model's dtype; zero where the position is -1.
 
         Raises:
             TypeError: ``reset_batch`` was passed.
@@ -257,7 +256,7 @@ class TorchGenerator:
         if len(positions) != self._max_batch_size:
             raise ValueError(f"{len(positions)} rows for a batch of {self._max_batch_size}")
         live = np.flatnonzero(positions >= 0)
-        logits = torch.zeros(len(positions), 1, self._config.vocab_size, dtype=self._logits_dtype)
+        logits = torch.zeros(len(positions), 1, self._config.vocab_size, dtype=self._dtype)
         if len(live):
             batch = from_decode(
                 _int64(tokens)[live, 0],
@@ -273,7 +272,7 @@ class TorchGenerator:
         """Run prefill chunks and decodes in one pass; see ``SupportsMixedBatch.forward_mixed``.
 
         Returns:
-            (len(batch.logits_indices), V) float32, or float64 for a float64 model.
+            (len(batch.logits_indices), V) in the model's dtype.
         """
         cache = _checked(kv_cache)
         return self._forward(from_flat(batch, self._space(cache)), cache)
@@ -312,12 +311,8 @@ class TorchGenerator:
         self, batch: PagedBatch, cache: TorchKVCache, *, is_warm_up: bool = False
     ) -> torch.Tensor:
         before, after = (None, None) if is_warm_up else (self._before_layer, self._after_layer)
-        # Made outside inference mode: callers may then change their logits in place.
-        shape = (len(batch.logits_indices), self._config.vocab_size)
-        logits = torch.empty(shape, dtype=self._logits_dtype)
         with torch.inference_mode():
-            logits.copy_(self._model.forward(batch, cache, before, after))
-        return logits
+            return self._model.forward(batch, cache, before, after)
 
 
 def _check_device(device: CpuDevice) -> None:

@@ -61,38 +61,50 @@ class PagedTransformer:
             (len(batch.logits_indices), V) in the model's dtype.
         """
         config, weights = self._config, self._weights
+        eps, head_dim = config.rms_norm_eps, config.head_dim
         x = functional.embedding(batch.input_ids, weights.embedding)
         cos, sin = self._rope.at(batch.positions)
         kv_rows = _kv_rows(batch.kv_positions, cache)
         attend = self._attention.prepare(batch, cache)
         cache.mark_written(batch.kv_positions.numpy() // cache.block_size)
         for index, layer in enumerate(weights.layers):
-            normed = _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            q, kv = self._project(normed, layer, cos, sin)
+            q, kv = self._project(_rms_norm(x, layer.input_norm, eps), layer, cos, sin)
             if before_layer is not None:
                 before_layer(index)
-            head_dim = config.head_dim
             cache.layers[index].view(-1, head_dim).index_copy_(0, kv_rows, kv.view(-1, head_dim))
-            x = layer.o.plus(attend(index, q, kv).flatten(1), x)
+            attended = attend(index, q, kv).flatten(1)
             if after_layer is not None:
                 after_layer(index)
-            normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            if index == len(weights.layers) - 1:
+                # Nothing reads the other tokens any more.
+                attended, x = (_wanted(part, batch.logits_indices) for part in (attended, x))
+            x = layer.o.plus(attended, x)
+            normed = _rms_norm(x, layer.post_norm, eps)
             x = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), x)
-        last = x.index_select(0, batch.logits_indices)
-        last = _rms_norm(last, weights.final_norm, config.rms_norm_eps)
-        return weights.lm_head(last)
+        last = _rms_norm(x, weights.final_norm, eps)
+        # Made outside inference mode: callers may then change their logits in place.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return weights.lm_head(last)
 
     def _project(
         self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries (T, H, D) and keys, then values (T, 2 * G, D); queries, keys rotated."""
-        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
-        heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, self._config.head_dim)
-        qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        config = self._config
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, config.head_dim)
+        qk = heads[:, : num_heads + num_kv_heads]
+        plain = qk
         if layer.qk_norm is not None:
-            qk = _rms_norm(qk, layer.qk_norm, self._config.rms_norm_eps)
-        qk = rotate(qk, cos, sin)
-        return qk[:, :num_heads], torch.cat((qk[:, num_heads:], v), dim=1)
+            plain = _rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+        rotate(plain, cos, sin, out=qk)
+        return heads[:, :num_heads], heads[:, num_heads:].contiguous()
+
+
+def _wanted(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    if len(indices) == len(rows) and torch.equal(indices, torch.arange(len(rows))):
+        return rows
+    return rows.index_select(0, indices)
 
 
 def _kv_rows(kv_positions: torch.Tensor, cache: TorchKVCache) -> torch.Tensor:
@@ -106,6 +118,5 @@ def _kv_rows(kv_positions: torch.Tensor, cache: TorchKVCache) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+    """Over the last dimension; rounded before the weight is applied, as transformers does."""
+    return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight

@@ -1,7 +1,7 @@
 """Rotary position embeddings: frequencies, the cosine and sine table, and the rotation.
 
-Every rounding step follows transformers, so that float32 results agree with it bit for bit; in
-float64 the angles are computed in float64 from the same float32 frequencies.
+Every rounding step of the table follows transformers, bit for bit in float32; in float64 the angles
+are computed in float64 from the same float32 frequencies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 class RopeTable:
     """Cosines and sines of every position, computed once.
 
-    Owner: two tensors (max_seq_len, head_dim / 2) in the model's dtype.
+    Owner: two tensors (max_seq_len, head_dim) in the model's dtype: each cosine twice, each sine
+    with a minus, then without, as the two halves of a head need them.
     """
 
     def __init__(
@@ -49,18 +50,22 @@ class RopeTable:
         wide = torch.promote_types(dtype, torch.float32)
         positions = torch.arange(max_seq_len, dtype=wide)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
-        self._cos = angles.cos().to(dtype)
-        self._sin = angles.sin().to(dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._cos = torch.cat((cos, cos), dim=-1)
+        self._sin = torch.cat((-sin, sin), dim=-1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), each (T, 1, head_dim / 2), for int64 positions (T,)."""
+        """Return (cos, sin), each (T, 1, head_dim), for int64 positions (T,)."""
         return (
             self._cos.index_select(0, positions).unsqueeze(1),
             self._sin.index_select(0, positions).unsqueeze(1),
         )
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads (T, heads, head_dim); channel i is paired with i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Rotate heads (T, heads, head_dim) into ``out``, which may be ``x`` itself.
+
+    Channel i is paired with i + head_dim / 2.
+    """
+    turned = x.roll(x.shape[-1] // 2, -1)
+    torch.mul(x, cos, out=out).addcmul_(turned, sin)
