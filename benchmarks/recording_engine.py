@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,11 +112,14 @@ class _Executor(UniProcExecutor):
             notify()
 
         super().__init__(config, incarnation, tell, progress)
+        self._submitted: deque[ScheduledBatch] = deque()
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         results = super().collective_rpc(method, *args)
-        if method == "begin_step" and args[0] is not None:
-            _recorder.step(args[0], results[0].device_s)  # type: ignore[arg-type]
+        if method == "submit_step" and args[0] is not None:
+            self._submitted.append(args[0])  # type: ignore[arg-type]
+        elif method == "collect_step":
+            _recorder.step(self._submitted.popleft(), results[0].device_s)
         elif method == "end_step":
             _recorder.moved_kv()
         elif method == "load_model":

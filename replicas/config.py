@@ -194,6 +194,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             or all the other.
         prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many prefill
             steps may follow each other while sequences wait to decode.
+        steps_in_flight: 2 lets the next decode step begin before the tokens of the one before have
+            been read, where the generator can; 1 does not.
         num_threads: Compute threads of the generator; None leaves the library's default, or takes
             one on a simulated mesh.
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
@@ -241,6 +243,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool | None = None
     mixed_batches: bool | None = None
     prefill_steps_per_decode_step: int = 1
+    steps_in_flight: Literal[1, 2] = 2
     num_threads: int | None = None
     simulated_mesh: SimulatedMeshConfig | None = None
     mesh: MeshConfig | None = None

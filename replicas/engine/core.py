@@ -1,5 +1,9 @@
 """Engine core: one step is schedule → run → update → transfer; everything else brings work to it.
 
+Where the generator runs ahead, the next decode step is submitted before the one under way is read:
+the device never waits for the host. That is so only for steps that are alike
+whatever the tokens are (`Scheduler.schedule_ahead`), and while no transfer is at stake.
+
 Owner: the engine's core thread (or the caller's, in process). It holds the scheduler and the
 scheduler side of the KV connector, talks to the device only through the executor, and reads no
 socket. Outputs are collected per client until `take_events`.
@@ -84,7 +88,7 @@ _REFUSALS: dict[RefusalReason, str] = {
 
 
 class StepUnderWay(NamedTuple):
-    """A step whose forward pass is over.
+    """A step whose forward pass is over; the next may have begun.
 
     Attributes:
         batch: What was computed, if anything.
@@ -132,6 +136,8 @@ class EngineCore:
         self._handles = itertools.count(1)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
+        # What was submitted ahead and is to be read next.
+        self._ahead: ScheduledBatch | None = None
         self._num_steps = 0
         self._scheduled_tokens = 0
         self._device_s = 0.0
@@ -178,6 +184,7 @@ class EngineCore:
             or self.facts.supports_chunked_prefill,
             chunk_alignment=self.facts.chunk_alignment,
         )
+        self._runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
 
     def __repr__(self) -> str:
         return f"EngineCore({self._scheduler!r}, {self._connector!r})"
@@ -237,7 +244,7 @@ class EngineCore:
         return self.end_step(step, now_s)
 
     def begin_step(self, now_s: float) -> StepUnderWay:
-        """Schedule and run; `publish` and then `end_step` take over what came of it.
+        """Schedule, run and read; `publish` and then `end_step` take over what came of it.
 
         No other call but `take_events` and views comes between the three. The simulator lets the
         time of the forward pass go by there, and every server sends what `publish` has brought.
@@ -246,16 +253,29 @@ class EngineCore:
         lapsed = self._scheduler.expire(now_s)
         for seq in lapsed:
             self._fail(seq, LAPSED)
-        batch = self._scheduler.schedule()
-        meta = self._connector_meta(batch)
+        (batch, meta), self._ahead = (self._ahead, None), None
+        if batch is None:
+            batch = self._scheduler.schedule()
+            meta = self._connector_meta(batch)
+            self._submit(batch, meta, now_s)
         result: StepResult | None = None
-        if batch is not None or meta is not None:
-            self.pulse.compute(0 if batch is None else batch.num_tokens)
-            result = self._executor.collective_rpc("begin_step", batch, meta, now_s)[0]
+        if batch is not None:
+            if self._runs_ahead and not self._has_transfers():
+                self._ahead = self._scheduler.schedule_ahead()
+                self._submit(self._ahead, None, now_s)
+            result = self._executor.collective_rpc("collect_step")[0]
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
         self._host_s += time.perf_counter() - started - device_s
         return StepUnderWay(batch, result, meta, bool(lapsed))
+
+    def _submit(
+        self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
+    ) -> None:
+        """Begin a step, if there is anything to do in it."""
+        if batch is not None or meta is not None:
+            self.pulse.compute(0 if batch is None else batch.num_tokens)
+            self._executor.collective_rpc("submit_step", batch, meta, now_s)
 
     def publish(self, step: StepUnderWay) -> None:
         """Take over what the forward pass gave: its tokens are among the next `take_events`."""
@@ -294,7 +314,8 @@ class EngineCore:
         """
         deadline_s = self._scheduler.next_deadline_s()
         if (
-            not self._scheduler.is_steady
+            self._ahead is not None
+            or not self._scheduler.is_steady
             or (deadline_s is not None and now_s >= deadline_s)
             or self._has_transfers()
         ):
@@ -309,8 +330,7 @@ class EngineCore:
         self._scheduled_tokens += num_steps * batch.num_tokens
         self._device_s += device_s
         self._step_s = device_s / num_steps
-        for seq, output in self._scheduler.update_run(batch, token_ids).events():
-            self._events.add_output(seq, output)
+        self._events.add_step(self._scheduler.update_run(batch, token_ids))
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""

@@ -175,6 +175,10 @@ class DecodeCommands:
         self._runs_ahead = runs_ahead
         self._rows: npt.NDArray[np.int32] | None = None
 
+    def continues(self, slots: npt.NDArray[np.int32]) -> bool:
+        """Whether a call for these rows, all known and drawn for, takes no tokens from the host."""
+        return self._runs_ahead and self._rows is not None and np.array_equal(self._rows, slots)
+
     def forget(self) -> None:
         """Another call than a decode that sampled on the device has been made, or will be."""
         self._rows = None

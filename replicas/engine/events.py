@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from replicas.messages import TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from replicas.engine.scheduler import StepOutputs
     from replicas.engine.sequence import Sequence
     from replicas.messages import WireEvent
@@ -27,7 +29,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         self._rows: dict[bytes, tuple[list[int], list[int]]] = {}
 
     def add_step(self, outputs: StepOutputs) -> None:
-        """Add the tokens of a step: rows, but for what is first or last of a request."""
+        """Add the tokens of a step, or of a run: rows, after what is first or last of a request."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
         events = {}
         if sequences is not self._sequences:
@@ -43,9 +45,19 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         for row, output in events.items():
             sequences[row].is_told = True
             self[sequences[row].client].append(output)
+        if outputs.earlier is None:
+            self._add_columns(token_ids, events)
+        else:
+            for row, seq in enumerate(sequences):
+                if row not in events:
+                    tokens = [*outputs.earlier[row], token_ids[row]]
+                    self.add_tokens(seq.client, seq.handle, tokens)
+
+    def _add_columns(self, token_ids: list[int], but: Collection[int]) -> None:
+        """Add one token for each row of the step, `but` for some."""
         for client, (rows, handles) in self._rows.items():
-            if events:
-                plain = [(r, h) for r, h in zip(rows, handles, strict=True) if r not in events]
+            if but:
+                plain = [(r, h) for r, h in zip(rows, handles, strict=True) if r not in but]
                 self._add_rows(client, [h for _, h in plain], [token_ids[r] for r, _ in plain])
             elif len(rows) == len(token_ids):
                 self._add_rows(client, handles, token_ids)

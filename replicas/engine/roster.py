@@ -10,6 +10,7 @@ preempted: it ends or goes on without anybody else's doing, so that no two can w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from replicas.engine.groups import DPGroups
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
 
 
-class Roster:
+class Roster(ABC):
     """See the module docstring.
 
     Args:
@@ -57,6 +58,8 @@ class Roster:
         self._running = RunningRows(decode_kind, len(self._groups))
         # Finished here, but another engine still reads or writes their blocks.
         self._held: dict[str, Sequence] = {}
+        # Finished while a step that has them was under way: it still writes to their blocks.
+        self._overtaken: list[Sequence] = []
         self._draining = False
 
     def __repr__(self) -> str:
@@ -175,7 +178,7 @@ class Roster:
     def release_held(self, request_id: str) -> None:
         """Free blocks that another engine has fetched, or will not fetch any more."""
         seq = self._held.pop(request_id, None)
-        if seq is not None:
+        if seq is not None and seq not in self._overtaken:
             self._groups.give_back_blocks(seq)
 
     def drain(self) -> None:
@@ -241,8 +244,8 @@ class Roster:
 
     @property
     def num_live(self) -> int:
-        """Sequences that are not finished, and finished ones whose blocks are still held."""
-        return len(self._sequences) + len(self._held)
+        """Sequences that are not finished, and finished ones whose blocks are still in use."""
+        return len(self._sequences) + len(self._held) + len(self._overtaken)
 
     @property
     def awaits_connector(self) -> bool:
@@ -283,7 +286,8 @@ class Roster:
 
     def check_invariants(self) -> None:
         """Every sequence is in exactly one place, and holds what that place means."""
-        self._groups.check_invariants([*self._sequences.values(), *self._held.values()])
+        ended = [s for s in self._overtaken if self._held.get(s.request_id) is not s]
+        self._groups.check_invariants([*self._sequences.values(), *self._held.values(), *ended])
         self._waiting.check_invariants()
         self._loads.check_invariants()
         self._running.check_invariants()
@@ -294,7 +298,7 @@ class Roster:
             assert (seq.slot < 0) == (seq.status is SequenceStatus.WAITING)
             assert (not seq.block_ids) == (seq.status is SequenceStatus.WAITING)
         assert not any(is_loading(s) for s in (*self._waiting, *self._running))
-        assert all(s.slot < 0 for s in self._held.values())
+        assert all(s.slot < 0 or s in self._overtaken for s in self._held.values())
 
     # --- from place to place --------------------------------------------------------------------
 
@@ -375,11 +379,21 @@ class Roster:
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
         seq.status = SequenceStatus.FINISHED
-        self._groups.give_back_slot(seq)
         if hold:
             self._held[seq.request_id] = seq
+        if self._is_under_way(seq):
+            self._overtaken.append(seq)
         else:
+            self._give_back(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
+        self._groups.give_back_slot(seq)
+        if self._held.get(seq.request_id) is not seq:
             self._groups.give_back_blocks(seq)
+
+    @abstractmethod
+    def _is_under_way(self, seq: Sequence) -> bool:
+        """Whether a step that is under way has a sequence."""
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
         finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished

@@ -8,6 +8,7 @@ collected, which waits for the device.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -83,6 +84,7 @@ class SubmittedStep:
         token_places: (R,) where in its sequence the token of a row that samples goes.
         calls: In order.
         device_s: Seconds inside the generator so far.
+        result: What came of it, once that is known.
     """
 
     slots: Int32Array
@@ -90,6 +92,7 @@ class SubmittedStep:
     token_places: Int32Array
     calls: list[_Call]
     device_s: float
+    result: StepResult | None = None
 
 
 class ModelRunner:
@@ -130,14 +133,22 @@ class ModelRunner:
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # What the next decode step is, too, if it runs the same sequences in one call.
         self._steady: tuple[list[int], _StepRows] | None = None
+        # Steps whose tokens are yet to come, in their order.
+        self._submitted: deque[SubmittedStep] = deque()
 
     def run(self, scheduled: ScheduledBatch) -> StepResult:
         """Run one step: inputs, forward, sample, remember."""
         return self.collect(self.submit(scheduled))
 
     def submit(self, scheduled: ScheduledBatch) -> SubmittedStep:
-        """Call the generator; whatever it does later, `collect` waits for."""
+        """Call the generator; whatever it does later, `collect` waits for.
+
+        Steps that were submitted before and not collected are waited for here, unless this one goes
+        on from their tokens on the device.
+        """
         batch = self._batch
+        if self._submitted and not self._goes_on(scheduled):
+            self._finish_all()
         batch.apply(scheduled)
         for seq in scheduled.new:
             self._release(seq.slot)
@@ -146,10 +157,32 @@ class ModelRunner:
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
         batch.advance(rows.slots, rows.counts, rows.samples)
+        self._submitted.append(step)
         return step
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """The tokens of a step that was submitted; the host draws its part of them."""
+        """The tokens of the first step that was submitted and not collected."""
+        if step.result is None:
+            assert self._submitted[0] is step, "an earlier step comes first"
+            self._finish(self._submitted.popleft())
+        assert step.result is not None
+        return step.result
+
+    def _goes_on(self, scheduled: ScheduledBatch) -> bool:
+        """Whether a step needs no token that only the device has."""
+        if self._steady is None or scheduled.kind != "decode" or scheduled.new:
+            return False
+        slots_before, rows = self._steady
+        is_drawn = len(rows.calls[0].drawn) == len(rows.slots)
+        same = is_drawn and scheduled.slots == slots_before
+        return same and self._commands.continues(rows.slots)
+
+    def _finish_all(self) -> None:
+        while self._submitted:
+            self._finish(self._submitted.popleft())
+
+    def _finish(self, step: SubmittedStep) -> None:
+        """Read a step's outputs; the host draws its part of the tokens."""
         token_ids: Int64Array = np.full(len(step.slots), -1, dtype=np.int64)
         for call in step.calls:
             started = time.perf_counter()
@@ -164,7 +197,7 @@ class ModelRunner:
                     output, places = output[1], np.arange(len(entries))
                 token_ids[entries] = self._sample(step, entries, output, places)
         self._batch.record(step.slots, step.token_places, token_ids)
-        return StepResult(token_ids.tolist(), step.device_s)
+        step.result = StepResult(token_ids.tolist(), step.device_s)
 
     def compile(self) -> None:
         """Run every shape once, so that its programs are there before the first request."""

@@ -102,6 +102,11 @@ class RunningRows:
         """The last one of a DP group that has any."""
         return next(s for s in reversed(self._sequences) if s.dp_group == group)
 
+    def are_all(self, decodes: Decodes) -> bool:
+        """Whether these rows, no more and no others, are running still."""
+        is_kept = self._parts is not None and self._parts[0] is decodes
+        return is_kept and len(decodes) == len(self._sequences)
+
     @property
     def decodes(self) -> Decodes:
         """Those that decode."""
@@ -124,9 +129,9 @@ class RunningRows:
             assert len(decoding) + len(self.others) == len(self._sequences)
         for seq in decoding:
             assert seq.is_known_to_runner
-            assert seq.num_new_tokens == 1
+            assert seq.num_new_tokens <= 1
             assert seq.num_output_tokens > 0
-            assert seq.num_computed_tokens < seq.look_at
+            assert seq.num_computed_tokens <= seq.look_at
         assert all(self._of_slot(slot) is seq for slot, seq in self.short.items())
 
     @property

@@ -96,6 +96,8 @@ class _StepPlan:
         self.counts: list[int] = []
         self.appended: list[tuple[int, list[int]]] = []
         self.batch: ScheduledBatch | None = None
+        # Rows that decode, and with this step fill a block or end for their length.
+        self.looks: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self.sequences) or len(self.decodes) > 0
@@ -171,17 +173,20 @@ class Scheduler(Roster):
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = Decodes("decode", [], len(self._groups))
-        # Of the step that is under way.
-        self._plan: _StepPlan | None = None
+        # Of the steps that are under way, in their order.
+        self._plans: deque[_StepPlan] = deque()
 
     # --- one step ------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch | None:
         """Put the next step together: running sequences first, then waiting ones.
 
+        No other step is under way, see `schedule_ahead`.
+
         Returns:
             The step, or None when nothing can run now.
         """
+        assert not self._plans, "a step is under way"
         self._loads.ask_again()
         if not self._running and not self._waiting:
             return None
@@ -196,31 +201,50 @@ class Scheduler(Roster):
                 self._admit_waiting(plan)
             if plan:
                 self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
-                self._plan = plan
-                return plan.build()
+                return self._begin(plan)
             if preempted and kind == "decode":
                 # It took everything from its own sequences: what they gave back may be enough.
                 kinds.append("prefill")
         return None
 
+    def schedule_ahead(self) -> ScheduledBatch | None:
+        """The step after the one under way, if its tokens, whichever they are, do not decide that.
+
+        So all rows decode, none of them ends for its length before, and nothing else could run.
+        One that ends otherwise is computed in vain: it keeps its slot and its blocks meanwhile.
+
+        Returns:
+            The step; None where the one under way has to be taken over first.
+        """
+        [before] = self._plans
+        decodes, kind = before.decodes, before.decodes.batch.kind
+        can_admit = self._waiting and self._groups.num_empty_slots
+        if before.sequences or can_admit or not self._running.are_all(decodes):
+            return None
+        if any(self._ends_by_length(decodes.sequences[row]) for row in before.looks):
+            return None
+        plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
+        return self._begin(plan) if self._advance_all(plan) else None
+
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
         """Take over what a step gave.
 
         Args:
-            batch: What `schedule` has returned last.
+            batch: The step that has been under way for longest.
             result: What the worker made of it.
         """
-        plan, self._plan = self._plan_of(batch), None
-        if not plan.sequences:
-            return self._update_decodes(plan.decodes, result.token_ids)
+        plan = self._plan_of(batch)
+        self._plans.popleft()
         num_decodes = len(plan.decodes)
-        decoded = self._update_decodes(plan.decodes, result.token_ids[:num_decodes])
+        decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
+        if not self._plans:
+            while self._overtaken:
+                self._give_back(self._overtaken.pop())
+        if not plan.sequences:
+            return decoded
         sequences, token_ids, endings, _ = decoded
         sequences, token_ids = [*sequences], [*token_ids]
-        for seq, count, token_id in zip(
-            plan.sequences, plan.counts, result.token_ids[num_decodes:], strict=True
-        ):
-            seq.num_computed_tokens += count
+        for seq, token_id in zip(plan.sequences, result.token_ids[num_decodes:], strict=True):
             if token_id < 0:
                 self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
                 continue
@@ -239,8 +263,8 @@ class Scheduler(Roster):
         """
         plan = self._plan_of(batch)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
-            if seq.num_computed_tokens < seq.num_prompt_tokens:
-                yield seq, seq.num_computed_tokens + count
+            if seq.num_computed_tokens - count < seq.num_prompt_tokens:
+                yield seq, seq.num_computed_tokens
 
     # --- decode steps without a decision between them -------------------------------------------
 
@@ -261,10 +285,12 @@ class Scheduler(Roster):
         Returns:
             1 for a step that must be updated by itself.
         """
-        decodes = self._plan_of(batch).decodes
-        if not self.is_steady or len(decodes) != len(self._running) or decodes.stop_ids:
+        plan = self._plan_of(batch)
+        decodes = plan.decodes
+        is_all = self.is_steady and len(decodes) == len(self._running)
+        if not is_all or plan.looks or decodes.stop_ids:
             return 1
-        return min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
+        return 1 + min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
 
     def update_run(self, batch: ScheduledBatch, token_ids: list[list[int]]) -> StepOutputs:
         """Take over several repeats of one decode step.
@@ -275,18 +301,18 @@ class Scheduler(Roster):
         """
         earlier = [tokens[:-1] for tokens in token_ids]
         if earlier[0]:
-            decodes, num_steps = self._plan_of(batch).decodes, len(earlier[0])
-            for seq, tokens in zip(decodes.sequences, earlier, strict=True):
+            plan, num_steps = self._plan_of(batch), len(earlier[0])
+            for seq, tokens in zip(plan.decodes.sequences, earlier, strict=True):
                 seq.token_ids += tokens
-                seq.num_computed_tokens += num_steps
-            self._count_tokens(decodes, num_steps)
+            plan.looks = self._advance(plan.decodes.sequences, num_steps)
+            self._count_tokens(plan.decodes, num_steps)
         outputs = self.update(batch, StepResult([tokens[-1] for tokens in token_ids], 0.0))
         return outputs._replace(earlier=earlier)
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
-        assert self._plan is not None, "no step is under way"
-        assert self._plan.batch is batch, "another step is under way"
-        return self._plan
+        assert self._plans, "no step is under way"
+        assert self._plans[0].batch is batch, "another step is under way"
+        return self._plans[0]
 
     # --- planning ------------------------------------------------------------------------------
 
@@ -401,28 +427,54 @@ class Scheduler(Roster):
         stop = start + budget
         return max(stop - stop % self._chunk_alignment - start, 0)
 
-    # --- results and endings -------------------------------------------------------------------
+    def _begin(self, plan: _StepPlan) -> ScheduledBatch:
+        """Let a step be under way: what it computes counts as computed."""
+        batch = plan.build()
+        plan.looks = self._advance(plan.decodes.sequences, 1)
+        for seq, count in zip(plan.sequences, plan.counts, strict=True):
+            seq.num_computed_tokens += count
+        self._plans.append(plan)
+        return batch
 
-    def _update_decodes(self, decodes: Decodes, token_ids: list[int]) -> StepOutputs:
-        """Give each row its token, and look at those of which something may have changed."""
+    def _advance(self, sequences: list[Sequence], count: int) -> list[int]:
+        """Count tokens of rows that decode; returns those that are to be looked at."""
         looks = []
-        for row, (seq, token_id) in enumerate(zip(decodes.sequences, token_ids, strict=True)):
-            seq.token_ids.append(token_id)
-            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
+        for row, seq in enumerate(sequences):
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + count
             if num_computed == seq.look_at:
                 looks.append(row)
+        for row in looks:
+            self._decode_on(sequences[row])
+        return looks
+
+    def _is_under_way(self, seq: Sequence) -> bool:
+        return bool(self._plans) and seq.is_known_to_runner
+
+    # --- results and endings -------------------------------------------------------------------
+
+    def _update_decodes(self, plan: _StepPlan, token_ids: list[int]) -> StepOutputs:
+        """Give each row its token, and look at those of which something may have changed."""
+        decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
+        if self._overtaken:
+            # Nobody wants the tokens of those.
+            rows = [r for r, s in enumerate(sequences) if s.status is SequenceStatus.RUNNING]
+            looks = [i for i, row in enumerate(rows) if row in plan.looks]
+            sequences, token_ids = [sequences[r] for r in rows], [token_ids[r] for r in rows]
+            decodes = Decodes(decodes.batch.kind, sequences, len(self._groups))
+        for seq, token_id in zip(sequences, token_ids, strict=True):
+            seq.token_ids.append(token_id)
         stop_ids = decodes.stop_ids
         if not stop_ids.isdisjoint(token_ids):
             looks = sorted({*looks, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
         self._count_tokens(decodes, 1)
         endings: list[Ending] = []
         for row in looks:
-            self._look_at(decodes.sequences[row], token_ids[row], row, endings)
-        return StepOutputs(decodes.sequences, token_ids, endings)
+            self._look_at(sequences[row], token_ids[row], row, endings)
+        return StepOutputs(sequences, token_ids, endings)
 
     def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
         """Let a sequence that has got a token end, leave, or decode on; its KV may be shared."""
-        self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
+        self._groups.cache_full_blocks(seq, seq.num_tokens - 1)
         reason, stop_reason = self._finish_reason(seq, token_id)
         if reason is not None:
             endings.append(Ending(row, reason, stop_reason))
@@ -436,8 +488,8 @@ class Scheduler(Roster):
         """Let a sequence decode until it has to be looked at."""
         sampling, block_size = seq.request.sampling, self._config.block_size
         num_computed = seq.num_computed_tokens
-        last = min(seq.num_prompt_tokens + sampling.max_tokens, self._max_model_len) - 1
-        seq.look_at = min(num_computed - num_computed % block_size + block_size, last)
+        block_end = num_computed - num_computed % block_size + block_size
+        seq.look_at = min(block_end, self._longest(seq) - 1)
         if num_computed == len(seq.block_ids) * block_size:
             self._running.short[seq.slot] = seq
         if not seq.is_decoding:
@@ -445,6 +497,15 @@ class Scheduler(Roster):
             if not sampling.ignore_eos:
                 seq.stop_ids |= self._eos_token_ids
             self._running.decode(seq)
+
+    def _longest(self, seq: Sequence) -> int:
+        """Tokens with which a sequence ends."""
+        longest = seq.num_prompt_tokens + seq.request.sampling.max_tokens
+        return min(longest, self._max_model_len)
+
+    def _ends_by_length(self, seq: Sequence) -> bool:
+        """Whether the steps under way compute all that a sequence may compute."""
+        return seq.num_computed_tokens >= self._longest(seq) - 1
 
     def _count_token(self, seq: Sequence) -> None:
         stats = self._groups.stats[seq.dp_group]

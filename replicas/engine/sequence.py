@@ -65,7 +65,7 @@ class Sequence:
         mode: Which part of it runs here.
         client: Opaque id of the client that gets its outputs.
         token_ids: Prompt, then output.
-        num_computed_tokens: Tokens whose KV is in the cache.
+        num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
         block_ids: Block table: the block of token t is `block_ids[t // block_size]`.
         block_hashes: Chain hashes of the full blocks of `token_ids`.
         walks: Until it is admitted: what of its prefix each DP group was found to have.

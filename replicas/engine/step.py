@@ -88,6 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         supports_mixed_batch: Prefill chunks and decodes may share a pass.
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
+        supports_async_decode: A decode step may be submitted before the one before it is over.
         chunk_alignment: A chunk of a prompt that does not reach its end should end on a multiple of
             so many tokens: a mesh writes KV in whole blocks, and computes the rest of one again.
     """
@@ -100,4 +101,5 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_mixed_batch: bool
     supports_chunked_prefill: bool
     supports_prefix_caching: bool
+    supports_async_decode: bool = False
     chunk_alignment: int = 1

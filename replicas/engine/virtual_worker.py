@@ -10,6 +10,7 @@ thousands of replicas at once. A decode step may be run many times in one call, 
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -141,6 +142,8 @@ class VirtualWorker:
         # A string is hashed alike in every process.
         self._random = random.Random(f"{seed}/{settings.incarnation}")
         self.num_rows = 0
+        # Of the steps that were submitted and not collected.
+        self._results: deque[StepResult] = deque()
         # Device seconds of the steps that `run_seconds` told of last.
         self._run_s: list[float] = []
         self._connector: P2PConnectorWorker | None = None
@@ -193,14 +196,23 @@ class VirtualWorker:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def begin_step(
+    def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> StepResult | None:
-        """See `Worker.begin_step`; the clock tells how long it took."""
+    ) -> None:
+        """See `Worker.submit_step`."""
         self.num_rows = 0
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
-        return self._run(batch) if batch is not None else None
+        if batch is not None:
+            self._apply(batch)
+            seconds = self._seconds(batch)
+            self._results.append(StepResult(self._advance(batch), seconds))
+
+    def collect_step(self) -> StepResult:
+        """See `Worker.collect_step`; the clock tells how long it took."""
+        result = self._results.popleft()
+        self._clock.spend(result.device_s)
+        return result
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """See `Worker.end_step`; the clock tells how long it took."""
@@ -236,12 +248,6 @@ class VirtualWorker:
         return token_ids, device_s
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _run(self, batch: ScheduledBatch) -> StepResult:
-        self._apply(batch)
-        seconds = self._seconds(batch)
-        self._clock.spend(seconds)
-        return StepResult(self._advance(batch), seconds)
 
     def _seconds(self, batch: ScheduledBatch) -> float:
         """How long a step takes; one on a device that hangs as long as it does that."""

@@ -1,8 +1,9 @@
 """Worker: owns one device (or one rank of a mesh), its model, KV memory and connector side.
 
 Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
-`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `begin_step` and, if
-the KV connector has anything at stake, `end_step`.
+`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `submit_step`,
+`collect_step` if there was anything to compute and, if the KV connector has anything at stake,
+`end_step`. A second step may be submitted before the first is collected.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         TransferStats,
     )
     from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
+    from replicas.engine.runner import SubmittedStep
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
@@ -97,6 +100,8 @@ class Worker:
         # The generator, if it can tell of its layers; and whether it does.
         self._layers: SupportsLayerCallbacks | None = None
         self._tells_layers = False
+        # Begun and not collected, in their order.
+        self._steps: deque[SubmittedStep] = deque()
 
     def init_device(self) -> None:
         """Open the device and build the communication groups; on the CPU, set the thread count.
@@ -192,31 +197,31 @@ class Worker:
         self._runner.capture()
         self._progress("warm up", 1.0)
 
-    def begin_step(
+    def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> StepResult | None:
-        """First half of a step: inject arrived KV, forward.
+    ) -> None:
+        """Begin a step: inject arrived KV, forward.
 
         Args:
             batch: What to compute; None when there are only transfers to serve.
             meta: The connector's part of the step; None when it has nothing at stake.
             now_s: Monotonic clock.
-
-        Returns:
-            What the forward pass gave, if there was one.
         """
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
-        if batch is None:
-            return None
-        self._tell_layers(on=meta is not None)
-        return self._runner.run(batch)
+        if batch is not None:
+            self._tell_layers(on=meta is not None)
+            self._steps.append(self._runner.submit(batch))
+
+    def collect_step(self) -> StepResult:
+        """What the forward pass gave that was begun first and not collected."""
+        return self._runner.collect(self._steps.popleft())
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
-        """Second half of a step with transfers: extract new KV, see what has arrived and ended.
+        """End a step with transfers: extract new KV, see what has arrived and ended.
 
         Args:
-            meta: As in the first half.
+            meta: As it was begun with.
             now_s: Monotonic clock.
         """
         assert self._connector is not None

@@ -289,6 +289,8 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,
+        # As on a mesh, whose steps are of one kind.
+        supports_async_decode=not pool.mixed,
     )
     return PoolSpec(
         pool.role,

@@ -95,7 +95,7 @@ class World:
             assert tokens == tuple(seq.token_ids[:end])
             assert blocks == tuple(seq.block_ids[: len(blocks)])
             assert 0 not in blocks
-            assert start == seq.num_computed_tokens
+            assert end == seq.num_computed_tokens
             assert slot // self.config.slots_per_group == seq.dp_group
             self.assert_holds(seq.dp_group, blocks, tokens[:start])
             self.write(seq.dp_group, blocks, tokens, start)

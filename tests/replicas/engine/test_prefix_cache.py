@@ -127,10 +127,7 @@ class Queue:
     def step(self):
         batch = self.scheduler.schedule()
         by_slot = {seq.slot: seq for seq in self.scheduler._running}
-        tokens = [
-            5 if by_slot[slot].num_new_tokens == count else -1
-            for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True)
-        ]
+        tokens = [-1 if by_slot[slot].num_new_tokens else 5 for slot in batch.slots]
         self.scheduler.update(batch, StepResult(tokens, 0.0))
         self.scheduler.check_invariants()
 

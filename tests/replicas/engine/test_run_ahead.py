@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -165,9 +166,9 @@ class Engine:
     def device(self, batch: ScheduledBatch) -> list[int]:
         by_slot = {s.slot: s for s in self.scheduler._running}
         tokens = []
-        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+        for slot in batch.slots:
             seq = by_slot[slot]
-            samples = seq.num_computed_tokens + count == seq.num_tokens
+            samples = seq.num_computed_tokens == seq.num_tokens
             tokens.append(token_after(seq.num_tokens, int(seq.request_id[1:])) if samples else -1)
         return tokens
 
@@ -298,6 +299,7 @@ class FakeExecutor:
     def __init__(self, num_blocks):
         self._num_blocks = num_blocks
         self._rows: dict[int, tuple[int, int]] = {}
+        self._results: deque[StepResult] = deque()
         self.num_steps = 0
 
     def collective_rpc(self, method, *args):
@@ -315,9 +317,12 @@ class FakeExecutor:
 
     _init_device = _initialize_kv_cache = _warm_up = _transfer_stats = _nothing
 
-    def _begin_step(self, batch, _meta, _now_s):
+    def _submit_step(self, batch, _meta, _now_s):
         self._apply(batch)
-        return StepResult(self._tokens(batch), STEP_S)
+        self._results.append(StepResult(self._tokens(batch), STEP_S))
+
+    def _collect_step(self):
+        return self._results.popleft()
 
     def _execute_run(self, batch, num_steps):
         self._apply(batch)

@@ -49,10 +49,7 @@ def step(scheduler, token=1):
     by_slot = {seq.slot: seq for seq in scheduler._running}
     sequences = [by_slot[slot] for slot in batch.slots]
     counts = dict(zip((s.request_id for s in sequences), batch.num_scheduled_tokens, strict=True))
-    tokens = [
-        token if seq.num_computed_tokens + count == seq.num_tokens else -1
-        for seq, count in zip(sequences, batch.num_scheduled_tokens, strict=True)
-    ]
+    tokens = [token if seq.num_computed_tokens == seq.num_tokens else -1 for seq in sequences]
     scheduler.update(batch, StepResult(tokens, 0.0))
     scheduler.check_invariants()
     return counts
