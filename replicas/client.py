@@ -36,6 +36,7 @@ from replicas.launch import start_engine
 from replicas.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Accepted,
     AddRequest,
     EngineMetrics,
     Hello,
@@ -238,6 +239,8 @@ class SyncMPClient:
                     outputs.append(event)
                     if event.finish_reason is not None:
                         self._live.discard(event.request_id)
+                elif isinstance(event, Accepted) and event.request_id not in self._live:
+                    self._columns.forget(event.request_id)
                 # What is left of requests that were given up concerns nobody.
                 elif isinstance(event, Refused) and event.request_id in self._live:
                     self._live.discard(event.request_id)

@@ -166,6 +166,9 @@ class StreamTable:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
                     stream.put(event)
+                else:
+                    # It was given up before its engine answered: of what follows nothing is kept.
+                    self._columns.forget(event.request_id)
         return True
 
     def hush(self) -> None:

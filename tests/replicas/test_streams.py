@@ -15,6 +15,7 @@ from replicas.messages import (
     EngineFrame,
     EngineRequest,
     EngineSnapshot,
+    TokenColumns,
     TokenOutput,
     UtilityResult,
 )
@@ -126,6 +127,17 @@ def test_closing_ends_listening_and_aborts_if_asked(client):
     client.take(token("r"), token("s"))
     assert stream._inbox.empty()
     assert len(client.table) == 0
+
+
+def test_nothing_is_kept_of_a_stream_that_was_closed_before_its_engine_answered(client):
+    client.open("r").close(abort=True)
+    client.take(Accepted("r", 0, 0, 0, 1))
+    assert len(client.table._columns) == 0
+    again = client.open("r")
+    client.take(Accepted("r", 0, 0, 0, 2), TokenColumns([1, 2], [5, 6]))
+    again.close(abort=True)
+    assert len(client.table._columns) == 0
+    assert [e for _, e in list(again._inbox._queue)][1:] == [TokenOutput("r", 0, [6])]
 
 
 def test_closing_twice_aborts_once(client):
