@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
 
+_LOG2_E = 1.4426950408889634
+
 _BLOCK = 256
 """Tokens of a block: at most a few hundred blocks of as many tokens, for any vocabulary in use."""
 
-_ELEMENTS_AT_ONCE = 1 << 18
-"""Logits that are treated together: 1 MiB as float32, which a core's cache holds."""
+_ELEMENTS_AT_ONCE = 1 << 19
+"""Logits that are treated together: 2 MiB as float32, about what a core's cache holds."""
 
 _FIRST_CANDIDATES = 64
 """Of these many the nucleus is first looked for; it is seldom larger."""
@@ -71,10 +73,11 @@ def sample(
     token_ids = np.empty(len(places), dtype=np.int64)
     for rows in _portions(np.flatnonzero(is_greedy), vocab):
         token_ids[rows] = _most_likely(_rows_of(logits, places[rows]).float())
-    for rows in _portions(np.flatnonzero(~is_greedy & is_whole), vocab):
-        given = _rows_of(logits, places[rows])
-        scaled = given / torch.from_numpy(temperature[rows])[:, None]
-        token_ids[rows] = _draw_from_whole(scaled, uniforms[rows])
+    whole = np.flatnonzero(~is_greedy & is_whole)
+    if len(whole):
+        token_ids[whole] = _draw_from_whole(
+            logits, places[whole], temperature[whole], uniforms[whole]
+        )
     for row in np.flatnonzero(~is_greedy & ~is_whole).tolist():
         limit = int(top_k[row]) if 0 < top_k[row] < vocab else vocab
         scaled = logits[int(places[row])].float() / float(temperature[row])
@@ -91,9 +94,9 @@ def _portions(rows: Int64Array, vocab: int) -> Iterator[Int64Array]:
 
 def _rows_of(logits: torch.Tensor, rows: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
     """(n, V); without a copy where the rows are neighbours, which they mostly are."""
-    first = int(rows[0])
-    if (np.diff(rows) == 1).all():
-        return logits[first : first + len(rows)]
+    first, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - first + 1 == count and (count <= 2 or bool((np.diff(rows) == 1).all())):
+        return logits[first : first + count]
     return logits[torch.from_numpy(rows.astype(np.int64))]
 
 
@@ -116,22 +119,50 @@ def _most_likely(logits: torch.Tensor) -> list[int]:
     ]
 
 
-def _draw_from_whole(scaled: torch.Tensor, uniforms: Float64Array) -> list[int]:
-    """A token of each row of float32 (n, V): its block by the blocks' sums, then within it.
+def _draw_from_whole(
+    logits: torch.Tensor,
+    places: npt.NDArray[np.integer[Any]],
+    temperature: Float32Array,
+    uniforms: Float64Array,
+) -> Int64Array:
+    """A token of each of n rows: its block by the blocks' sums, then within it.
 
-    The logits are overwritten by their weights. numpy's exponential takes half of PyTorch's time.
+    The weights of a whole vocabulary are made in one place again and again, and only their sums are
+    kept: those of the n blocks that are drawn are made a second time, by the same arithmetic. They
+    are powers of two, which take a third of the time of powers of e.
     """
-    weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).numpy()
-    np.exp(weights, out=weights)
-    cumulative = _by_block(scaled, "sum").double().cumsum(dim=-1).numpy()
-    token_ids = []
-    for row, sums, number in zip(weights, cumulative, uniforms, strict=True):
-        target = number * sums[-1]
-        block = _index_of(sums, target)
-        before = sums[block - 1] if block else 0.0
-        inside = row[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
-        token_ids.append(block * _BLOCK + _index_of(inside, target - before))
+    count, vocab = len(places), logits.shape[-1]
+    scale = torch.from_numpy(np.float32(_LOG2_E) / temperature)[:, None]
+    greatest = torch.empty(count, 1)
+    sums = torch.empty(count, -(-vocab // _BLOCK))
+    scratch = torch.empty(min(count, max(1, _ELEMENTS_AT_ONCE // vocab)), vocab)
+    for rows in _portions(np.arange(count), vocab):
+        portion = slice(int(rows[0]), int(rows[-1]) + 1)
+        weights = scratch[: len(rows)]
+        weights.copy_(_rows_of(logits, places[rows])).mul_(scale[portion])
+        torch.amax(weights, dim=-1, keepdim=True, out=greatest[portion])
+        weights.sub_(greatest[portion]).exp2_()
+        sums[portion] = _by_block(weights, "sum")
+    cumulative = sums.double().cumsum(dim=-1).numpy()
+    targets = uniforms * cumulative[:, -1]
+    blocks = _indices_of(cumulative, targets)
+    before = np.where(blocks > 0, cumulative[np.arange(count), blocks - 1], 0.0)
+    columns = blocks[:, None] * _BLOCK + np.arange(min(_BLOCK, vocab))
+    inside = columns < vocab
+    chosen = logits[torch.from_numpy(places.astype(np.int64))[:, None],
+                    torch.from_numpy(np.where(inside, columns, 0))]  # fmt: skip
+    weights = chosen.float().mul(scale).sub_(greatest).exp2_()
+    within = np.where(inside, weights.numpy(), 0.0).cumsum(axis=-1, dtype=np.float64)
+    token_ids: Int64Array = blocks * _BLOCK + _indices_of(within, targets - before)
     return token_ids
+
+
+def _indices_of(cumulative: Float64Array, targets: Float64Array) -> Int64Array:
+    """`_index_of` of each of n rows."""
+    found = (cumulative <= targets[:, None]).sum(axis=-1)
+    last = (cumulative < cumulative[:, -1:]).sum(axis=-1)
+    indices: Int64Array = np.minimum(found, last)
+    return indices
 
 
 def _index_of(cumulative: Float64Array, target: float) -> int:
