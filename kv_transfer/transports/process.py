@@ -26,22 +26,22 @@ tenth of Python's default, as a peer with nothing to do waits with it."""
 
 def prepare_process() -> None:
     """Keep freed buffers, and allow as many descriptors as the system does, within reason."""
-    _keep_heap()
+    keep_heap()
     raise_descriptor_limit()
     sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
 
 
-def _keep_heap() -> None:
+def keep_heap() -> None:
     """Let this process keep up to 256 MiB of freed memory, and take large buffers from it.
 
-    Why: ZMQ allocates every received frame anew. By default the C library maps one that is large
-    and unmaps it when it is freed, so that each megabyte costs 256 page faults: more time than its
-    copying. A C library other than glibc is left as it is.
+    Why: ZMQ allocates every received frame anew, and PyTorch every result. By default the C library
+    maps what is large and unmaps it when it is freed, so that each megabyte costs 256 page faults:
+    more time than its copying. A C library other than glibc is left as it is.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        logger.info("no mallopt: KV transfer will page-fault for each of its buffers")
+        logger.info("no mallopt: every large buffer will cost its page faults anew")
         return
     mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
