@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer.connector import load_connector
 from kv_transfer.layout import KVLayout
+from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
 from replicas.engine.runner import ModelRunner
@@ -104,7 +105,7 @@ class Worker:
         self._steps: deque[SubmittedStep] = deque()
 
     def init_device(self) -> None:
-        """Open the device and build the communication groups; on the CPU, set the thread count.
+        """Open the device and build the communication groups; on the CPU, set threads and heap.
 
         Raises:
             ConfigError: Configuration, model and generator cannot work together; says why.
@@ -129,6 +130,7 @@ class Worker:
             name = config.generator or self._hf_config.architectures[0]
             self._generator_class = resolve_generator(name)
             self._device = self._cpu()
+            keep_heap()
 
     def load_model(self) -> ModelFacts:
         """Load the weights and measure how many KV blocks fit."""

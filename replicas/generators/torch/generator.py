@@ -9,6 +9,7 @@ trace, no device sampling and no state between calls, so rows may move between s
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _LOAD_FORMATS = ("safetensors", "random")
 _DEFAULT_TOKEN_BUDGET = 131072
+LONG_WEIGHTS = 1 << 20
+"""A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
+LONG_PRODUCTS = 25_000_000
+"""A layer of so many products of a token and a weight takes a core some 0.25 ms."""
 
 
 class TorchGenerator:
@@ -82,6 +87,10 @@ class TorchGenerator:
         self._max_batch_size = max_batch_size
         self._num_lanes = num_lanes
         self._shares_kv = shares_kv
+        attention = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+        self._layer_weights = config.hidden_size * (
+            attention * config.head_dim + 3 * config.intermediate_size
+        )
         self._before_layer: LayerCallback | None = None
         self._after_layer: LayerCallback | None = None
 
@@ -311,8 +320,26 @@ class TorchGenerator:
         self, batch: PagedBatch, cache: TorchKVCache, *, is_warm_up: bool = False
     ) -> torch.Tensor:
         before, after = (None, None) if is_warm_up else (self._before_layer, self._after_layer)
-        with torch.inference_mode():
+        with torch.inference_mode(), _threads_for(len(batch.input_ids), self._layer_weights):
             return self._model.forward(batch, cache, before, after)
+
+
+@contextlib.contextmanager
+def _threads_for(num_tokens: int, layer_weights: int) -> Iterator[None]:
+    """Compute a pass on one thread where a layer is too short to be shared out.
+
+    Threads that wait for each other at every operation cost more there than they bring, and much
+    more where something else wants their cores.
+    """
+    is_long = layer_weights >= LONG_WEIGHTS or num_tokens * layer_weights >= LONG_PRODUCTS
+    if is_long or (num_threads := torch.get_num_threads()) == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _check_device(device: CpuDevice) -> None:

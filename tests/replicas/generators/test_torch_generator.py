@@ -8,6 +8,7 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.protocol import CpuDevice
+from replicas.generators.torch import generator
 from replicas.generators.torch.generator import TorchGenerator
 from tests.replicas.generators.conformance import check_generator
 from tests.replicas.generators.conftest import PROMPTS, make_generator
@@ -300,3 +301,28 @@ def test_a_transformers_configuration_serves_as_well_as_ours(tiny):
     loop = PagedLoop(generator, model.config, slots_per_lane=8)
     loop.fill(math.nan)
     assert loop.generate(PROMPTS[:1], 12)[0].output == model.outputs[0]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_of_a_pass(loop):
+    seen = []
+    loop.generator.set_layer_callbacks(lambda _: seen.append(torch.get_num_threads()), None)
+    loop.step_prefill([loop.add(PROMPTS[0], 1)])
+    assert torch.get_num_threads() == 2
+    return set(seen)
+
+
+def test_a_short_pass_takes_one_thread_and_a_long_one_all(config, two_threads, monkeypatch):
+    assert threads_of_a_pass(make_loop(config)) == {1}
+    monkeypatch.setattr(generator, "LONG_PRODUCTS", 1000)
+    assert threads_of_a_pass(make_loop(config)) == {2}
+    monkeypatch.undo()
+    monkeypatch.setattr(generator, "LONG_WEIGHTS", 1000)
+    assert threads_of_a_pass(make_loop(config)) == {2}
