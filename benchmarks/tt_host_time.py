@@ -290,7 +290,7 @@ class Engine:
         stopwatch.time("prepare", runner, "submit")
         for name in ("decode_forward", "read_decode_output", "process_decode_output_host"):
             stopwatch.time("generator", generator, name)
-        stopwatch.time("sample", runner, "collect")
+        stopwatch.time("sample", runner, "_finish")
         stopwatch.time("update", self.core, "publish")
         stopwatch.time("frames", self, "send_frames")
         stopwatch.time("encode", self, "send")

@@ -13,7 +13,7 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,7 +84,6 @@ class PersistentBatch:
         assert self.table_width >= width, f"{table_width=} is less than {width}"
         self.token_ids = np.zeros((max_batch_size, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((max_batch_size, self.table_width), dtype=np.int32)
-        self.last_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_batch_size, dtype=np.int32)
@@ -121,24 +120,29 @@ class PersistentBatch:
         self.num_computed_tokens[slots] += counts
         self.num_tokens[slots] = np.minimum(self.num_tokens[slots] + samples, self.max_model_len)
 
+    def advance_decodes(self) -> None:
+        """`advance` of a step that is the last `decode_inputs` again, a token further."""
+        np.add(self.num_computed_tokens, self._is_decoding, out=self.num_computed_tokens)
+        np.add(self.num_tokens, self._is_decoding, out=self.num_tokens)
+        np.minimum(self.num_tokens, self.max_model_len, out=self.num_tokens)
+
     def record(
         self,
         slots: npt.NDArray[np.int32],
         places: npt.NDArray[np.int32],
-        token_ids: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.integer[Any]],
     ) -> None:
         """Take over the tokens that a step has sampled.
 
         Args:
-            slots: (R,) its rows.
-            places: (R,) what `num_tokens` was before the step.
-            token_ids: (R,) their tokens; -1 for none.
+            slots: (S,) its rows that sampled.
+            places: (S,) what `num_tokens` was before the step.
+            token_ids: (S,) their tokens.
         """
-        fits = (token_ids >= 0) & (places < self.max_model_len)
-        if not fits.all():
+        if places.max(initial=0) >= self.max_model_len:
+            fits = places < self.max_model_len
             slots, places, token_ids = slots[fits], places[fits], token_ids[fits]
         self.token_ids[slots, places] = token_ids
-        self.last_tokens[slots] = token_ids
 
     def samples(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
@@ -207,14 +211,14 @@ class PersistentBatch:
             coming = changed & is_decoding
             self._decode_table[coming] = self.block_table[coming]
             self._is_decoding = is_decoding
-        tokens = np.where(is_decoding, self.last_tokens, np.int32(0))
+        tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
+        tokens[slots, 0] = self.token_ids[slots, self.num_computed_tokens[slots]]
         start_pos = np.where(is_decoding, self.num_computed_tokens, np.int32(-1))
-        return DecodeInputs(tokens[:, None], start_pos, self._decode_table)
+        return DecodeInputs(tokens, start_pos, self._decode_table)
 
     def _put(self, seq: NewSequence) -> None:
         slot, count = seq.slot, len(seq.token_ids)
         self.token_ids[slot, :count] = seq.token_ids
-        self.last_tokens[slot] = seq.token_ids[-1]
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = seq.num_prompt_tokens
         self.num_computed_tokens[slot] = seq.num_computed_tokens

@@ -130,6 +130,8 @@ class ModelRunner:
         self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
+        # Tokens, page table and positions of the last decode that reloaded them.
+        self._decode_inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # What the next decode step is, too, if it runs the same sequences in one call.
         self._steady: tuple[list[int], _StepRows] | None = None
@@ -156,7 +158,10 @@ class ModelRunner:
         step = SubmittedStep(rows.slots, rows.samples, batch.num_tokens[rows.slots], [], 0.0)
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
-        batch.advance(rows.slots, rows.counts, rows.samples)
+        if self._steady is not None:
+            batch.advance_decodes()
+        else:
+            batch.advance(rows.slots, rows.counts, rows.samples)
         self._submitted.append(step)
         return step
 
@@ -183,21 +188,35 @@ class ModelRunner:
 
     def _finish(self, step: SubmittedStep) -> None:
         """Read a step's outputs; the host draws its part of the tokens."""
-        token_ids: Int64Array = np.full(len(step.slots), -1, dtype=np.int64)
+        outputs = []
         for call in step.calls:
             started = time.perf_counter()
-            output = self._read(call)
+            outputs.append(self._read(call))
             step.device_s += time.perf_counter() - started
-            rows, places = call.rows, call.places
-            if len(rows.drawn):
-                token_ids[rows.entries[rows.drawn]] = _tokens(output)[places[rows.drawn]]
-            if len(rows.sampled):
-                entries, places = rows.entries[rows.sampled], places[rows.sampled]
-                if len(rows.drawn):
-                    output, places = output[1], np.arange(len(entries))
-                token_ids[entries] = self._sample(step, entries, output, places)
-        self._batch.record(step.slots, step.token_places, token_ids)
+        slots, places = step.slots, step.token_places
+        if len(step.calls[0].rows.drawn) == len(slots):
+            token_ids: IntArray = _tokens(outputs[0])[step.calls[0].places]
+            self._batch.record(slots, places, token_ids)
+        else:
+            token_ids = self._drawn_and_sampled(step, outputs)
+            found = step.samples
+            self._batch.record(slots[found], places[found], token_ids[found])
         step.result = StepResult(token_ids.tolist(), step.device_s)
+
+    def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
+        """(R,) tokens, -1 of rows that do not sample, of a step for which the host draws, too."""
+        token_ids = np.full(len(step.slots), -1, dtype=np.int64)
+        for call, output in zip(step.calls, outputs, strict=True):
+            rows, logits = call.rows, output
+            if len(rows.drawn):
+                drawn = _tokens(output)[call.places[rows.drawn]]
+                token_ids[rows.entries[rows.drawn]] = drawn
+            if len(rows.sampled):
+                entries, places = rows.entries[rows.sampled], call.places[rows.sampled]
+                if len(rows.drawn):
+                    logits, places = output[1], np.arange(len(entries))
+                token_ids[entries] = self._sample(step, entries, logits, places)
+        return token_ids
 
     def compile(self) -> None:
         """Run every shape once, so that its programs are there before the first request."""
@@ -293,18 +312,26 @@ class ModelRunner:
     def _call_decode(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
     ) -> _Call:
-        inputs = self._batch.decode_inputs(slots)
         reload = self._decode_commands(rows, slots, scheduled)
+        if reload.inputs or self._decode_inputs is None:
+            inputs = self._batch.decode_inputs(slots)
+            self._decode_inputs = (
+                torch.from_numpy(inputs.tokens),
+                torch.from_numpy(inputs.page_table),
+                torch.from_numpy(inputs.start_pos),
+            )
+        # Of a device that goes on by itself the first and the last are those that it began with.
+        tokens, page_table, start_pos = self._decode_inputs
         params = self._decode_params if len(rows.drawn) else None
         beside: dict[str, Any] = {}
         if len(rows.drawn) and len(rows.sampled):
             beside["logits_rows"] = slots[rows.sampled].tolist()
         started = time.perf_counter()
         output: Any = self._generator.decode_forward(
-            tokens=torch.from_numpy(inputs.tokens),
-            page_table=torch.from_numpy(inputs.page_table),
+            tokens=tokens,
+            page_table=page_table,
             kv_cache=self._kv_cache,
-            start_pos=torch.from_numpy(inputs.start_pos),
+            start_pos=start_pos,
             enable_trace=self._traces_decode,
             read_from_device=not self._reads_later,
             sampling_params=params,

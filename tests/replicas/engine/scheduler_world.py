@@ -106,7 +106,8 @@ class World:
         slots, counts = np.asarray(batch.slots), np.asarray(batch.num_scheduled_tokens)
         places, tokens = self.batch.num_tokens[slots], np.asarray(token_ids)
         self.batch.advance(slots, counts, tokens >= 0)
-        self.batch.record(slots, places, tokens)
+        sampled = tokens >= 0
+        self.batch.record(slots[sampled], places[sampled], tokens[sampled])
         return token_ids
 
     # --- the engine core -----------------------------------------------------------------------

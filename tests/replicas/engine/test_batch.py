@@ -44,7 +44,8 @@ def advance(batch, scheduled, token_ids):
     counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
     places, tokens = batch.num_tokens[slots], np.asarray(token_ids, dtype=np.int64)
     batch.advance(slots, counts, tokens >= 0)
-    batch.record(slots, places, tokens)
+    sampled = tokens >= 0
+    batch.record(slots[sampled], places[sampled], tokens[sampled])
 
 
 def make_batch():

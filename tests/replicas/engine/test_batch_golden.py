@@ -67,7 +67,7 @@ def run(steps, table_width):
         flat = batch.flat_inputs(*work)
         places, tokens = batch.num_tokens[work[0]], np.asarray(SAMPLED_IN_STEP_1)
         batch.advance(*work, tokens >= 0)
-        batch.record(work[0], places, tokens)
+        batch.record(work[0][tokens >= 0], places[tokens >= 0], tokens[tokens >= 0])
     return flat
 
 

@@ -164,7 +164,8 @@ class Double:
         self.has_prefill_trace = False
         self.warm_ups: list[str] = []
         self.num_decodes = 0
-        self.pending: OnDevice | None = None
+        # Outputs that nobody has processed, in order.
+        self.pending: list[OnDevice] = []
         # What a device keeps: the state of each slot, and the inputs of the last decode.
         self.state: list[int | None] = [None] * max_batch_size
         self.tokens = np.zeros(max_batch_size, np.int64)
@@ -261,7 +262,8 @@ class Double:
 
     def check_decode(self, tokens: Any, page_table: Any, kv_cache: Any, start_pos: Any) -> None:
         assert kv_cache is self.cache
-        assert self.pending is None, "an output was never read"
+        assert all(output.event is not None for output in self.pending), "never read"
+        assert len(self.pending) <= 1, "more than two steps in flight"
         assert tokens.dtype == torch.int32
         assert tokens.shape == (self.max_batch_size, 1)
         assert start_pos.dtype == torch.int32
@@ -317,8 +319,8 @@ class Double:
         return logits
 
     def leave_on_device(self, values: torch.Tensor, *, is_tokens: bool) -> OnDevice:
-        self.pending = OnDevice(self.num_decodes, values, is_tokens)
-        return self.pending
+        self.pending.append(OnDevice(self.num_decodes, values, is_tokens))
+        return self.pending[-1]
 
     def check_params(self, params: Any, num_rows: int) -> None:
         names = [field.name for field in fields(params)]
@@ -336,16 +338,15 @@ class ReadsLater(Double):
     def read_decode_output(self, tt_out: Any, async_read: bool = False) -> Any:
         self.recording.call("read_decode_output", tt_out, async_read=async_read)
         assert async_read
-        assert tt_out is self.pending
+        assert tt_out is self.pending[-1]
         tt_out.event = Event()
         return tt_out, [tt_out.event]
 
     def process_decode_output_host(self, tt_out: Any, is_tokens: bool = False) -> Any:
         self.recording.call("process_decode_output_host", tt_out, is_tokens=is_tokens)
-        assert tt_out is self.pending
+        assert tt_out is self.pending.pop(0)
         assert tt_out.event.is_done, "nobody waited for the copy"
         assert is_tokens == tt_out.is_tokens
-        self.pending = None
         return tt_out.values
 
 

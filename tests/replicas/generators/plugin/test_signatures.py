@@ -165,6 +165,7 @@ def test_capabilities_of_contract_1() -> None:
     adapted = adapt(Contract1)
     expected = {**Contract1.model_capabilities}
     expected |= {"supports_spec_decode": False, "supports_async_spec_decode": False}
+    expected |= {"supports_sample_in_prefill": True}
     assert adapted.model_capabilities == expected
     assert adapted.notes == ()
     assert adapted.__name__ == "Contract1"
@@ -199,6 +200,7 @@ def test_declared_but_impossible() -> None:
         "supports_async_decode": False,
         "supports_spec_decode": False,
         "supports_async_spec_decode": False,
+        "supports_sample_in_prefill": False,
     }
     assert [note.partition(":")[0] for note in adapted.notes] == [
         "supports_prefix_caching is off, though declared",
