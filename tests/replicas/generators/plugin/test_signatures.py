@@ -200,7 +200,7 @@ def test_declared_but_impossible() -> None:
         "supports_async_decode": False,
         "supports_spec_decode": False,
         "supports_async_spec_decode": False,
-        "supports_sample_in_prefill": False,
+        "supports_sample_in_prefill": True,
     }
     assert [note.partition(":")[0] for note in adapted.notes] == [
         "supports_prefix_caching is off, though declared",
