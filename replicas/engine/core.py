@@ -16,15 +16,14 @@ only after the connector has let go of them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
-import struct
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
@@ -40,14 +39,14 @@ from replicas.engine.events import ClientEvents
 from replicas.engine.facts import connector_settings
 from replicas.engine.loads import failure_word
 from replicas.engine.pulse import Pulse
+from replicas.engine.request_checks import RequestChecks
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.errors import ConfigError, EngineError, InvalidRequestError
+from replicas.errors import ConfigError, EngineError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     LAPSED,
-    MAX_REQUEST_ID_CHARS,
     Abort,
     Accepted,
     Activate,
@@ -64,7 +63,7 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
     from kv_transfer.keys import KeyRing
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
-    from replicas.messages import EngineRequest, RefusalReason, WireEvent
+    from replicas.messages import RefusalReason, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +142,8 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._host_s = 0.0
-        try:
+        with _closing_if_it_fails(executor):
             self._start(config, incarnation, unix_now_s)
-        except BaseException:
-            # A device that is left open may be lost to everybody until it is reset.
-            try:
-                self._executor.collective_rpc("shutdown")
-            except (EngineError, OSError, RuntimeError):
-                logger.exception("an engine that could not start could not be closed either")
-            raise
 
     def _start(
         self, config: EngineConfig, incarnation: str, unix_now_s: Callable[[], float]
@@ -172,17 +164,13 @@ class EngineCore:
         self.kv_layout: KVLayout | None = None
         if listening is not None:
             self.kv_endpoints, self.kv_layout = listening
-        self._connector = self._create_connector(incarnation, unix_now_s)
-        self._scheduler = Scheduler(
-            config,
-            num_blocks=self.facts.num_blocks,
-            prefix_cache_key=_prefix_cache_key(config.keys),
+        self._connector = _create_connector(config, self.kv_layout, incarnation, unix_now_s)
+        self._scheduler = _make_scheduler(config, self.facts, self.max_model_len, self._connector)
+        self._checks = RequestChecks(
+            num_groups=config.tt_data_parallel,
             max_model_len=self.max_model_len,
-            eos_token_ids=frozenset(self.facts.eos_token_ids),
-            connector=self._connector,
-            resumes_prefill=self.facts.supports_prefix_caching
-            or self.facts.supports_chunked_prefill,
-            chunk_alignment=self.facts.chunk_alignment,
+            vocab_size=self.facts.vocab_size,
+            has_connector=self._connector is not None,
         )
         self._runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
 
@@ -210,7 +198,7 @@ class EngineCore:
                 for request_id in message.request_ids:
                     self._abort(client, request_id)
             case Utility():
-                self._events[client].append(self._call_utility(message, now_s))
+                self._events[client].append(_call_utility(self, message, now_s))
 
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
@@ -297,7 +285,9 @@ class EngineCore:
         transfers = self._executor.collective_rpc("end_step", step.meta, now_s)[0]
         self._finish_transfers(transfers, now_s)
         self._host_s += time.perf_counter() - started
-        return step.batch is not None or bool(transfers) or self._has_pending_transfers()
+        assert self._connector is not None
+        is_pending = self._connector.has_pending_work()
+        return step.batch is not None or bool(transfers) or is_pending
 
     def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
         """Schedule a decode step that may be repeated before anything has to be decided.
@@ -377,14 +367,12 @@ class EngineCore:
     def kv_transfers(self, now_s: float) -> KVTransfers:
         """The KV transfers under way, and what they hold of the KV cache."""
         transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
-        stats = self._transfer_stats(now_s)
-        return KVTransfers(
-            transfers=transfers,
-            num_leased_blocks=stats.num_leased_blocks,
-            num_reserved_blocks=stats.num_reserved_blocks,
-            num_quarantined_blocks=stats.num_quarantined_blocks,
-            store=stats.store if self.config.kv_store is not None else None,
-        )
+        has_store = self.config.kv_store is not None
+        return _kv_transfers(transfers, self._transfer_stats(now_s), has_store=has_store)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; what runs is not touched."""
+        self._scheduler.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         """See `Scheduler.check_invariants`."""
@@ -396,22 +384,13 @@ class EngineCore:
 
     # --- internals -----------------------------------------------------------------------------
 
-    def _create_connector(
-        self, incarnation: str, unix_now_s: Callable[[], float]
-    ) -> KVConnectorScheduler | None:
-        if self.config.kv_connector is None or self.kv_layout is None:
-            return None
-        connector = load_connector(self.config.kv_connector)
-        settings = connector_settings(self.config, incarnation, unix_now_s, time.monotonic)
-        return connector.create_scheduler(settings, self.kv_layout)
-
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
         """Take or refuse a request; one that repeats an aborted one waits for the end of that.
 
         Its client has done nothing wrong: it cannot know when a connector lets go of blocks.
         """
         request = message.request
-        problem = self._problem(message)
+        problem = self._checks.problem(message)
         if problem is not None:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
             return
@@ -419,19 +398,10 @@ class EngineCore:
         if is_ending and request.request_id not in self._successors:
             self._successors[request.request_id] = client, message
             return
-        seq = Sequence(
-            request,
-            message.mode,
-            client,
-            list(request.prompt_token_ids),
-            dp_group=message.dp_group,
-            transfer=self._transfer_request(message),
-        )
+        seq = _new_sequence(client, message, transfers=self._connector is not None)
+        enter = self._scheduler.reserve if message.mode == "decode" else self._scheduler.add
         try:
-            if message.mode == "decode":
-                refusal = self._scheduler.reserve(seq, now_s)
-            else:
-                refusal = self._scheduler.add(seq, now_s)
+            refusal = enter(seq, now_s)
         except TransferError as error:
             self._events[client].append(Refused(request.request_id, "invalid", str(error)))
             return
@@ -442,52 +412,6 @@ class EngineCore:
         num_cached = max(seq.num_cached_tokens, 0)
         self._events[client].append(
             Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
-        )
-
-    def _problem(self, message: AddRequest) -> str | None:
-        """Why a request can never run here, or None."""
-        request = message.request
-        problem = self._prompt_problem(request)
-        if problem is not None:
-            return problem
-        if not -1 <= message.dp_group < self.config.tt_data_parallel:
-            return f"no dp_group {message.dp_group}: there are {self.config.tt_data_parallel}"
-        try:
-            request.sampling.validate()
-            request.check_supported()
-        except InvalidRequestError as error:
-            return str(error)
-        return self._mode_problem(message)
-
-    def _prompt_problem(self, request: EngineRequest) -> str | None:
-        num_prompt = len(request.prompt_token_ids)
-        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
-        if num_prompt == 0:
-            return "the prompt is empty"
-        if num_prompt >= self.max_model_len:
-            return (
-                f"the prompt has {num_prompt} tokens and max_model_len is {self.max_model_len}: "
-                "there is no room for output"
-            )
-        if not _are_below(request.prompt_token_ids, self.facts.vocab_size):
-            return f"a prompt token id is outside the vocabulary of {self.facts.vocab_size}"
-        return None
-
-    def _mode_problem(self, message: AddRequest) -> str | None:
-        if (message.mode == "prefill") != (message.ticket is not None):
-            return "mode prefill needs a ticket, and only that mode takes one"
-        if message.mode != "local" and self._connector is None:
-            return "this engine has no KV connector; set kv_connector"
-        return None
-
-    def _transfer_request(self, message: AddRequest) -> TransferRequest | None:
-        """What the connector is told of a request, if there is one."""
-        if self._connector is None:
-            return None
-        request = message.request
-        return TransferRequest(
-            request.request_id, request.prompt_token_ids, message.ticket or b"", request.cache_salt
         )
 
     def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
@@ -510,7 +434,7 @@ class EngineCore:
         seq = self._scheduler.get(message.request_id)
         token_ids = message.token_ids[0] if message.token_ids else []
         if seq is not None:
-            problem = self._activation_problem(seq, message)
+            problem = self._checks.activation_problem(seq, message)
             if problem is not None:
                 self._scheduler.abort(message.request_id)
                 self._fail(seq, problem)
@@ -519,19 +443,6 @@ class EngineCore:
         if ended is not None:
             self._fail_transfer(ended)
 
-    def _activation_problem(self, seq: Sequence, message: Activate) -> str | None:
-        if len(message.token_ids) > 1:
-            return "it has one choice, and was activated with tokens of several"
-        for token_ids in message.token_ids:
-            if seq.num_prompt_tokens + len(token_ids) >= self.max_model_len:
-                return (
-                    f"a prompt of {seq.num_prompt_tokens} tokens with {len(token_ids)} of output "
-                    f"leaves no room below max_model_len {self.max_model_len}"
-                )
-            if token_ids and not _are_below(token_ids, self.facts.vocab_size):
-                return f"a token id is outside the vocabulary of {self.facts.vocab_size}"
-        return None
-
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""
         return self._connector is not None and (
@@ -539,9 +450,6 @@ class EngineCore:
             or self._connector.has_pending_work()
             or self._scheduler.awaits_connector
         )
-
-    def _has_pending_transfers(self) -> bool:
-        return self._connector is not None and self._connector.has_pending_work()
 
     def _connector_meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
         """The connector's part of the step, or None when it has nothing at stake."""
@@ -595,17 +503,90 @@ class EngineCore:
         stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
         return stats if stats is not None else TransferStats()
 
-    def _call_utility(self, message: Utility, now_s: float) -> UtilityResult:
-        match message.method:
-            case "metrics":
-                return UtilityResult(message.call_id, self.metrics(now_s))
-            case "kv_transfers":
-                return UtilityResult(message.call_id, self.kv_transfers(now_s))
-            case "reset_prefix_cache":
-                self._scheduler.reset_prefix_cache()
-                return UtilityResult(message.call_id, True)
-            case unknown:
-                return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+
+@contextlib.contextmanager
+def _closing_if_it_fails(executor: Executor) -> Iterator[None]:
+    """A device that is left open may be lost to everybody until it is reset."""
+    try:
+        yield
+    except BaseException:
+        try:
+            executor.collective_rpc("shutdown")
+        except (EngineError, OSError, RuntimeError):
+            logger.exception("an engine that could not start could not be closed either")
+        raise
+
+
+def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityResult:
+    match message.method:
+        case "metrics":
+            return UtilityResult(message.call_id, core.metrics(now_s))
+        case "kv_transfers":
+            return UtilityResult(message.call_id, core.kv_transfers(now_s))
+        case "reset_prefix_cache":
+            core.reset_prefix_cache()
+            return UtilityResult(message.call_id, True)
+        case unknown:
+            return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+
+
+def _make_scheduler(
+    config: EngineConfig,
+    facts: ModelFacts,
+    max_model_len: int,
+    connector: KVConnectorScheduler | None,
+) -> Scheduler:
+    return Scheduler(
+        config,
+        num_blocks=facts.num_blocks,
+        prefix_cache_key=_prefix_cache_key(config.keys),
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        connector=connector,
+        resumes_prefill=facts.supports_prefix_caching or facts.supports_chunked_prefill,
+        chunk_alignment=facts.chunk_alignment,
+    )
+
+
+def _create_connector(
+    config: EngineConfig,
+    layout: KVLayout | None,
+    incarnation: str,
+    unix_now_s: Callable[[], float],
+) -> KVConnectorScheduler | None:
+    if config.kv_connector is None or layout is None:
+        return None
+    settings = connector_settings(config, incarnation, unix_now_s, time.monotonic)
+    return load_connector(config.kv_connector).create_scheduler(settings, layout)
+
+
+def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Sequence:
+    request, transfer = message.request, None
+    if transfers:
+        ticket = message.ticket or b""
+        transfer = TransferRequest(
+            request.request_id, request.prompt_token_ids, ticket, request.cache_salt
+        )
+    return Sequence(
+        request,
+        message.mode,
+        client,
+        list(request.prompt_token_ids),
+        dp_group=message.dp_group,
+        transfer=transfer,
+    )
+
+
+def _kv_transfers(
+    transfers: list[TransferInfo], stats: TransferStats, *, has_store: bool
+) -> KVTransfers:
+    return KVTransfers(
+        transfers=transfers,
+        num_leased_blocks=stats.num_leased_blocks,
+        num_reserved_blocks=stats.num_reserved_blocks,
+        num_quarantined_blocks=stats.num_quarantined_blocks,
+        store=stats.store if has_store else None,
+    )
 
 
 def _prefix_cache_key(keys: KeyRing) -> bytes:
@@ -633,13 +614,3 @@ def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConf
         for n, supported in can.items()
     }
     return msgspec.structs.replace(config, **decided)
-
-
-def _are_below(token_ids: list[int], limit: int) -> bool:
-    """Whether all of these, at least one, are in [0, limit)."""
-    try:
-        # Several times as fast as min and max, for prompts of any length that takes time at all.
-        ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.intc)
-    except struct.error:  # does not fit 32 bits
-        return False
-    return bool(0 <= ids.min() <= ids.max() < limit)

@@ -1,0 +1,95 @@
+"""What a request must be for an engine to take it, whatever its client says. Pure."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replicas.errors import InvalidRequestError
+from replicas.messages import MAX_REQUEST_ID_CHARS
+
+if TYPE_CHECKING:
+    from replicas.engine.sequence import Sequence
+    from replicas.messages import Activate, AddRequest, EngineRequest
+
+
+class RequestChecks:
+    """Says what is wrong with requests that one engine can never run.
+
+    Args:
+        num_groups: DP groups of the engine.
+        max_model_len: Longest sequence in tokens.
+        vocab_size: Token ids are below this.
+        has_connector: Whether KV can come from elsewhere and leave.
+    """
+
+    def __init__(
+        self, *, num_groups: int, max_model_len: int, vocab_size: int, has_connector: bool
+    ) -> None:
+        self._num_groups = num_groups
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._has_connector = has_connector
+
+    def problem(self, message: AddRequest) -> str | None:
+        """Why a request can never run here, or None."""
+        request = message.request
+        problem = self._prompt_problem(request)
+        if problem is not None:
+            return problem
+        if not -1 <= message.dp_group < self._num_groups:
+            return f"no dp_group {message.dp_group}: there are {self._num_groups}"
+        try:
+            request.sampling.validate()
+            request.check_supported()
+        except InvalidRequestError as error:
+            return str(error)
+        return self._mode_problem(message)
+
+    def _prompt_problem(self, request: EngineRequest) -> str | None:
+        num_prompt = len(request.prompt_token_ids)
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
+        if num_prompt == 0:
+            return "the prompt is empty"
+        if num_prompt >= self._max_model_len:
+            return (
+                f"the prompt has {num_prompt} tokens and max_model_len is {self._max_model_len}: "
+                "there is no room for output"
+            )
+        if not _are_below(request.prompt_token_ids, self._vocab_size):
+            return f"a prompt token id is outside the vocabulary of {self._vocab_size}"
+        return None
+
+    def _mode_problem(self, message: AddRequest) -> str | None:
+        if (message.mode == "prefill") != (message.ticket is not None):
+            return "mode prefill needs a ticket, and only that mode takes one"
+        if message.mode != "local" and not self._has_connector:
+            return "this engine has no KV connector; set kv_connector"
+        return None
+
+    def activation_problem(self, seq: Sequence, message: Activate) -> str | None:
+        """Why no engine of this model can have drawn the tokens of an activation, or None."""
+        if len(message.token_ids) > 1:
+            return "it has one choice, and was activated with tokens of several"
+        for token_ids in message.token_ids:
+            if seq.num_prompt_tokens + len(token_ids) >= self._max_model_len:
+                return (
+                    f"a prompt of {seq.num_prompt_tokens} tokens with {len(token_ids)} of output "
+                    f"leaves no room below max_model_len {self._max_model_len}"
+                )
+            if token_ids and not _are_below(token_ids, self._vocab_size):
+                return f"a token id is outside the vocabulary of {self._vocab_size}"
+        return None
+
+
+def _are_below(token_ids: list[int], limit: int) -> bool:
+    """Whether all of these, at least one, are in [0, limit)."""
+    try:
+        # Several times as fast as min and max, for prompts of any length that takes time at all.
+        ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.intc)
+    except struct.error:  # does not fit 32 bits
+        return False
+    return bool(0 <= ids.min() <= ids.max() < limit)
