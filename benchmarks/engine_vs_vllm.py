@@ -1,11 +1,12 @@
 """Offline generation, our engine against vLLM's CPU build, on the same weights and cores.
 
 Four engines: ours in process and with an engine process of its own, vLLM in its best variant (no
-second process, both cores bound, its preloaded allocator and OpenMP) and as installed. All of them
-are started, then run the same kind of batch by turns; one that is not its turn is stopped, so that
-none takes a core from another by waiting busily. Ratios are of pairs of one round, above 1 ours is
-faster; the last row is ours against itself (A/A). Prompts are random, prefix caches off, bfloat16,
-greedy, nothing is detokenized.
+second process, both cores bound, its preloaded allocator and OpenMP) and as installed. All are
+started, then run the same kind of batch by turns. A peer is stopped but for its turns, so that it
+takes no core from another by waiting busily; ours waits for messages, and would count a stopped
+engine process as dead. Ratios are of pairs of one round, above 1 ours is faster; the last row is
+ours against itself (A/A). Prompts are random, prefix caches off, bfloat16, greedy, nothing is
+detokenized.
 
     python -m benchmarks.engine_vs_vllm --peer-python /path/to/venv/bin/python \
         --peer-preload /path/to/libtcmalloc_minimal.so.4:/path/to/libiomp5.so [--quick]
@@ -117,15 +118,19 @@ def make_model(case: Case, folder: Path) -> int:
 
 
 class Engine:
-    """An engine in a process group of its own, stopped but for its turns.
+    """An engine in a process group of its own.
 
     Args:
         arguments: Of `offline_engine.py`.
         python: Whose packages it has.
         env: Variables besides those of this process.
+        stops: Whether it is stopped but for its turns.
     """
 
-    def __init__(self, arguments: list[str], python: str, env: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], python: str, env: dict[str, str], *, stops: bool
+    ) -> None:
+        self._stops = stops
         self._name = " ".join([python, *arguments])
         read_fd, write_fd = os.pipe()
         started = time.perf_counter()
@@ -172,6 +177,8 @@ class Engine:
         self._process.stdin.close()
 
     def _stop(self) -> None:
+        if not self._stops:
+            return
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED)
 
@@ -210,7 +217,7 @@ def start(case: Case, folder: Path, asked: argparse.Namespace) -> dict[str, Engi
     engines: dict[str, Engine] = {}
     try:
         for name, kind, python, env in plans:
-            engines[name] = Engine([kind, *arguments], python, env)
+            engines[name] = Engine([kind, *arguments], python, env, stops=name in PEERS)
     except BaseException:
         kill_all(engines)
         raise

@@ -20,7 +20,9 @@ def model(tmp_path):
 
 def engine(model, num_requests):
     arguments = ["in-process", str(model), str(num_requests)]
-    return Engine(arguments, sys.executable, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    return Engine(
+        arguments, sys.executable, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stops=True
+    )
 
 
 def test_models_have_the_sizes_that_the_report_names(tmp_path):
