@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.inbox import Inbox, InboxItem
     from replicas.engine.server import EngineServer
-    from replicas.engine.sockets import Outbox
+    from replicas.engine.sockets import Sender
     from replicas.engine.step import ScheduledBatch
 
 
@@ -146,17 +146,17 @@ class _CoreInbox:
         return item
 
 
-class _CoreOutbox:
-    """The outbox as the core thread sees it."""
+class _CoreSender:
+    """The sender as the core thread sees it."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self.forget = sender.forget
         self._columns: defaultdict[bytes, ColumnReader] = defaultdict(ColumnReader)
 
-    def put(self, item: tuple[bytes, EngineFrame]) -> None:
-        self._outbox.put(item)
+    def send(self, client: bytes, frame: EngineFrame) -> None:
+        self._sender.send(client, frame)
         now_s = time.monotonic()
-        client, frame = item
         for event in self._columns[client].read(frame.events):
             if isinstance(event, TokenOutput):
                 _recorder.record.sent.append((event.request_id, event.index, now_s))
@@ -167,10 +167,10 @@ class _Process(process.EngineProcess):
         self,
         server: EngineServer,
         inbox: Inbox,
-        outbox: Outbox,
+        sender: Sender,
         on_drained: Callable[[], None],
     ) -> None:
-        seen = _CoreInbox(inbox), _CoreOutbox(outbox)
+        seen = _CoreInbox(inbox), _CoreSender(sender)
         super().__init__(server, *seen, on_drained)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The engine process: a core thread that steps, a thread that receives, a thread that sends.
+"""The engine process: a core thread that steps and sends, a thread that receives, one that beats.
 
 Started as `python -m replicas.engine.process` by `replicas.launch`, which writes one line of JSON
 to stdin and then keeps the pipe open: end of file means that the parent is gone, and so is this
@@ -6,7 +6,7 @@ process. Readiness, progress and start-up failure go back as JSON lines on the f
 it names, and so does a beat all the while: a device that hangs, or a call that never gives the
 interpreter back, can only be noticed from outside.
 
-Threads share nothing but two queues. A ZMQ socket belongs to one thread. Clients that are gone
+Threads share nothing but the inbox and the sender, which has a lock. Clients that are gone
 (their connection broke, or they do not read) have their requests dropped. Both sockets let in only
 clients of the engine's deployment (`kv_transfer.curve`); what the parent alone may say, to end and
 to drain, comes through the pipe.
@@ -53,14 +53,13 @@ from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
 from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
 from replicas.engine.server import EngineServer, describe
-from replicas.engine.sockets import FORGET, Door, Receiver, Sender
+from replicas.engine.sockets import Door, Receiver, Sender
 from replicas.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.engine.inbox import Said
-    from replicas.engine.sockets import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class EngineProcess:
     Args:
         server: The engine behind its clients.
         inbox: Messages from the receiver, and wake-ups.
-        outbox: Frames for the sender.
+        sender: Where frames leave.
         on_drained: Called once, when nothing is left of what it had before it was told to drain.
     """
 
@@ -89,12 +88,12 @@ class EngineProcess:
         self,
         server: EngineServer,
         inbox: Inbox,
-        outbox: Outbox,
+        sender: Sender,
         on_drained: Callable[[], None] = lambda: None,
     ) -> None:
         self._server = server
         self._inbox = inbox
-        self._outbox = outbox
+        self._sender = sender
         self._pulse = server.core.pulse
         self._on_drained = on_drained
         self._is_draining = False
@@ -120,8 +119,8 @@ class EngineProcess:
                 self._on_drained()
 
     def _send_frames(self) -> None:
-        for item in self._server.frames(time.monotonic()):
-            self._outbox.put(item)
+        for client, frame in self._server.frames(time.monotonic()):
+            self._sender.send(client, frame)
 
     def _drain_inbox(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, block until one is or a deadline."""
@@ -150,7 +149,7 @@ class EngineProcess:
                 pass
             case ClientGone():
                 self._server.client_gone(client)
-                self._outbox.put((client, FORGET))
+                self._sender.forget(client)
             case Unreadable(request_id, problem):
                 self._server.take_unreadable(client, request_id, problem)
             case Drain():
@@ -173,7 +172,6 @@ def main() -> None:
     report = os.fdopen(arguments.ready_fd, "wb", buffering=0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox = Inbox()
-    outbox: Outbox = queue.SimpleQueue()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faults = engine_faults(arguments.config)
@@ -208,7 +206,7 @@ def main() -> None:
                 faults, door.open_input(core.max_model_len), door.open_output()
             )
             receiver = Receiver(hears, inbox)
-            sender = Sender(speaks, door.incarnation, (outbox, inbox), core.pulse)
+            sender = Sender(speaks, door.incarnation, inbox, core.pulse)
         except _START_ERRORS as error:
             tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)
@@ -220,12 +218,12 @@ def main() -> None:
         _freeze_heap()
         tell(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
-            EngineServer(core, arguments.incarnation), inbox, outbox,
+            EngineServer(core, arguments.incarnation), inbox, sender,
             on_drained=lambda: tell(EngineReport(is_drained=True)),
         ).run()  # fmt: skip
         inbox.close()
         core.shutdown()
-        outbox.put(None)
+        sender.stop()
         sender.join(timeout=1.0)
         door.context.term()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -59,14 +58,6 @@ _MAX_THROWN_AWAY = 64
 """Messages on the output socket that are read between two frames, lest a flood delays these."""
 _MAX_SILENT_BYTES = 1024
 """Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
-
-
-class Forget(msgspec.Struct, frozen=True):
-    """The core has dropped all of a client's requests: it may be greeted again."""
-
-
-FORGET = Forget()
-Outbox = queue.SimpleQueue["tuple[bytes, EngineFrame | Forget] | None"]
 
 
 class Door:
@@ -167,7 +158,11 @@ class Receiver(threading.Thread):
 
 
 class Sender(threading.Thread):
-    """Sends frames and heartbeats; owns the output socket and the set of reachable clients.
+    """Sends frames and, in a thread of its own, heartbeats.
+
+    Owner of the output socket and of the set of reachable clients, both under one lock: the core
+    thread sends its frames itself. Handed to another thread, each would wait for the interpreter
+    several times while the core computes, and hold up the core as often.
 
     A client that cannot be reached has missed a frame: it gets nothing more until the core, which
     is told, has dropped its requests.
@@ -175,7 +170,7 @@ class Sender(threading.Thread):
     Args:
         socket: The output socket.
         incarnation: The engine's.
-        queues: What is to be sent, and where the core is told who is gone.
+        inbox: Where the core is told who is gone.
         pulse: Whether the core stalls, for heartbeats to say.
     """
 
@@ -183,11 +178,13 @@ class Sender(threading.Thread):
         self,
         socket: zmq.Socket[bytes],
         incarnation: str,
-        queues: tuple[Outbox, Inbox],
+        inbox: Inbox,
         pulse: Pulse,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
-        self._outbox, self._inbox = queues
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._pulse = pulse
         self._heartbeat = EngineFrame(incarnation)
         # Those that were greeted; and those that the core does not know yet to be gone.
@@ -198,25 +195,30 @@ class Sender(threading.Thread):
         self.endpoint = _endpoint(self._socket)
 
     def run(self) -> None:
-        """Send until None comes."""
-        while True:
-            try:
-                wait_s = max(self._next_look_s - time.monotonic(), 0.0)
-                item = self._outbox.get(timeout=wait_s)
-            except queue.Empty:
+        """Send heartbeats until `stop`."""
+        while not self._stopped.wait(max(self._next_look_s - time.monotonic(), 0.0)):
+            with self._lock:
                 self._send_heartbeats()
-                continue
-            if item is None:
-                self._socket.close(linger=500)
-                return
-            self._take(*item)
-            self._send_heartbeats()
+        with self._lock:
+            self._socket.close(linger=500)
 
-    def _take(self, client: bytes, frame: EngineFrame | Forget) -> None:
-        if isinstance(frame, Forget):
+    def stop(self) -> None:
+        """Close the socket once all frames are on their way; none may be sent any more."""
+        self._stopped.set()
+
+    def forget(self, client: bytes) -> None:
+        """The core has dropped all of a client's requests: it may be greeted again."""
+        with self._lock:
             self._given_up.discard(client)
             self._last_sent_s.pop(client, None)
-        elif frame.events and isinstance(frame.events[0], NotGreeted):
+
+    def send(self, client: bytes, frame: EngineFrame) -> None:
+        """Send a client a frame, if it can be reached; never waits for it."""
+        with self._lock:
+            self._send_frame(client, frame)
+
+    def _send_frame(self, client: bytes, frame: EngineFrame) -> None:
+        if frame.events and isinstance(frame.events[0], NotGreeted):
             # It may be anybody: nothing is kept of it, and nothing is owed to it.
             if client not in self._given_up:
                 self._is_sent(client, encode(frame))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -266,18 +265,17 @@ def test_messages_of_a_partition_never_arrive():
 
 
 def test_frames_of_a_partition_never_arrive():
-    outbox = queue.SimpleQueue()
     context = zmq.Context()
     socket = SpeakingSocket(plain_router(context), ScriptedLinks(True, False, True))
-    sender = Sender(socket, "first", (outbox, Inbox()), Pulse())
+    sender = Sender(socket, "first", Inbox(), Pulse())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with plain_dealer(context, sender.endpoint) as dealer:
         assert monitor.poll(1000 * DEADLINE_S), "the client is connected"
         sender._socket.disable_monitor()
         monitor.close()
         for name in ("before", "during", "after"):
-            outbox.put((b"client", EngineFrame(name)))
-        outbox.put(None)
+            sender.send(b"client", EngineFrame(name))
+        sender.stop()
         sender.run()
         received = []
         while len(received) < 2:

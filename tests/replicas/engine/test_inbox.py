@@ -8,7 +8,7 @@ import zmq
 
 from replicas.engine.inbox import GONE, WAKE, Inbox
 from replicas.engine.pulse import Pulse
-from replicas.engine.sockets import FORGET, Sender
+from replicas.engine.sockets import Sender
 from replicas.messages import Abort, EngineFrame, NotGreeted
 
 A = b"a"
@@ -84,50 +84,49 @@ class Socket:
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
     monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 0.0)
-    return Sender(Socket(), "e", (queue.SimpleQueue(), Inbox()), Pulse())
+    return Sender(Socket(), "e", Inbox(), Pulse())
 
 
 def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):
     socket, inbox = sender._socket, sender._inbox
-    sender._take(A, EngineFrame("e"))
+    sender.send(A, EngineFrame("e"))
     sender._send_heartbeats()
     assert len(socket.sent) == 2
     socket.is_cut = True
-    sender._take(A, EngineFrame("e"))
+    sender.send(A, EngineFrame("e"))
     assert inbox.get_nowait() == (A, GONE)
     socket.is_cut = False
-    sender._take(A, EngineFrame("e"))
+    sender.send(A, EngineFrame("e"))
     sender._send_heartbeats()
     assert len(socket.sent) == 2, "neither what comes after a gap nor heartbeats"
-    sender._take(A, FORGET)
+    sender.forget(A)
     sender._send_heartbeats()
     assert len(socket.sent) == 2
-    sender._take(A, EngineFrame("e"))
+    sender.send(A, EngineFrame("e"))
     sender._send_heartbeats()
     assert len(socket.sent) == 4, "it has greeted again"
 
 
 def test_a_stranger_gets_one_answer_and_no_heartbeats(sender):
-    sender._take(A, EngineFrame("e", [NotGreeted()]))
+    sender.send(A, EngineFrame("e", [NotGreeted()]))
     sender._send_heartbeats()
     assert len(sender._socket.sent) == 1
 
 
 def test_what_clients_say_to_the_output_socket_delays_no_frame(sender):
-    socket, outbox = sender._socket, sender._outbox
+    socket = sender._socket
     socket.num_waiting = 5000
     for _ in range(10):
-        outbox.put((A, EngineFrame("e")))
-    outbox.put(None)
-    sender.run()
-    assert len(socket.sent) >= 10
-    assert 0 < socket.num_looks <= 1000
+        sender.send(A, EngineFrame("e"))
+    assert (len(socket.sent), socket.num_looks) == (10, 0)
+    sender._send_heartbeats()
+    assert 0 < socket.num_looks <= 100
 
 
 def test_the_output_socket_is_looked_at_as_often_as_heartbeats_go(sender, monkeypatch):
     monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 1000.0)
     for _ in range(10):
-        sender._take(A, EngineFrame("e"))
+        sender.send(A, EngineFrame("e"))
         sender._send_heartbeats()
     assert sender._socket.num_looks == 1
 

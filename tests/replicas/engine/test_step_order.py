@@ -172,15 +172,14 @@ def test_tokens_are_there_before_the_connector_reads_kv():
             pass
 
 
-class _Outbox:
+class _Sender:
     """Notes when frames with tokens leave, and stops the engine after the last."""
 
     def __init__(self, inbox):
         self._inbox = inbox
         self._columns = ColumnReader()
 
-    def put(self, item):
-        _, frame = item
+    def send(self, _client, frame):
         outputs = [e for e in self._columns.read(frame.events) if isinstance(e, TokenOutput)]
         if outputs:
             calls.append(("frame", outputs[0].index))
@@ -193,7 +192,7 @@ def test_an_engine_process_sends_the_first_token_before_it_copies_kv():
     inbox = Inbox()
     inbox.put((CLIENT, Hello(PROTOCOL_VERSION)))
     inbox.put((CLIENT, AddRequest(EngineRequest("r", PROMPT, GREEDY))))
-    EngineProcess(EngineServer(core, "e"), inbox, _Outbox(inbox)).run()
+    EngineProcess(EngineServer(core, "e"), inbox, _Sender(inbox)).run()
     core.shutdown()
     first = calls.index(("frame", 0))
     assert calls[first - 1] == LAYERS[-1]
