@@ -96,7 +96,8 @@ class Bench:
     def request(self, when_s, request_id, num_prompt, num_output, client=None):
         params = SamplingParams(max_tokens=num_output, temperature=0.0, seed=0, ignore_eos=True)
         request = EngineRequest(request_id, list(range(20, 20 + num_prompt)), params)
-        self.at(when_s, (client or self.client).send, "both-0.1", AddRequest(request))
+        opens = (client or self.client).open_stream
+        self.at(when_s, opens, "both-0.1", request_id, AddRequest(request))
 
     def run(self, until_s=10.0):
         self.loop.run(asyncio.sleep(until_s - self.loop.time()))
