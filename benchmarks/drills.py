@@ -76,8 +76,8 @@ def engine_config(
     role: Role, host: str = "127.0.0.1", *, hangs_at_unix_s: float = math.inf, **changes: object
 ) -> EngineConfig:
     """An engine on a simulated mesh, whose device hangs at some time."""
-    # Steps of days.
-    hang = Fault(at_s=0.0, target=f"{role}/0", kind="slow", duration_s=1.0, factor=1e7)
+    # The first step that begins takes days, however long it is until one begins.
+    hang = Fault(at_s=0.0, target=f"{role}/0", kind="slow", duration_s=DEADLINE_S, factor=1e7)
     is_to_hang = hangs_at_unix_s < math.inf
     mesh = SimulatedMeshConfig(
         model="Llama-3.2-1B",

@@ -154,12 +154,12 @@ class Release:
     def wait_ready(self, timeout_s=300):
         """Until the RayService and every pod of the release are ready."""
 
-        def is_ready():
+        def is_whole():
             service, pods = self.service(), self.pods()
-            return service and pods and all(map(_is_ready, [service, *pods.values()]))
+            return service and pods and all(map(is_ready, [service, *pods.values()]))
 
         try:
-            wait_until(is_ready, f"readiness of {self.name}", timeout_s)
+            wait_until(is_whole, f"readiness of {self.name}", timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.describe()}") from None
 
@@ -192,7 +192,7 @@ class Release:
         )  # fmt: skip
 
 
-def _is_ready(thing):
+def is_ready(thing):
     conditions = thing.get("status", {}).get("conditions", [])
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import msgspec
 import pytest
@@ -102,15 +102,21 @@ class Wiretap:
         self.heard = bytearray()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        """Take connections until the listener is shut down; then end them all."""
+        with ExitStack() as stack, suppress(OSError):
+            stack.enter_context(self._listener)
             while True:
-                near, _ = self._listener.accept()
-                there = socket.create_connection(self._to)
+                near = stack.enter_context(self._listener.accept()[0])
+                there = stack.enter_context(socket.create_connection(self._to))
                 for ends in ((near, there), (there, near)):
-                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+                    passing = threading.Thread(target=self._pass_on, args=ends)
+                    passing.start()
+                    stack.callback(passing.join)
+                    stack.callback(_shut, ends[0])
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
@@ -120,17 +126,21 @@ class Wiretap:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self._listener.close()
+        _shut(self._listener)
+        self._accepting.join()
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("network", ["encrypted", "plain"])
 def test_what_the_network_hears_of_kv_and_tickets(network: str) -> None:
-    with engines(network, network) as both:
-        tap = Wiretap(far(both[0]))
+    with engines(network, network) as both, closing(Wiretap(far(both[0]))) as tap:
         _, separator, key = far(both[0]).partition("#")
         endpoint = f"tcp://127.0.0.1:{tap.port}{separator}{key}"
         move(both, endpoint)
-        tap.close()
         assert "r" in both[1].received
         kv = both[0].io.blocks[0].read_rows(SOURCE, 0, 1).tobytes()[:64]
         sealed = KEYS.seal(make_ticket("r", endpoint, NUM_TOKENS))
