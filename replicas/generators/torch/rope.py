@@ -36,6 +36,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return torch.where(~is_long & ~is_short, faded, scaled)
 
 
+def cos_and_sin(
+    rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and the sines of every position, each (max_seq_len, head_dim / 2)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    positions = torch.arange(max_seq_len, dtype=wide)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 class RopeTable:
     """Cosines and sines of every position, computed once.
 
@@ -47,10 +57,7 @@ class RopeTable:
         self, rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
     ) -> None:
         """Fill the table for positions 0..max_seq_len-1."""
-        wide = torch.promote_types(dtype, torch.float32)
-        positions = torch.arange(max_seq_len, dtype=wide)
-        angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = cos_and_sin(rope, head_dim, max_seq_len, dtype)
         self._cos = torch.cat((cos, cos), dim=-1)
         self._sin = torch.cat((-sin, sin), dim=-1)
 

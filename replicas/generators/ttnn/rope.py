@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import ttnn
 
-from replicas.generators.torch.rope import RopeTable
+from replicas.generators.torch.rope import cos_and_sin
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import RopeConfig
@@ -28,17 +28,16 @@ class DeviceRope:
     ) -> None:
         """Fill the tables for positions 0..max_seq_len-1."""
         self._head_dim = head_dim
-        table = RopeTable(rope, head_dim, max_seq_len, torch.bfloat16)
         self._tables = [
             ttnn.from_torch(
-                half.repeat(1, 1, 2).transpose(0, 1).unsqueeze(0),
+                half.repeat(1, 2)[None, None],
                 dtype=ttnn.bfloat16,
                 layout=ttnn.ROW_MAJOR_LAYOUT,
                 device=device,
                 memory_config=ttnn.DRAM_MEMORY_CONFIG,
                 mesh_mapper=ttnn.ReplicateTensorToMesh(device),
             )
-            for half in table.at(torch.arange(max_seq_len))
+            for half in cos_and_sin(rope, head_dim, max_seq_len, torch.bfloat16)
         ]
 
     def of_chunk(self, rope_indices: ttnn.Tensor) -> list[ttnn.Tensor]:
