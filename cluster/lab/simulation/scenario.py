@@ -67,6 +67,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_waiting: Most sequences that wait; None is unbounded.
         step_timeout_s: How long a step may take before the replica's parent ends it.
         drain_timeout_s: How long requests may go on in a replica that is to be replaced.
+        steps_in_flight: Has a meaning where decodes are steps of their own, as on a mesh.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -83,6 +84,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reservation_timeout_s: float = 60.0
     step_timeout_s: float = 300.0
     drain_timeout_s: float = 600.0
+    steps_in_flight: Literal[1, 2] = 2
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,6 +281,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         kv_connector=None if pool.role == "both" else "p2p",
         reservation_timeout_s=pool.reservation_timeout_s,
         step_timeout_s=pool.step_timeout_s,
+        steps_in_flight=pool.steps_in_flight,
     )
     facts = ModelFacts(
         max_position_embeddings=4096,
@@ -289,7 +292,6 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,
-        # As on a mesh, whose steps are of one kind.
         supports_async_decode=not pool.mixed,
     )
     return PoolSpec(

@@ -26,7 +26,7 @@ from replicas.engine.server import EngineServer
 from replicas.faults import KINDS, Fault
 from replicas.virtual_engine import VirtualEngine
 
-NUM_EVENTS = 60_000
+NUM_EVENTS = 130_000
 
 
 @pytest.fixture(autouse=True)
