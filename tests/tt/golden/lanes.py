@@ -127,8 +127,12 @@ class RepeatingTracer:
     def capture(self, device, call):
         outputs = call()
 
+        def shards(tensors):
+            tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+            return [shard for tensor in tensors for shard in tensor.shards]
+
         def replay():
-            for target, source in zip(outputs.shards, call().shards, strict=True):
+            for target, source in zip(shards(outputs), shards(call()), strict=True):
                 target.copy_(source)
             return outputs
 
