@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from replicas.messages import TokenColumns, TokenOutput
+from replicas.messages import TokenColumns
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -64,14 +64,6 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
             else:
                 self._add_rows(client, handles, [token_ids[row] for row in rows])
 
-    def add_output(self, seq: Sequence, output: TokenOutput) -> None:
-        """Add tokens of a sequence, as a row if they can be one."""
-        if seq.is_told and _is_plain(output):
-            self.add_tokens(seq.client, seq.handle, output.token_ids)
-        else:
-            seq.is_told |= not output.choice
-            self[seq.client].append(output)
-
     def add_tokens(self, client: bytes, handle: int, token_ids: list[int]) -> None:
         """Add a row: the next tokens, at least one, of a request whose first tokens are told."""
         columns = self._columns(client)
@@ -104,12 +96,3 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 if type(event) is TokenColumns and len(event.token_ids) == len(event.handles):
                     event.counts.clear()
         return taken
-
-
-def _is_plain(output: TokenOutput) -> bool:
-    return (
-        output.finish_reason is None
-        and output.logprobs is None
-        and not output.choice
-        and bool(output.token_ids)
-    )

@@ -22,7 +22,7 @@ from replicas.engine.step import NewSequence, ScheduledBatch, StepResult
 from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from kv_transfer.connector import KVConnectorScheduler
     from replicas.config import EngineConfig
@@ -60,12 +60,6 @@ class StepOutputs(NamedTuple):
     token_ids: list[int]
     endings: list[Ending]
     earlier: list[list[int]] | None = None
-
-    def events(self) -> Iterator[tuple[Sequence, TokenOutput]]:
-        """The same row by row, before any other step is taken over."""
-        ended = {ending.row: ending for ending in self.endings}
-        for row, seq in enumerate(self.sequences):
-            yield seq, self.event(row, ended.get(row))
 
     def event(self, row: int, ending: Ending | None) -> TokenOutput:
         """One row, with its ending if it has one, before any other step is taken over."""

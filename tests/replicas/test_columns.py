@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
-from replicas.engine.events import ClientEvents, _is_plain
+from replicas.engine.events import ClientEvents
 from replicas.engine.sequence import Sequence
 from replicas.messages import (
     Accepted,
@@ -35,12 +35,27 @@ def accepted(seq):
     return Accepted(seq.request_id, 0, 0, 0, seq.handle)
 
 
+def is_plain(output):
+    """Whether there is no more to say of it than its tokens."""
+    has_more = output.finish_reason is not None or output.logprobs is not None or output.choice
+    return bool(output.token_ids) and not has_more
+
+
+def add_output(events, seq, output):
+    """Have an output told: as a row if it can be one, as an engine does from the second on."""
+    if seq.is_told and is_plain(output):
+        events.add_tokens(seq.client, seq.handle, output.token_ids)
+    else:
+        seq.is_told |= not output.choice
+        events[seq.client].append(output)
+
+
 def joined(events):
     """Events whose neighbours of the same request are one, where both are tokens and no more."""
     result = []
     for event in events:
         last = result[-1] if result else None
-        if all(type(e) is TokenOutput and _is_plain(e) for e in (last, event)) and (
+        if all(type(e) is TokenOutput and is_plain(e) for e in (last, event)) and (
             (last.request_id, last.index + len(last.token_ids)) == (event.request_id, event.index)
         ):
             result[-1] = msgspec.structs.replace(last, token_ids=last.token_ids + event.token_ids)
@@ -55,11 +70,11 @@ def told(num_requests, counts=(1,), client=A):
     seqs = [sequence(i, client) for i in range(1, num_requests + 1)]
     for seq in seqs:
         events[client].append(accepted(seq))
-        events.add_output(seq, TokenOutput(seq.request_id, 0, [7], num_cached_tokens=3))
+        add_output(events, seq, TokenOutput(seq.request_id, 0, [7], num_cached_tokens=3))
     reader.read(events.take()[client])
     for step, count in enumerate(counts):
         for seq in seqs:
-            events.add_output(seq, TokenOutput(seq.request_id, 1 + step, [9] * count))
+            add_output(events, seq, TokenOutput(seq.request_id, 1 + step, [9] * count))
     return seqs, events, reader
 
 
@@ -99,12 +114,12 @@ def test_a_reader_sees_what_was_added_in_order_for_every_client(changes, data):
             readers[seq.client].forget(seq.request_id)
             # It was on its way.
             for late in [output] * seq.is_told:
-                events.add_output(seq, late)
+                add_output(events, seq, late)
         elif change == "other":
             events[seq.client].append(KVLoaded(seq.request_id, 0, None))
             added[seq.client].append(KVLoaded(seq.request_id, 0, None))
         else:
-            events.add_output(seq, output)
+            add_output(events, seq, output)
             added[seq.client].append(output)
         live[which] = seq, index + count * (change not in {"choice", "other"})
         if change in {"end", "abort"}:
@@ -157,8 +172,8 @@ def test_frames_that_are_read_together_give_each_request_its_tokens_at_once():
     seqs, events, reader = told(2)
     [first] = events.take()[A]
     for seq in seqs:
-        events.add_output(seq, TokenOutput(seq.request_id, 2, [4]))
-    events.add_output(seqs[0], TokenOutput("r1", 3, [5], "length"))
+        add_output(events, seq, TokenOutput(seq.request_id, 2, [4]))
+    add_output(events, seqs[0], TokenOutput("r1", 3, [5], "length"))
     read = reader.read([first, *events.take()[A]])
     assert read == [
         TokenOutput("r1", 1, [9, 4], num_cached_tokens=3),

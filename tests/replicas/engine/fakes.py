@@ -201,3 +201,10 @@ class FakeConnector:
 
     def has_pending_work(self) -> bool:
         return bool(self.cancelled)
+
+
+def events_of(outputs):
+    """A step's outputs row by row: (sequence, what its client is told)."""
+    ended = {ending.row: ending for ending in outputs.endings}
+    for row, seq in enumerate(outputs.sequences):
+        yield seq, outputs.event(row, ended.get(row))

@@ -17,7 +17,7 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector
+from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, events_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class World:
             if transfer is not None:
                 transfer.num_saved_tokens = num_tokens
         result = StepResult(self.run(batch, sample), 0.0)
-        for seq, output in self.scheduler.update(batch, result).events():
+        for seq, output in events_of(self.scheduler.update(batch, result)):
             known = self.outputs[seq.request_id]
             assert seq.request_id not in self.ended
             assert output.index == len(known)

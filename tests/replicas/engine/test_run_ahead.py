@@ -30,6 +30,7 @@ from tests.replicas.engine.fakes import (
     KEYS,
     PREFIX_CACHE_KEY,
     FakeConnector,
+    events_of,
     make_config,
     make_sequence,
     make_ticket,
@@ -159,7 +160,7 @@ class Engine:
         if batch is None:
             return False
         tokens = self.device(batch)
-        for seq, output in self.scheduler.update(batch, StepResult(tokens, 0.0)).events():
+        for seq, output in events_of(self.scheduler.update(batch, StepResult(tokens, 0.0))):
             self.outputs[seq.request_id].append(output)
         return True
 
@@ -185,7 +186,7 @@ class Engine:
             outputs = self.scheduler.update(batch, StepResult(tokens, 0.0))
         else:
             outputs = self.scheduler.update_run(batch, self.device_run(batch, num_steps))
-        for seq, output in outputs.events():
+        for seq, output in events_of(outputs):
             self.outputs[seq.request_id].append(output)
         return num_steps
 
