@@ -21,24 +21,21 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 
+import msgspec
+
 from benchmarks.tt_host_time import (
-    BLOCK_SIZE,
-    CLIENT,
     MESHES,
-    PROMPT_LEN,
-    SLOTS_PER_LANE,
-    TABLE_WIDTH,
     ResidentNoOpModel,
+    ask_for_full_batch,
+    engine_config,
     open_absent_mesh,
     write_model,
 )
 from replicas.codec import encode
-from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.server import EngineServer
-from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
 from replicas.sampling_params import SamplingParams
 
 STEP_S = 0.02
@@ -73,28 +70,15 @@ def wait(end_s: object) -> None:
 
 def busy_share(steps_in_flight: Literal[1, 2], batch_size: int, folder: Path, steps: int) -> float:
     """Share of the time in which the device works, while a full batch decodes."""
-    config = EngineConfig(
-        model=str(folder),
-        generator="benchmarks.steps_in_flight:ClockModel",
-        mesh=MeshConfig(name=MESHES[batch_size], sample_on_device="all"),
-        max_batch_size=batch_size,
-        tt_data_parallel=batch_size // SLOTS_PER_LANE,
-        block_size=BLOCK_SIZE,
-        max_model_len=TABLE_WIDTH * BLOCK_SIZE,
-        enable_chunked_prefill=False,
-        num_blocks=1 + TABLE_WIDTH,
-        max_num_batched_tokens=TABLE_WIDTH * BLOCK_SIZE,
+    config = msgspec.structs.replace(
+        engine_config("benchmarks.steps_in_flight:ClockModel", "all", batch_size, folder),
         steps_in_flight=steps_in_flight,
-        num_threads=1,
     )
     core = EngineCore(config, UniProcExecutor(config))
     server = EngineServer(core, "local")
     try:
-        server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
         sampling = SamplingParams(max_tokens=steps + 64, seed=0, ignore_eos=True)
-        for i in range(batch_size):
-            prompt = [(i * 7919 + j * 31) % 4000 + 16 for j in range(PROMPT_LEN)]
-            server.take(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, sampling)), 0.0)
+        ask_for_full_batch(server, batch_size, sampling)
         while core.metrics(0.0).num_steps < 8:
             step(server)
         first = len(ClockModel.ends_s) - 1

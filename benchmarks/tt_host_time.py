@@ -215,6 +215,33 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
+def engine_config(
+    generator: str, draws: Literal["none", "all"], batch_size: int, folder: Path
+) -> EngineConfig:
+    """An engine on a mesh that is not there, with page tables of `TABLE_WIDTH` columns."""
+    return EngineConfig(
+        model=str(folder),
+        generator=generator,
+        mesh=MeshConfig(name=MESHES[batch_size], sample_on_device=draws),
+        max_batch_size=batch_size,
+        tt_data_parallel=batch_size // SLOTS_PER_LANE,
+        block_size=BLOCK_SIZE,
+        max_model_len=TABLE_WIDTH * BLOCK_SIZE,
+        enable_chunked_prefill=False,
+        num_blocks=1 + TABLE_WIDTH,
+        max_num_batched_tokens=TABLE_WIDTH * BLOCK_SIZE,
+        num_threads=1,
+    )
+
+
+def ask_for_full_batch(server: EngineServer, batch_size: int, sampling: SamplingParams) -> None:
+    """Have one client ask for something in every slot."""
+    server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
+    for i in range(batch_size):
+        prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(PROMPT_LEN)]
+        server.take(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, sampling)), 0.0)
+
+
 class Engine:
     """An engine core with its server, and a socket from which a client reads.
 
@@ -226,19 +253,8 @@ class Engine:
     """
 
     def __init__(self, case: Case, batch_size: int, folder: Path, steps: int) -> None:
-        config = EngineConfig(
-            model=str(folder),
-            generator=f"benchmarks.tt_host_time:{case.model.__name__}",
-            mesh=MeshConfig(name=MESHES[batch_size], sample_on_device=case.draws),
-            max_batch_size=batch_size,
-            tt_data_parallel=batch_size // SLOTS_PER_LANE,
-            block_size=BLOCK_SIZE,
-            max_model_len=TABLE_WIDTH * BLOCK_SIZE,
-            enable_chunked_prefill=False,
-            num_blocks=1 + TABLE_WIDTH,
-            max_num_batched_tokens=TABLE_WIDTH * BLOCK_SIZE,
-            num_threads=1,
-        )
+        generator = f"benchmarks.tt_host_time:{case.model.__name__}"
+        config = engine_config(generator, case.draws, batch_size, folder)
         self._executor = UniProcExecutor(config)
         self.core = EngineCore(config, self._executor)
         self._server = EngineServer(self.core, "local")
@@ -249,14 +265,10 @@ class Engine:
         self._input = self._context.socket(zmq.DEALER)
         self._input.set(zmq.IDENTITY, CLIENT)
         self._input.connect(f"tcp://127.0.0.1:{port}")
-        self._server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
         sampling = SamplingParams(
             max_tokens=2 * steps + 128, temperature=case.temperature, seed=0, ignore_eos=True
         )
-        for i in range(batch_size):
-            prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(PROMPT_LEN)]
-            request = AddRequest(EngineRequest(f"b{i}", prompt, sampling))
-            self._server.take(CLIENT, request, 0.0)
+        ask_for_full_batch(self._server, batch_size, sampling)
         # Until the client's connection is there a frame cannot be sent.
         self._poll(lambda: self._is_sent(b""))
 
