@@ -50,17 +50,19 @@ def add_output(events, seq, output):
         events[seq.client].append(output)
 
 
-def joined(events):
-    """Events whose neighbours of the same request are one, where both are tokens and no more."""
-    result = []
+def by_request(events):
+    """Each request's events in order; of tokens and no more, those in a row as one."""
+    result = {}
     for event in events:
-        last = result[-1] if result else None
+        of_request = result.setdefault(event.request_id, [])
+        last = of_request[-1] if of_request else None
         if all(type(e) is TokenOutput and is_plain(e) for e in (last, event)) and (
-            (last.request_id, last.index + len(last.token_ids)) == (event.request_id, event.index)
+            last.index + len(last.token_ids) == event.index
         ):
-            result[-1] = msgspec.structs.replace(last, token_ids=last.token_ids + event.token_ids)
+            tokens = last.token_ids + event.token_ids
+            of_request[-1] = msgspec.structs.replace(last, token_ids=tokens)
         else:
-            result.append(event)
+            of_request.append(event)
     return result
 
 
@@ -87,7 +89,7 @@ CHANGES = st.sampled_from(["plain", "plain", "plain", "other", "abort", *FIELDS]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), CHANGES, st.integers(1, 3)), max_size=60), st.data())
-def test_a_reader_sees_what_was_added_in_order_for_every_client(changes, data):
+def test_a_reader_sees_what_was_added_in_each_requests_order_for_every_client(changes, data):
     events = ClientEvents()
     readers = {A: ColumnReader(), B: ColumnReader()}
     added = {A: [], B: []}
@@ -127,7 +129,9 @@ def test_a_reader_sees_what_was_added_in_order_for_every_client(changes, data):
         if data.draw(st.booleans()):
             read()
     read()
-    assert {c: joined(s) for c, s in seen.items()} == {c: joined(a) for c, a in added.items()}
+    assert {c: by_request(s) for c, s in seen.items()} == {
+        c: by_request(a) for c, a in added.items()
+    }
     assert {c: len(r) for c, r in readers.items()} == {
         c: sum(seq.client == c for seq, _ in live.values()) for c in readers
     }
