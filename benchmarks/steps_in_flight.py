@@ -1,9 +1,10 @@
 """How busy a mesh is while one step at a time, or two, are under way.
 
-The mesh is not there: a class written to the plugin's interface answers at once, and its device is
-a clock that needs so many milliseconds for each step, one after the other. The engine decodes full
-batches, with frames made and encoded; the device is idle from the end of a step until the next is
-submitted. The A/A row is two steps once more.
+An engine of this process on a simulated mesh and the wall clock decodes full batches, with frames
+made and encoded. Its device keeps a timeline: it works off what it is given, one step after
+another, and is idle from the end of the last until it is given the next. The share is that of the
+timeline. In a mesh's shortest step, so that the host weighs most; rows that go on to the end, and
+rows of which one ends every few steps. The A/A row is two steps once more.
 
     python -m benchmarks.steps_in_flight [--quick]
 """
@@ -13,81 +14,95 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
-from unittest.mock import patch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
-from benchmarks.tt_host_time import (
-    MESHES,
-    ResidentNoOpModel,
-    ask_for_full_batch,
-    engine_config,
-    open_absent_mesh,
-    write_model,
-)
+from benchmarks.tt_host_time import SLOTS_PER_LANE, ask_for_full_batch
+from cluster.config.resolve import demo_model_folder
 from replicas.codec import encode
-from replicas.engine import worker
+from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.server import EngineServer
+from replicas.generators.simulated.device import SimulatedMesh
 from replicas.sampling_params import SamplingParams
 
-STEP_S = 0.02
-"""Of the device: a fast one; Llama-3.1-8B takes 20 to 40 ms."""
+if TYPE_CHECKING:
+    from replicas.generators.simulated.device import DeviceTimeline
+
+MODEL = "Llama-3.2-1B"
+"""The shortest step that was measured: 12 ms on one chip."""
+BOARDS = {32: "n150", 256: "T3K"}
+"""Batch size -> a board with a chip for each 32 slots."""
+BLOCK_SIZE = 64
 
 
-class ClockModel(ResidentNoOpModel):
-    """Steps take their time on the device, one after the other.
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
 
     Attributes:
-        ends_s: When each decode step of the process is over, in order.
+        name: Of its figures.
+        batch_size: Slots.
+        steps_per_end: One row ends every so many steps; None: no row ends.
     """
 
-    ends_s: ClassVar[list[float]] = []
-
-    def decode_forward(self, **arguments: object) -> Any:  # noqa: ANN401 - left on the device
-        """Submit a step."""
-        started_s = max([time.perf_counter(), *self.ends_s[-1:]])
-        self.ends_s.append(started_s + STEP_S)
-        return [self._answer(arguments), self.ends_s[-1]]
-
-    def read_decode_output(self, tt_out: list[Any], async_read: bool) -> tuple[Any, list[object]]:
-        """It is there when the step is over."""
-        return tt_out, [tt_out[1]]
+    name: str
+    batch_size: int
+    steps_per_end: int | None = None
 
 
-def wait(end_s: object) -> None:
-    """Until a step is over; the host sleeps, as it does beside a mesh."""
-    assert isinstance(end_s, float)
-    time.sleep(max(end_s - time.perf_counter(), 0.0))
+CASES = (Case("32", 32), Case("256", 256))
 
 
-def busy_share(steps_in_flight: Literal[1, 2], batch_size: int, folder: Path, steps: int) -> float:
-    """Share of the time in which the device works, while a full batch decodes."""
-    config = msgspec.structs.replace(
-        engine_config("benchmarks.steps_in_flight:ClockModel", "all", batch_size, folder),
+def engine_config(batch_size: int, steps_in_flight: Literal[1, 2]) -> EngineConfig:
+    """An engine on a simulated mesh of as many lanes as it takes."""
+    return EngineConfig(
+        model=str(demo_model_folder()),
+        simulated_mesh=SimulatedMeshConfig(model=MODEL, board=BOARDS[batch_size]),
+        max_batch_size=batch_size,
+        tt_data_parallel=batch_size // SLOTS_PER_LANE,
+        block_size=BLOCK_SIZE,
+        max_model_len=4096,
+        num_blocks=1 + SLOTS_PER_LANE * 32,
+        max_num_batched_tokens=batch_size * 128,
         steps_in_flight=steps_in_flight,
     )
-    core = EngineCore(config, UniProcExecutor(config))
+
+
+def busy_share(case: Case, steps_in_flight: Literal[1, 2], steps: int) -> float:
+    """Share of the time in which the device works, while a full batch decodes."""
+    config = engine_config(case.batch_size, steps_in_flight)
+    executor = UniProcExecutor(config)
+    core = EngineCore(config, executor)
     server = EngineServer(core, "local")
+    timeline = timeline_of(executor)
     try:
-        sampling = SamplingParams(max_tokens=steps + 64, seed=0, ignore_eos=True)
-        ask_for_full_batch(server, batch_size, sampling)
-        while core.metrics(0.0).num_steps < 8:
+        ask_for_full_batch(server, lengths(case, steps))
+        while core.metrics(0.0).num_steps < 8 or core.snapshot(0).num_waiting:
             step(server)
-        first = len(ClockModel.ends_s) - 1
+        free_s, busy_s = timeline.free_s, timeline.busy_s
         for _ in range(steps):
             step(server)
-        ends_s = ClockModel.ends_s[first : first + steps]
+        return (timeline.busy_s - busy_s) / (timeline.free_s - free_s)
     finally:
         core.shutdown()
-    return (len(ends_s) - 1) * STEP_S / (ends_s[-1] - ends_s[0])
+
+
+def lengths(case: Case, steps: int) -> list[SamplingParams]:
+    """What each of the rows asks for."""
+    wanted = [steps + 64] * case.batch_size
+    if case.steps_per_end is not None:
+        wanted = [16 + case.steps_per_end * (1 + i) for i in range(case.batch_size)]
+    return [SamplingParams(max_tokens=n, seed=0, ignore_eos=True) for n in wanted]
+
+
+def timeline_of(executor: UniProcExecutor) -> DeviceTimeline:
+    """Of the simulated mesh that an executor's worker has."""
+    device = executor._worker._device  # noqa: SLF001
+    assert isinstance(device, SimulatedMesh)
+    return device.timeline
 
 
 def step(server: EngineServer) -> None:
@@ -104,38 +119,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer steps; under half a minute")
     arguments = parser.parse_args()
-    steps, rounds = (60, 3) if arguments.quick else (300, 5)
+    steps, rounds = (50, 3) if arguments.quick else (400, 5)
     result: dict[str, float] = {}
-    print(
-        f"Share of the time in which a device with steps of {1e3 * STEP_S:.0f} ms works, medians."
-    )
-    print(f"{'batch':>5}{'one step':>10}{'two steps':>11}{'two (A/A)':>11}")
-    with (
-        tempfile.TemporaryDirectory() as made,
-        patch.object(worker, "_import_open_mesh", lambda _mesh: open_absent_mesh),
-        # What the adapter waits with.
-        patch.dict(sys.modules, ttnn=SimpleNamespace(event_synchronize=wait)),
-    ):
-        folder = Path(made)
-        write_model(folder)
-        for batch_size in MESHES:
-            kinds: tuple[Literal[1, 2], ...] = (1, 2, 2)
-            # By turns, so that a busy minute is everybody's.
-            rows = [
-                [busy_share(n, batch_size, folder, steps) for n in kinds] for _ in range(rounds)
-            ]
-            one, two, again = (statistics.median(row) for row in zip(*rows, strict=True))
-            print(f"{batch_size:5}{one:10.3f}{two:11.3f}{again:11.3f}")
-            result |= {
-                f"busy_{batch_size}_one": round(one, 4),
-                f"busy_{batch_size}_two": round(two, 4),
-                f"aa_ratio_{batch_size}": round(again / two, 4),
-            }
+    print("Share of the time in which a simulated mesh works, by its own timeline, medians.")
+    print(f"{'rows':>14}{'one step':>10}{'two steps':>11}{'two (A/A)':>11}")
+    kinds: tuple[Literal[1, 2], ...] = (1, 2, 2)
+    for case in CASES:
+        # By turns, so that a busy minute is everybody's.
+        rows = [[busy_share(case, n, steps) for n in kinds] for _ in range(rounds)]
+        one, two, again = (statistics.median(row) for row in zip(*rows, strict=True))
+        print(f"{case.name:>14}{one:10.3f}{two:11.3f}{again:11.3f}")
+        result |= {
+            f"busy_{case.name}_one": round(one, 4),
+            f"busy_{case.name}_two": round(two, 4),
+            f"aa_ratio_{case.name}": round(again / two, 4),
+        }
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    # The engine finds the model's class by its module's name, and has to find this very one.
-    from benchmarks import steps_in_flight  # noqa: PLW0406
-
-    steps_in_flight.main()
+    main()

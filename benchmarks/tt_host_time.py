@@ -40,7 +40,7 @@ from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from replicas.messages import EngineFrame
 
@@ -234,10 +234,10 @@ def engine_config(
     )
 
 
-def ask_for_full_batch(server: EngineServer, batch_size: int, sampling: SamplingParams) -> None:
+def ask_for_full_batch(server: EngineServer, samplings: Sequence[SamplingParams]) -> None:
     """Have one client ask for something in every slot."""
     server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
-    for i in range(batch_size):
+    for i, sampling in enumerate(samplings):
         prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(PROMPT_LEN)]
         server.take(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, sampling)), 0.0)
 
@@ -268,7 +268,7 @@ class Engine:
         sampling = SamplingParams(
             max_tokens=2 * steps + 128, temperature=case.temperature, seed=0, ignore_eos=True
         )
-        ask_for_full_batch(self._server, batch_size, sampling)
+        ask_for_full_batch(self._server, [sampling] * batch_size)
         # Until the client's connection is there a frame cannot be sent.
         self._poll(lambda: self._is_sent(b""))
 

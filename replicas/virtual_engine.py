@@ -8,7 +8,6 @@ halves: after the forward pass `go_on` gives the frames with its tokens, and onl
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
-from replicas.engine.virtual_worker import StepClock, VirtualWorker
+from replicas.engine.virtual_worker import MIN_TURN_S, StepClock, VirtualWorker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
@@ -32,23 +31,22 @@ if TYPE_CHECKING:
     from replicas.engine.core import StepUnderWay
     from replicas.engine.server import Frames
     from replicas.engine.step import ScheduledBatch
-    from replicas.engine.virtual_worker import Slowdown
+    from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot
-
-MIN_TURN_S = 1e-6
-"""A turn that did something takes at least this long, or one instant could last for ever."""
 
 
 class Turn(NamedTuple):
     """A turn that has begun.
 
     Attributes:
+        started_s: When it began.
         end_times_s: When each of its steps is over; empty: there was nothing to do.
         batch: The decode step that it repeats; None for a turn of one step of any kind.
         half: The step whose first half this is: `go_on` when it is over.
     """
 
+    started_s: float
     end_times_s: list[float]
     batch: ScheduledBatch | None
     half: StepUnderWay | None = None
@@ -173,18 +171,20 @@ class VirtualEngine:
                 if self._has_changed or batch.new or batch.appended_blocks:
                     num_steps = 1
                 self._has_changed = False
-                seconds = self._worker.run_seconds(batch, num_steps)
-                return Turn(self._end_times(now_s, seconds), batch)
+                ends_s = self._worker.run_turns(
+                    batch, num_steps, self._host_s(len(batch.slots)), is_ahead=self._core.runs_ahead
+                )
+                return Turn(now_s, ends_s, batch)
         self._has_changed = False
         step = self._core.begin_step(now_s)
         if step.meta is not None and self._clock.spent_s:
             # What arrives while the device works is seen right after it.
-            return Turn(self._end_times(now_s, [self._clock.spent_s]), None, step)
+            return Turn(now_s, [self._end_s(now_s, step)], None, step)
         self._core.publish(step)
         # Moving KV takes time, even where nothing runs and no transfer ends.
         if not self._core.end_step(step, now_s) and not self._clock.spent_s:
-            return Turn([], None)
-        return Turn(self._end_times(now_s, [self._clock.spent_s]), None)
+            return Turn(now_s, [], None)
+        return Turn(now_s, [self._end_s(now_s, step)], None)
 
     def go_on(self, turn: Turn, now_s: float) -> tuple[Turn, Frames]:
         """Begin the second half of a turn whose first half is over.
@@ -197,11 +197,13 @@ class VirtualEngine:
         self._core.publish(turn.half)
         frames = self._server.frames(now_s)
         self._core.end_step(turn.half, now_s)
-        return Turn([now_s + self._clock.spent_s], None), frames
+        return Turn(now_s, [now_s + self._clock.spent_s], None), frames
 
     def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
         """End a turn after `num_steps` of its steps; the frames that are to be sent now."""
         if turn.batch is not None:
+            # The next step may be submitted as early as the last of these was waited for.
+            self._clock.start(turn.started_s if num_steps == 1 else turn.end_times_s[num_steps - 2])
             self._core.end_run(turn.batch, num_steps)
         self._core.pulse.rest(now_s)
         return self._server.frames(now_s)
@@ -244,12 +246,13 @@ class VirtualEngine:
         """See `EngineCore.check_invariants`."""
         self._core.check_invariants()
 
-    def _end_times(self, now_s: float, seconds: list[float]) -> list[float]:
-        host_s = self._timing.host_s + self._worker.num_rows * self._timing.host_row_s
-        turns = [step_s + host_s for step_s in seconds]
-        if min(turns) < MIN_TURN_S:
-            turns = [max(turn_s, MIN_TURN_S) for turn_s in turns]
-        return list(itertools.accumulate(turns, initial=now_s))[1:]
+    def _end_s(self, now_s: float, step: StepUnderWay) -> float:
+        """When a turn of one step is over that began now: the clock tells what it waits for."""
+        host_s = self._host_s(0 if step.batch is None else len(step.batch.slots))
+        return now_s + max(self._clock.spent_s + host_s, MIN_TURN_S)
+
+    def _host_s(self, num_rows: int) -> float:
+        return self._timing.host_s + num_rows * self._timing.host_row_s
 
 
 class _OneWorker:

@@ -42,6 +42,7 @@ from replicas.engine.pulse import Pulse
 from replicas.engine.request_checks import RequestChecks
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.step import StepResult
 from replicas.errors import ConfigError, EngineError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
-    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
+    from replicas.engine.step import ModelFacts, ScheduledBatch
     from replicas.messages import RefusalReason, WireEvent
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class EngineCore:
     Attributes:
         pulse: As given; whoever drives the core tells it of turns, the core what is computed.
         warm_up_s: How long its warm-up took.
+        runs_ahead: Whether the next step may be submitted before the one under way is read.
 
     Raises:
         ConfigError: The configuration and the model do not fit; says which numbers.
@@ -172,7 +174,7 @@ class EngineCore:
             vocab_size=self.facts.vocab_size,
             has_connector=self._connector is not None,
         )
-        self._runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
+        self.runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
 
     def __repr__(self) -> str:
         return f"EngineCore({self._scheduler!r}, {self._connector!r})"
@@ -248,7 +250,7 @@ class EngineCore:
             self._submit(batch, meta, now_s)
         result: StepResult | None = None
         if batch is not None:
-            if self._runs_ahead and not self._has_transfers():
+            if self._may_run_ahead():
                 self._ahead = self._scheduler.schedule_ahead()
                 self._submit(self._ahead, None, now_s)
             result = self._executor.collective_rpc("collect_step")[0]
@@ -300,27 +302,36 @@ class EngineCore:
             now_s: Monotonic clock.
 
         Returns:
-            The step and how often it may run; None where it takes a `step`.
+            The step, which may have been submitted, and how often it may run; None where it takes a
+            `step`.
         """
         deadline_s = self._scheduler.next_deadline_s()
         if (
-            self._ahead is not None
-            or not self._scheduler.is_steady
+            not self._scheduler.is_steady
             or (deadline_s is not None and now_s >= deadline_s)
             or self._has_transfers()
         ):
             return None
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule() if self._ahead is None else self._ahead
         return None if batch is None else (batch, self._scheduler.num_repeats(batch))
 
     def end_run(self, batch: ScheduledBatch, num_steps: int) -> None:
-        """Take over `num_steps` repeats of a step from `begin_run`."""
+        """Take over `num_steps` repeats of a step from `begin_run`.
+
+        What comes next is submitted before the last of them is read, as `begin_step` does it.
+        """
         token_ids, device_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
         self._num_steps += num_steps
         self._scheduled_tokens += num_steps * batch.num_tokens
         self._device_s += device_s
         self._step_s = device_s / num_steps
-        self._events.add_step(self._scheduler.update_run(batch, token_ids))
+        earlier = [tokens[:-1] for tokens in token_ids]
+        self._scheduler.repeat(batch, earlier)
+        self._ahead = self._scheduler.schedule_ahead() if self._may_run_ahead() else None
+        self._submit(self._ahead, None, 0.0)
+        last = StepResult([tokens[-1] for tokens in token_ids], 0.0)
+        outputs = self._scheduler.update(batch, last)
+        self._events.add_step(outputs._replace(earlier=earlier))
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
@@ -442,6 +453,9 @@ class EngineCore:
         ended = self._scheduler.activate(message.request_id, token_ids, now_s)
         if ended is not None:
             self._fail_transfer(ended)
+
+    def _may_run_ahead(self) -> bool:
+        return self.runs_ahead and not self._has_transfers()
 
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""

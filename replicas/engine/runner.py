@@ -127,7 +127,7 @@ class ModelRunner:
         if mesh is not None or config.simulated_mesh is not None:
             asked = None if mesh is None else mesh.sample_on_device
             self._draws = DeviceDraws.as_asked(asked, capabilities)
-        self._reads_later = mesh is not None and capabilities.get("supports_async_decode", False)
+        self._reads_later = capabilities.get("supports_async_decode", False)
         self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
         self._decode_params: DeviceSamplingParams | None = None
         # Tokens, page table and positions of the last decode that reloaded them.

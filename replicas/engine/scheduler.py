@@ -271,10 +271,10 @@ class Scheduler(Roster):
         """How often a step may run in a row before `schedule` would decide anything else.
 
         Until then no sequence ends and none fills or needs a block before the last of these steps,
-        so that stepping once is the same: `update_run` takes over all of them together.
+        so that stepping once is the same: `repeat` takes over all but the last together.
 
         Args:
-            batch: What `schedule` has just returned.
+            batch: What is under way, and nothing else.
 
         Returns:
             1 for a step that must be updated by itself.
@@ -286,22 +286,21 @@ class Scheduler(Roster):
             return 1
         return 1 + min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
 
-    def update_run(self, batch: ScheduledBatch, token_ids: list[list[int]]) -> StepOutputs:
-        """Take over several repeats of one decode step.
+    def repeat(self, batch: ScheduledBatch, token_ids: list[list[int]]) -> None:
+        """Take over all repeats of one decode step but the last, for which `update` is.
 
         Args:
-            batch: What `schedule` has returned last.
-            token_ids: For each of its slots a token per step; at most `num_repeats` of them.
+            batch: What has been under way for longest.
+            token_ids: For each of its slots a token per step; fewer than `num_repeats` of them.
         """
-        earlier = [tokens[:-1] for tokens in token_ids]
-        if earlier[0]:
-            plan, num_steps = self._plan_of(batch), len(earlier[0])
-            for seq, tokens in zip(plan.decodes.sequences, earlier, strict=True):
-                seq.token_ids += tokens
-            plan.looks = self._advance(plan.decodes.sequences, num_steps)
-            self._count_tokens(plan.decodes, num_steps)
-        outputs = self.update(batch, StepResult([tokens[-1] for tokens in token_ids], 0.0))
-        return outputs._replace(earlier=earlier)
+        num_steps = len(token_ids[0])
+        if not num_steps:
+            return
+        plan = self._plan_of(batch)
+        for seq, tokens in zip(plan.decodes.sequences, token_ids, strict=True):
+            seq.token_ids += tokens
+        plan.looks = self._advance(plan.decodes.sequences, num_steps)
+        self._count_tokens(plan.decodes, num_steps)
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
         assert self._plans, "no step is under way"

@@ -1,6 +1,6 @@
 """A worker whose device is a model of time: what a simulated engine runs under a virtual clock.
 
-Owner of the clock of its engine's step and of the rows that stand for its KV. It takes the calls of
+Owner of its device's timeline and of the rows that stand for its KV. It takes the calls of
 `replicas.engine.worker.Worker` and gives the same step times, and where it models KV the same token
 ids, as that worker gives on a simulated mesh; it leaves out tensors, and on request the KV too, for
 thousands of replicas at once. A decode step may be run many times in one call, see
@@ -9,15 +9,14 @@ thousands of replicas at once. A decode step may be run many times in one call, 
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.step import ModelFacts, StepResult
-from replicas.generators.simulated.device import step_factor
+from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache
 
@@ -35,8 +34,11 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.step import NewSequence, ScheduledBatch
+    from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
 
+MIN_TURN_S = 1e-6
+"""A turn that did something takes at least this long, or one instant could last for ever."""
 _FIRST_TOKEN = 16
 """Token ids below are left to end tokens and the like."""
 
@@ -66,16 +68,19 @@ class StepClock:
         self.spent_s += seconds
 
 
-class Slowdown(Protocol):
-    """What is wrong with a device; see `replicas.faults.ReplicaFaults`."""
+class _Begun(NamedTuple):
+    """A step that the device has been given: its tokens, and when it is over."""
 
-    def slow_factor(self, now_s: float) -> float:
-        """How many times as long a step takes that starts now."""
-        ...
+    token_ids: list[int]
+    end_s: float
 
-    def hang_left_s(self, now_s: float) -> float:
-        """How long a step takes at least that starts now."""
-        ...
+
+class _RunStep(NamedTuple):
+    """A step of a run: what its host waits for it, and the device's timeline once it is begun."""
+
+    wait_s: float
+    free_s: float
+    busy_s: float
 
 
 class _Row:
@@ -108,9 +113,6 @@ class VirtualWorker:
         settings: What the KV connector is told.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
-
-    Attributes:
-        num_rows: Sequences of the last step.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one device
@@ -131,21 +133,21 @@ class VirtualWorker:
         self._timing = timing
         self._facts = facts
         self._clock = clock
-        self._faults = faults
         self._models_kv = models_kv
         self._settings = settings
         self._make_transport = make_transport
         self._notify = notify
         self._rows: list[_Row | None] = [None] * config.max_batch_size
         mesh = config.simulated_mesh
-        self._jitter = mesh.jitter if mesh is not None else 0.0
+        jitter = mesh.jitter if mesh is not None else 0.0
         # A string is hashed alike in every process.
-        self._random = random.Random(f"{seed}/{settings.incarnation}")
-        self.num_rows = 0
-        # Of the steps that were submitted and not collected.
-        self._results: deque[StepResult] = deque()
-        # Device seconds of the steps that `run_seconds` told of last.
-        self._run_s: list[float] = []
+        self._timeline = DeviceTimeline(
+            faults, jitter=jitter, seed=f"{seed}/{settings.incarnation}"
+        )
+        # Submitted and not collected.
+        self._begun: deque[_Begun] = deque()
+        # What `run_turns` told of last.
+        self._run: list[_RunStep] = []
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
         self._next_token: NextToken | None = None
@@ -200,19 +202,19 @@ class VirtualWorker:
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
         """See `Worker.submit_step`."""
-        self.num_rows = 0
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
             self._apply(batch)
-            seconds = self._seconds(batch)
-            self._results.append(StepResult(self._advance(batch), seconds))
+            end_s = self._timeline.begin(self._clock.now_s(), self._step_s(batch))
+            self._begun.append(_Begun(self._advance(batch), end_s))
 
     def collect_step(self) -> StepResult:
         """See `Worker.collect_step`; the clock tells how long it took."""
-        result = self._results.popleft()
-        self._clock.spend(result.device_s)
-        return result
+        token_ids, end_s = self._begun.popleft()
+        wait_s = max(end_s - self._clock.now_s(), 0.0)
+        self._clock.spend(wait_s)
+        return StepResult(token_ids, wait_s)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """See `Worker.end_step`; the clock tells how long it took."""
@@ -221,46 +223,65 @@ class VirtualWorker:
         self._connector.wait_for_save()
         return self._connector.get_transfer_results(now_s)
 
-    def run_seconds(self, batch: ScheduledBatch, num_steps: int) -> list[float]:
-        """Device seconds of each of `num_steps` repeats of a step that `begin_run` gave."""
-        self._apply(batch)
-        if num_steps == 1:
-            self._run_s = [self._seconds(batch)]
-        else:
-            factor = self._factor()
-            rows = [self._row(slot) for slot in batch.slots]
-            contexts = [(row.lane, row.num_computed + 1) for row in rows]
-            self._run_s = [factor * s for s in self._timing.decode_run_s(contexts, num_steps)]
-        return self._run_s
+    def run_turns(
+        self, batch: ScheduledBatch, num_steps: int, host_s: float, *, is_ahead: bool
+    ) -> list[float]:
+        """When `num_steps` turns are over that each collect the step that `begin_run` gave.
+
+        Args:
+            batch: The step; it may have been submitted already.
+            num_steps: How many.
+            host_s: Seconds of a turn besides the wait for the device.
+            is_ahead: The step of the next turn is submitted in each before the wait.
+        """
+        timeline, now_s = self._timeline, self._clock.now_s()
+        ends_s = deque(begun.end_s for begun in self._begun)
+        num_begun = len(ends_s)
+        marks = [(timeline.free_s, timeline.busy_s)] * num_begun
+        if not num_begun:
+            self._apply(batch)
+        seconds = self._run_seconds(batch, num_steps - num_begun)
+        turns_s, self._run = [], []
+        for turn in range(num_steps):
+            while num_begun < min(turn + 1 + is_ahead, num_steps):
+                ends_s.append(timeline.begin(now_s, seconds.popleft()))
+                marks.append((timeline.free_s, timeline.busy_s))
+                num_begun += 1
+            wait_s = max(ends_s.popleft() - now_s, 0.0)
+            self._run.append(_RunStep(wait_s, *marks[turn]))
+            now_s += max(wait_s + host_s, MIN_TURN_S)
+            turns_s.append(now_s)
+        return turns_s
 
     def execute_run(self, batch: ScheduledBatch, num_steps: int) -> tuple[list[list[int]], float]:
-        """Run a step of which `run_seconds` told: token ids by slot and step, device seconds."""
-        device_s = sum(self._run_s[:num_steps])
+        """Run a step of which `run_turns` told: token ids by slot and step, seconds of waiting."""
+        run = self._run[:num_steps]
+        self._timeline.rewind(run[-1].free_s, run[-1].busy_s)
+        first = [self._begun.popleft().token_ids] if self._begun else []
+        num_left = num_steps - len(first)
         if num_steps == 1 or self._cache is not None:
-            per_step = [self._advance(batch) for _ in range(num_steps)]
-            return [list(tokens) for tokens in zip(*per_step, strict=True)], device_s
-        token_ids = []
-        for slot in batch.slots:
-            row = self._row(slot)
-            token_ids.append(self._tokens_of_request(row, num_steps))
-            row.num_computed += num_steps
-            row.num_tokens += num_steps
-        return token_ids, device_s
+            per_step = [*first, *(self._advance(batch) for _ in range(num_left))]
+            token_ids = [list(tokens) for tokens in zip(*per_step, strict=True)]
+        else:
+            token_ids = []
+            for i, slot in enumerate(batch.slots):
+                row = self._row(slot)
+                token_ids.append([f[i] for f in first] + self._tokens_of_request(row, num_left))
+                row.num_computed += num_left
+                row.num_tokens += num_left
+        return token_ids, sum(step.wait_s for step in run)
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _seconds(self, batch: ScheduledBatch) -> float:
-        """How long a step takes; one on a device that hangs as long as it does that."""
-        return max(
-            self._factor() * self._step_s(batch), self._faults.hang_left_s(self._clock.now_s())
-        )
-
-    def _factor(self) -> float:
-        slow = self._faults.slow_factor(self._clock.now_s())
-        return step_factor(slow, self._jitter, self._random)
+    def _run_seconds(self, batch: ScheduledBatch, num_steps: int) -> deque[float]:
+        """What the next steps take a device with which nothing is wrong."""
+        if num_steps <= 1:
+            return deque([self._step_s(batch)] * num_steps)
+        rows = [self._row(slot) for slot in batch.slots]
+        contexts = [(row.lane, row.num_computed + 1) for row in rows]
+        return deque(self._timing.decode_run_s(contexts, num_steps))
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        self.num_rows = len(batch.slots)
         for seq in batch.new:
             self._rows[seq.slot] = _Row(seq, keeps_tokens=self._models_kv)
         if self._models_kv:

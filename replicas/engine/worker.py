@@ -28,7 +28,7 @@ from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator, resolve_mesh_generator
-from replicas.generators.simulated.device import SimulatedMesh, WallClock
+from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, WallClock
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
@@ -174,10 +174,11 @@ class Worker:
         shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
         assert self._generator is not None
         kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, hf.num_hidden_layers)
-        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len, _wait)
+        device = self._device
+        wait = device.wait if isinstance(device, SimulatedMesh) else _wait
+        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len, wait)
         if config.kv_connector is None:
             return None
-        device = self._device
         step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
         settings = msgspec.structs.replace(
             connector_settings(config, self._incarnation, self._faults.unix_now_s, step_now_s),
@@ -331,13 +332,11 @@ class Worker:
         )
 
     def _simulated_mesh(self, mesh: SimulatedMeshConfig) -> SimulatedMesh:
+        faults = self._faults
         return SimulatedMesh(
             engine_timing(self._config, mesh, mesh.compile_s),
             WallClock(),
-            faults=self._faults.faults,
-            plan_clock=self._faults.clock,
-            jitter=mesh.jitter,
-            seed=self._incarnation,
+            DeviceTimeline(faults.faults, faults.clock, mesh.jitter, seed=self._incarnation),
         )
 
     def _kv_io(self, kv_cache: KVCache) -> KVDeviceIO:

@@ -27,7 +27,7 @@ _FIRST_S = 8.0
 tokens here. `replicas.engine.pulse`."""
 _FACTOR = 4.0
 """And how many times as long as the longest before it any other; `replicas.engine.pulse.FACTOR`."""
-_NO_TURN = Turn([], None)
+_NO_TURN = Turn(0.0, [], None)
 
 
 class Process(Protocol):

@@ -1,7 +1,8 @@
 """The simulated mesh as a device: it makes a step take as long as the model of time says.
 
-Owner of the random stream that jitter draws on; the clock sleeps time away (`WallClock`, in a real
-replica) or adds it up (in tests). The simulator's worker does without a mesh.
+What it is given it does in that order, beside its host, who may go on and wait for the end later.
+The clock sleeps time away (`WallClock`, in a real replica) or adds it up (in tests). The
+simulator's worker does without a mesh, on a `DeviceTimeline` of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from replicas.faults import NO_FAULTS, PlanClock, ReplicaFaults
+from replicas.faults import NO_FAULTS, PlanClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,9 +61,70 @@ def busy(clock: DeviceClock, seconds: float) -> Iterator[None]:
     clock.spend(until_s - clock.now_s())
 
 
-def step_factor(slow: float, jitter: float, chance: random.Random) -> float:
-    """What the seconds of a step are multiplied with; draws only where there is jitter."""
-    return slow * math.exp(chance.gauss(0.0, jitter)) if jitter else slow
+class Slowdown(Protocol):
+    """What is wrong with a device; see `replicas.faults.ReplicaFaults`."""
+
+    def slow_factor(self, now_s: float) -> float:
+        """How many times as long a step takes that starts now."""
+        ...
+
+    def hang_left_s(self, now_s: float) -> float:
+        """How long a step takes at least that starts now."""
+        ...
+
+
+class DeviceTimeline:
+    """When a device is done with what it is given: one thing after another, each in its time.
+
+    The one rule of that, of a real replica's simulated mesh and of the simulator's. Owner of the
+    random stream that jitter draws on. Pure: the present is handed in.
+
+    Args:
+        faults: What is wrong with the device; a step is slow, or hangs, that starts while it is so.
+        plan_clock: Tells the faults' time from the clock's.
+        jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
+        seed: Of the jitter.
+
+    Attributes:
+        free_s: When it is done with all that it was given.
+        busy_s: Seconds of all that it was given.
+    """
+
+    def __init__(
+        self,
+        faults: Slowdown = NO_FAULTS,
+        plan_clock: PlanClock | None = None,
+        jitter: float = 0.0,
+        seed: str = "",
+    ) -> None:
+        self.free_s = -math.inf
+        self.busy_s = 0.0
+        self._faults = faults
+        self._plan_clock = plan_clock or PlanClock()
+        self._jitter = jitter
+        self._random = random.Random(seed)
+
+    def begin(self, now_s: float, device_s: float) -> float:
+        """Give it something to do, behind all that it has; returns when that is over.
+
+        Args:
+            now_s: The present.
+            device_s: What it takes a device with which nothing is wrong.
+        """
+        started_s = max(now_s, self.free_s)
+        plan_s = self._plan_clock.plan_s(started_s)
+        factor = self._faults.slow_factor(plan_s)
+        if self._jitter:
+            factor *= math.exp(self._random.gauss(0.0, self._jitter))
+        # A device that hangs takes until it answers again.
+        seconds = max(device_s * factor, self._faults.hang_left_s(plan_s))
+        self.busy_s += seconds
+        self.free_s = started_s + seconds
+        return self.free_s
+
+    def rewind(self, free_s: float, busy_s: float) -> None:
+        """Take back what it was given last: it is as it was when it was so."""
+        self.free_s, self.busy_s = free_s, busy_s
 
 
 class SimulatedMesh:
@@ -71,34 +133,33 @@ class SimulatedMesh:
     Args:
         timing: What each step costs.
         clock: Where that time goes.
-        faults: What is wrong with this replica; a device knows of being slow and of hanging.
-        plan_clock: Tells the faults' time from the clock's.
-        jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
-        seed: Of the jitter.
+        timeline: Of this device; None: nothing is wrong with it.
+
+    Attributes:
+        timing: As given.
+        clock: As given.
+        timeline: As given.
     """
 
     def __init__(
-        self,
-        timing: StepTiming,
-        clock: DeviceClock,
-        *,
-        faults: ReplicaFaults = NO_FAULTS,
-        plan_clock: PlanClock | None = None,
-        jitter: float = 0.0,
-        seed: str = "",
+        self, timing: StepTiming, clock: DeviceClock, timeline: DeviceTimeline | None = None
     ) -> None:
         self.timing = timing
         self.clock = clock
-        self._faults = faults
-        self._plan_clock = plan_clock or PlanClock()
-        self._jitter = jitter
-        self._random = random.Random(seed)
+        self.timeline = timeline or DeviceTimeline()
 
-    def busy(self, device_s: float) -> contextlib.AbstractContextManager[None]:
-        """Make the body take `device_s`, times what faults and jitter make of it.
+    def begin(self, device_s: float) -> float:
+        """Let it work on something as soon as it is free; returns the event that it is done."""
+        return self.timeline.begin(self.clock.now_s(), device_s)
 
-        A device that hangs takes until it answers again.
-        """
-        plan_s = self._plan_clock.plan_s(self.clock.now_s())
-        factor = step_factor(self._faults.slow_factor(plan_s), self._jitter, self._random)
-        return busy(self.clock, max(device_s * factor, self._faults.hang_left_s(plan_s)))
+    def wait(self, event: object) -> None:
+        """Wait for an event of `begin`."""
+        assert isinstance(event, float), "an event of this device is a time"
+        self.clock.spend(event - self.clock.now_s())
+
+    @contextlib.contextmanager
+    def busy(self, device_s: float) -> Iterator[None]:
+        """Work on something to its end: what the body computes is part of it, not on top."""
+        event = self.begin(device_s)
+        yield
+        self.wait(event)

@@ -10,6 +10,7 @@ Source of the interface: see `replicas.generators.protocol`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -46,6 +47,23 @@ _NUM_WARM_UPS = 4
 """Prefill and decode, each compiled and captured: every one is a quarter of the warm-up."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceOutput:
+    """What a decode call has left on the device: (B, 1) tokens or (B, 1, V) logits, and when."""
+
+    host: torch.Tensor
+    event: float
+
+
+@dataclass(slots=True)
+class _Resident:
+    """What the device goes on from: (B, 1) tokens, (B,) their positions, (B, K) page table."""
+
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
+    page_table: npt.NDArray[np.int32]
+
+
 class SimulatedGenerator:
     """A text-only decoder on a `SimulatedMesh`.
 
@@ -67,6 +85,8 @@ class SimulatedGenerator:
         self._next_token = NextToken(config.vocab_size, config.eos_token_id)
         self._max_batch_size = max_batch_size
         self._num_lanes = num_lanes
+        # Of the last decode call, if that has drawn its tokens and nothing else has run since.
+        self._resident: _Resident | None = None
 
     @classmethod
     def initialize_vllm_model(
@@ -175,6 +195,7 @@ class SimulatedGenerator:
             ValueError: A slot is out of range, or an option is not supported.
         """
         _refuse_layers(page_tables_per_layer)
+        self._resident = None
         lanes = self._lanes_of(np.asarray(empty_slots, dtype=np.int64))
         starts, ends = start_pos.tolist(), prompt_lens.tolist()
         chunks = list(zip(lanes.tolist(), starts, ends, strict=True))
@@ -204,51 +225,82 @@ class SimulatedGenerator:
         reset_sampling_state: bool = False,
         slot_remap: torch.Tensor | None = None,
         **kwargs: object,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | DeviceOutput:
         """Decode; see `Generator.decode_forward`.
 
         Returns:
             (B, 1, V) float32, one-hot; with `sampling_params` int32 (B, 1). Zero where the position
-            is -1.
+            is -1. Left on the device without `read_from_device`.
 
         Raises:
             TypeError: `reset_batch` was passed.
-            ValueError: The batch is not `max_batch_size` rows, or an option is not supported.
+            ValueError: The batch is not `max_batch_size` rows, the device has nothing to go on
+                from, or an option is not supported.
         """
         if "reset_batch" in kwargs:
             raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
-        if not reload_inputs:
-            raise ValueError("needs reload_inputs: supports_async_decode is False")
         _refuse_layers(page_tables_per_layer)
         if len(start_pos) != self._max_batch_size:
             raise ValueError(f"{len(start_pos)} rows for a batch of {self._max_batch_size}")
-        live = np.flatnonzero(start_pos.numpy() >= 0)
-        lanes, positions = self._lanes_of(live), start_pos.numpy()[live].astype(np.int64)
-        rows = list(zip(lanes.tolist(), (positions + 1).tolist(), strict=True))
-        with self._mesh.busy(self._mesh.timing.decode_s(rows)):
-            width = int(positions.max(initial=0)) // kv_cache.block_size + 1
-            tables = page_table.numpy()[live, :width]
-            kv_cache.write_rows(lanes, tables, tokens.numpy()[live, 0], positions)
-            token_ids = self._next_token(kv_cache.context_sums(lanes, tables, positions + 1))
-        output = torch.zeros((len(start_pos), 1), dtype=torch.int32)
-        output.numpy()[live, 0] = token_ids
-        if sampling_params is not None:
-            return output
-        logits = self._one_hot(output)
-        logits[start_pos < 0] = 0.0
-        return logits
+        if reload_inputs:
+            positions = start_pos.numpy().astype(np.int64)
+            found = _Resident(tokens.numpy(), positions, page_table.numpy().copy())
+        elif self._resident is None:
+            raise ValueError("needs reload_inputs: the device has not drawn the tokens before")
+        else:
+            found = self._resident
+            if reload_page_table:
+                found.page_table = page_table.numpy().copy()
+        live = np.flatnonzero(found.positions >= 0)
+        lanes, rows = self._lanes_of(live), found.positions[live]
+        contexts = list(zip(lanes.tolist(), (rows + 1).tolist(), strict=True))
+        # From here on the device works beside the host; what is computed here is part of that.
+        event = self._mesh.begin(self._mesh.timing.decode_s(contexts))
+        output = self._decode(found, live, lanes, rows, kv_cache)
+        self._resident = None
+        host = torch.from_numpy(output)
+        if sampling_params is None:
+            host = self._one_hot(host)
+            host[torch.from_numpy(found.positions < 0)] = 0.0
+        else:
+            found.positions[live] += 1
+            self._resident = _Resident(output, found.positions, found.page_table)
+        left = DeviceOutput(host, event)
+        return self._read(left) if read_from_device else left
 
     def read_decode_output(
-        self, tt_out: torch.Tensor, async_read: bool = True
+        self, tt_out: DeviceOutput, async_read: bool = True
     ) -> tuple[torch.Tensor, list[object]]:
-        """Return the output and no events."""
-        return tt_out, []
+        """Return the output, and with `async_read` the event that it is there."""
+        if async_read:
+            return tt_out.host, [tt_out.event]
+        return self._read(tt_out), []
 
     def process_decode_output_host(
         self, tt_out: torch.Tensor, is_tokens: bool = False
     ) -> torch.Tensor:
         """Return the output as it is."""
         return tt_out
+
+    def _decode(
+        self,
+        found: _Resident,
+        live: npt.NDArray[np.int64],
+        lanes: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        kv_cache: PagedKVCache,
+    ) -> npt.NDArray[np.int32]:
+        """Write the rows' KV; int32 (B, 1) of their next tokens, 0 in all others."""
+        width = int(positions.max(initial=0)) // kv_cache.block_size + 1
+        tables = found.page_table[live, :width]
+        kv_cache.write_rows(lanes, tables, found.tokens[live, 0], positions)
+        output = np.zeros((self._max_batch_size, 1), dtype=np.int32)
+        output[live, 0] = self._next_token(kv_cache.context_sums(lanes, tables, positions + 1))
+        return output
+
+    def _read(self, output: DeviceOutput) -> torch.Tensor:
+        self._mesh.wait(output.event)
+        return output.host
 
     def _warm_up(self) -> None:
         with self._mesh.busy(self._mesh.timing.warm_up_s() / _NUM_WARM_UPS):

@@ -39,7 +39,7 @@ T = TypeVar("T")
 CAPABILITIES: ModelCapabilities = {
     "supports_prefix_caching": True,
     "supports_chunked_prefill": True,
-    "supports_async_decode": False,
+    "supports_async_decode": True,
     "supports_sample_on_device": True,
     "supports_sample_in_prefill": True,
     "device_draws_keep_no_state": True,

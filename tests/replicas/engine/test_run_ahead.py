@@ -185,7 +185,11 @@ class Engine:
             tokens = self.device(batch)
             outputs = self.scheduler.update(batch, StepResult(tokens, 0.0))
         else:
-            outputs = self.scheduler.update_run(batch, self.device_run(batch, num_steps))
+            tokens = self.device_run(batch, num_steps)
+            earlier = [row[:-1] for row in tokens]
+            self.scheduler.repeat(batch, earlier)
+            last = StepResult([row[-1] for row in tokens], 0.0)
+            outputs = self.scheduler.update(batch, last)._replace(earlier=earlier)
         for seq, output in events_of(outputs):
             self.outputs[seq.request_id].append(output)
         return num_steps

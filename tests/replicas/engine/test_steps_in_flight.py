@@ -6,14 +6,18 @@ to blocks which others had by then would change somebody's tokens.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.engine.step import ModelFacts
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
@@ -21,18 +25,19 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import take_events
 from tests.replicas.engine.fakes import KEYS, make_config
 from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
-from tests.replicas.generators.simulated.engines import FOUR_CHIPS, simulated_config
+from tests.replicas.generators.simulated.clocks import FakeClock
+from tests.replicas.generators.simulated.engines import FOUR_CHIPS, MODEL, simulated_config
 
 CLIENT = b"client"
 VOCAB_SIZE = 24
 TIMING = engine_timing(simulated_config(), FOUR_CHIPS, 0.0)
 
 
-class Device(OneWorker):
+class Device:
     """An executor that counts steps that were begun and not read."""
 
-    def __init__(self, worker):
-        super().__init__(worker)
+    def __init__(self, executor):
+        self.executor = executor
         self.most = self.num_submitted = self.num_open = 0
         self.rows = Counter()
 
@@ -44,21 +49,26 @@ class Device(OneWorker):
             self.rows.update(args[0].slots)
         if method == "collect_step":
             self.num_open -= 1
-        return super().collective_rpc(method, *args)
+        return self.executor.collective_rpc(method, *args)
+
+
+def virtual_device(config, num_blocks):
+    """The simulator's."""
+    facts = ModelFacts(
+        max_position_embeddings=64, vocab_size=VOCAB_SIZE, eos_token_ids=[0],
+        num_blocks=num_blocks, bytes_per_block=1, supports_mixed_batch=True,
+        supports_chunked_prefill=True, supports_prefix_caching=True,
+        supports_async_decode=True,
+    )  # fmt: skip
+    return OneWorker(virtual_worker(config, CountingClock(), timing=TIMING, facts=facts))
 
 
 class Engine:
-    """A core over a virtual device, and what its client has been told."""
+    """A core over a virtual device, or another, and what its client has been told."""
 
-    def __init__(self, steps_in_flight, config, num_blocks):
+    def __init__(self, steps_in_flight, config, num_blocks, make_device=virtual_device):
         config = msgspec.structs.replace(config, steps_in_flight=steps_in_flight, keys=KEYS)
-        facts = ModelFacts(
-            max_position_embeddings=64, vocab_size=VOCAB_SIZE, eos_token_ids=[0],
-            num_blocks=num_blocks, bytes_per_block=1, supports_mixed_batch=True,
-            supports_chunked_prefill=True, supports_prefix_caching=True,
-            supports_async_decode=True,
-        )  # fmt: skip
-        self.device = Device(virtual_worker(config, CountingClock(), timing=TIMING, facts=facts))
+        self.device = Device(make_device(config, num_blocks))
         self.core = EngineCore(config, self.device)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.num_requests = 0
@@ -148,8 +158,43 @@ def configs(draw):
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(configs(), ACTIONS)
 def test_two_steps_in_flight_give_the_tokens_of_one(world, actions):
+    assert_same_tokens(Engine(2, *world), Engine(1, *world), actions)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """Of so few tokens that one is soon a stop token."""
+    folder = tmp_path_factory.mktemp("model")
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    config |= {"vocab_size": VOCAB_SIZE, "eos_token_id": [0], "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), ACTIONS)
+def test_two_steps_in_flight_on_a_simulated_mesh_give_the_tokens_of_one(
+    small_model, world, actions
+):
+    """The whole worker: its batch, its reloads, the device that goes on by itself."""
+    config, num_blocks = world
+    config = msgspec.structs.replace(
+        config, model=small_model, simulated_mesh=FOUR_CHIPS, mixed_batches=None,
+        num_blocks=num_blocks,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "WallClock", FakeClock)
+        two, one = (Engine(n, config, num_blocks, mesh) for n in (2, 1))
+        assert_same_tokens(two, one, actions)
+
+
+def mesh(config, num_blocks):
+    """A real replica's, of which nobody waits for the clock."""
+    return UniProcExecutor(config)
+
+
+def assert_same_tokens(two, one, actions):
     """Of a request that was given up, one of the two may have told more."""
-    two, one = Engine(2, *world), Engine(1, *world)
     given_up = set()
     for action, *arguments in actions:
         for engine in (two, one):

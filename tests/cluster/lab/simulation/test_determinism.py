@@ -102,8 +102,6 @@ def test_steps_that_are_passed_over_change_nothing(seed):
         scenario,
         faults=(),
         network=msgspec.structs.replace(scenario.network, jitter_s=0.0),
-        # A step that has begun already does not wait for who comes meanwhile.
-        pools=tuple(msgspec.structs.replace(p, steps_in_flight=1) for p in scenario.pools),
     )
     fast = facts(calm)
     slow = facts(msgspec.structs.replace(calm, run_ahead=False))

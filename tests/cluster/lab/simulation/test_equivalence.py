@@ -80,7 +80,10 @@ def pool_of(draw, role):
         reservation_timeout_s=draw(st.sampled_from([120.0, 0.7])),
     )
     chunk_bytes = draw(st.sampled_from([1, 2**20]))
-    return spec._replace(transfer=TransferConfig(chunk_bytes=chunk_bytes, window_bytes=2000))
+    return spec._replace(
+        transfer=TransferConfig(chunk_bytes=chunk_bytes, window_bytes=2000),
+        facts=msgspec.structs.replace(spec.facts, supports_async_decode=draw(st.booleans())),
+    )
 
 
 @st.composite

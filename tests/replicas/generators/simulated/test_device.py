@@ -6,7 +6,7 @@ import pytest
 
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated import device
-from replicas.generators.simulated.device import SimulatedMesh, WallClock, busy
+from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, WallClock, busy
 from tests.replicas.generators.simulated.clocks import FakeClock
 
 
@@ -28,9 +28,10 @@ def test_work_that_took_longer_leaves_nothing_to_spend():
 def test_a_slow_device_takes_a_factor_longer_while_it_is_slow():
     clock = FakeClock(now_s=1000.0)
     slow = Fault(at_s=10.0, target="both/0", kind="slow", duration_s=5.0, factor=3.0)
-    mesh = SimulatedMesh(None, clock, faults=ReplicaFaults([slow]), plan_clock=PlanClock(-1000.0))
     spent = []
     for now_s in (1009.9, 1010.0, 1014.9, 1015.0):
+        timeline = DeviceTimeline(ReplicaFaults([slow]), PlanClock(-1000.0))
+        mesh = SimulatedMesh(None, clock, timeline)
         clock.time_s = now_s
         with mesh.busy(1.0):
             pass
@@ -38,10 +39,49 @@ def test_a_slow_device_takes_a_factor_longer_while_it_is_slow():
     assert spent == [pytest.approx(x) for x in (1.0, 3.0, 3.0, 1.0)]
 
 
+def test_one_thing_after_another_beside_the_host():
+    clock = FakeClock(now_s=5.0)
+    mesh = SimulatedMesh(None, clock)
+    first, second = mesh.begin(1.0), mesh.begin(2.0)
+    assert (first, second, clock.spent) == (6.0, 8.0, [])
+    clock.time_s = 5.5  # what the host does meanwhile
+    mesh.wait(first)
+    assert clock.time_s == 6.0
+    with mesh.busy(0.25):
+        assert clock.time_s == 6.0, "the host goes on, the device is busy"
+    assert clock.time_s == 8.25
+    clock.time_s = 9.0
+    mesh.wait(second)
+    assert clock.time_s == 9.0, "long over"
+    assert mesh.begin(1.0) == 10.0, "it has been idle"
+    assert (mesh.timeline.busy_s, mesh.timeline.free_s) == (4.25, 10.0)
+
+
+def test_what_is_wrong_with_a_device_counts_when_a_step_starts_and_not_when_it_is_given():
+    entries = [
+        Fault(at_s=1.0, target="both/0", kind="slow", duration_s=0.5, factor=4.0),
+        Fault(at_s=7.0, target="both/0", kind="hang", duration_s=3.0),
+    ]
+    timeline = DeviceTimeline(ReplicaFaults(entries))
+    assert [timeline.begin(0.0, 1.0) for _ in range(4)] == [1.0, 5.0, 6.0, 7.0]
+    assert timeline.begin(0.0, 1.0) == 10.0, "it hangs"
+    assert timeline.begin(0.0, 1.0) == 11.0
+
+
+def test_steps_that_are_taken_back_have_not_been():
+    timeline = DeviceTimeline()
+    timeline.begin(1.0, 2.0)
+    before = timeline.free_s, timeline.busy_s
+    timeline.begin(1.0, 2.0)
+    timeline.rewind(*before)
+    assert timeline.begin(1.0, 0.5) == 3.5
+    assert timeline.busy_s == 2.5
+
+
 def test_jitter_is_lognormal_and_the_same_for_the_same_seed():
     def logs(seed):
         clock = FakeClock()
-        mesh = SimulatedMesh(None, clock, jitter=0.02, seed=seed)
+        mesh = SimulatedMesh(None, clock, DeviceTimeline(jitter=0.02, seed=seed))
         for _ in range(2000):
             with mesh.busy(1.0):
                 pass

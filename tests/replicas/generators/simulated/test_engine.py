@@ -8,12 +8,15 @@ import pytest
 
 from replicas.engine import worker
 from replicas.engine.batch import PersistentBatch
+from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError
+from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
-from tests.replicas.generators.simulated.clocks import NullClock
+from tests.replicas.generators.simulated.clocks import FakeClock, NullClock
 from tests.replicas.generators.simulated.engines import (
     FOUR_CHIPS,
     N150,
@@ -38,14 +41,15 @@ def _no_time(monkeypatch):
     monkeypatch.setattr(worker, "WallClock", NullClock)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("stagger", [0, 3])
 @pytest.mark.parametrize(
     "settings",
     [{**WHOLE, **MISS}, {**CHUNKED, **MISS}, WHOLE, CHUNKED, {**CHUNKED, **FOUR_LANES}],
     ids=["whole", "chunked", "whole, prefix cache", "chunked, prefix cache", "four lanes"],
 )
-def test_tokens_are_those_expected(settings, stagger):
-    with engine_core(simulated_config(**settings)) as core:
+def test_tokens_are_those_expected(settings, stagger, steps_in_flight):
+    with engine_core(simulated_config(**settings, steps_in_flight=steps_in_flight)) as core:
         found = generate(core, PROMPTS, SAMPLING, stagger=stagger)
     assert found == right_tokens(PROMPTS, NUM_NEW)
 
@@ -59,14 +63,46 @@ def test_prompts_found_in_the_prefix_cache_give_the_same(settings):
     assert found == right_tokens(PROMPTS, NUM_NEW)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("settings", [MISS, {}], ids=["no prefix cache", "prefix cache"])
-def test_preempted_sequences_give_the_same(settings):
+def test_preempted_sequences_give_the_same(settings, steps_in_flight):
     prompts = [[100 * i + j for j in range(60)] for i in range(8)]
     sampling = SamplingParams(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
-    with engine_core(simulated_config(num_blocks=20, **settings)) as core:
+    with engine_core(
+        simulated_config(num_blocks=20, steps_in_flight=steps_in_flight, **settings)
+    ) as core:
         found = generate(core, prompts, sampling)
         assert num_preemptions(core) > 0
     assert found == right_tokens(prompts, 40)
+
+
+class BusyHost(FakeClock):
+    """Whoever looks at it has taken a tenth of a millisecond."""
+
+    def now_s(self) -> float:
+        self.time_s += 1e-4
+        return self.time_s
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_the_device_does_not_wait_for_the_host_where_two_steps_are_in_flight(
+    steps_in_flight, monkeypatch
+):
+    monkeypatch.setattr(worker, "WallClock", BusyHost)
+    config = simulated_config(steps_in_flight=steps_in_flight)
+    executor = UniProcExecutor(config)
+    core, timeline = EngineCore(config, executor), executor._worker._device.timeline
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
+    for i in range(8):
+        core.handle(b"c", AddRequest(EngineRequest(f"r{i}", [i + 1, 2, 3], sampling)), 0.0)
+    for _ in range(4):
+        core.step(0.0)
+    free_s, busy_s = timeline.free_s, timeline.busy_s
+    for _ in range(40):
+        core.step(0.0)
+    is_idle = timeline.free_s - free_s > timeline.busy_s - busy_s + 1e-6
+    assert is_idle == (steps_in_flight == 1)
+    core.shutdown()
 
 
 def test_sampling_cannot_change_them():

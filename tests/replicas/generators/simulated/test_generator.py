@@ -98,6 +98,95 @@ def test_tokens_come_without_logits_where_the_device_is_asked_for_them():
     assert not decoded[positions < 0].any()
 
 
+class Ahead:
+    """Decodes a few prompts on a device that is told no more than it needs."""
+
+    def __init__(self, clock=None):
+        self.clock = clock or FakeClock()
+        self.loop = make_loop(self.clock, lanes=2)
+        self.sequences = [self.loop.add(list(range(n, 2 * n)), 40) for n in (3, 14, 40)]
+        self.loop.step_prefill(self.sequences)
+        self.slots = [s.slot for s in self.sequences]
+        self.table = torch.zeros(8, self.loop.table_width, dtype=torch.int32)
+        self.table[self.slots] = self.loop._page_table(self.sequences)
+        self.tokens = torch.zeros(8, 1, dtype=torch.int32)
+        self.tokens[self.slots, 0] = torch.tensor([s.token_ids[-1] for s in self.sequences]).int()
+        self.positions = torch.full((8,), -1)
+        self.positions[self.slots] = torch.tensor([s.num_prompt_tokens for s in self.sequences])
+
+    def decode(self, **commands):
+        return self.loop.generator.decode_forward(
+            tokens=self.tokens, page_table=self.table, kv_cache=self.loop.cache,
+            start_pos=self.positions, enable_trace=True,
+            **{"sampling_params": object(), "read_from_device": False, **commands},
+        )  # fmt: skip
+
+    def wanted(self, num_tokens):
+        return [
+            expected_tokens(
+                s.token_ids[: s.num_prompt_tokens], num_tokens, CONFIG.vocab_size,
+                CONFIG.eos_token_id,
+            )
+            for s in self.sequences
+        ]  # fmt: skip
+
+
+def test_the_device_goes_on_from_its_own_tokens():
+    ahead = Ahead()
+    found = [ahead.decode()]
+    ahead.tokens.fill_(7)
+    ahead.positions.fill_(5)
+    kept, ahead.table = ahead.table, torch.zeros_like(ahead.table)
+    found += [ahead.decode(reload_inputs=False) for _ in range(8)]
+    # A block more: the table alone is new, and it may be written into after the call.
+    ahead.table = kept.clone()
+    found.append(ahead.decode(reload_inputs=False, reload_page_table=True))
+    ahead.table.zero_()
+    found += [ahead.decode(reload_inputs=False) for _ in range(8)]
+    outputs = []
+    for handle in found:
+        host, events = ahead.loop.generator.read_decode_output(handle, async_read=True)
+        assert len(events) == 1
+        tokens = ahead.loop.generator.process_decode_output_host(host, is_tokens=True)
+        outputs.append(tokens[ahead.slots, 0].tolist())
+    assert [list(row) for row in zip(*outputs, strict=True)] == [w[1:] for w in ahead.wanted(19)]
+
+
+def test_a_device_that_has_not_drawn_the_last_tokens_cannot_go_on():
+    for between in (
+        lambda ahead: ahead.decode(sampling_params=None),
+        lambda ahead: ahead.loop.step_prefill([ahead.loop.add([3, 4], 2)]),
+    ):
+        ahead = Ahead()
+        ahead.decode()
+        between(ahead)
+        with pytest.raises(ValueError, match="needs reload_inputs"):
+            ahead.decode(reload_inputs=False)
+
+
+def test_decodes_are_begun_without_waiting_and_waited_for_in_their_order():
+    clock = FakeClock()
+    ahead = Ahead(clock)
+    started_s, mesh = clock.time_s, ahead.loop.generator._mesh
+    first, second = ahead.decode(), ahead.decode(reload_inputs=False)
+    assert clock.time_s == started_s
+    rows = [(s.lane, s.num_prompt_tokens + 1) for s in ahead.sequences]
+    first_s = TIMING.decode_s(rows)
+    both_s = first_s + TIMING.decode_s([(lane, n + 1) for lane, n in rows])
+    for handle, after_s in ((first, first_s), (second, both_s)):
+        _, (event,) = ahead.loop.generator.read_decode_output(handle, async_read=True)
+        mesh.wait(event)
+        assert clock.time_s == pytest.approx(started_s + after_s)
+    third = ahead.decode(reload_inputs=False)
+    other = ahead.loop.add([3, 4, 5], 2)
+    ahead.loop.step_prefill([other])
+    third_s = TIMING.decode_s([(lane, n + 2) for lane, n in rows])
+    end_s = started_s + both_s + third_s + TIMING.prefill_s([(other.lane, 0, 3)])
+    assert clock.time_s == pytest.approx(end_s), "a prompt waits for the device"
+    assert ahead.loop.generator.read_decode_output(third, async_read=False)[1] == []
+    assert clock.time_s == pytest.approx(end_s), "it was over before"
+
+
 def test_calls_take_the_time_of_the_model_of_time():
     clock = FakeClock()
     loop = make_loop(clock, lanes=2)
