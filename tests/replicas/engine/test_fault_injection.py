@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -289,10 +291,17 @@ def test_frames_of_a_partition_never_arrive():
 
 
 class Starter:
-    """Starts engines that are ready well before their plans begin, on a machine of any speed."""
+    """Starts engines that are ready well before their plans begin, on a machine of any speed.
+
+    Owner: for any thread, of how long a start has taken at most.
+
+    Attributes:
+        turn: Whoever starts something has it: two at a time, or they would keep each other waiting.
+    """
 
     def __init__(self):
         self._longest_s = 0.0
+        self.turn = threading.Semaphore(2)
         self.start(config()).stop()
 
     def start(self, settings):
@@ -303,16 +312,17 @@ class Starter:
 
     def epoch(self):
         """When a plan may begin whose engine starts now, and then gets a client."""
-        return time.time() + 3 * self._longest_s + 3
+        return time.time() + 3 * self._longest_s + 6
 
     @contextlib.contextmanager
     def engine(self, *faults, **changes):
         """An engine that was ready before its plan began, and when that is."""
         for _ in range(5):
-            epoch_unix_s = self.epoch()
-            handle = self.start(config(*faults, epoch_unix_s=epoch_unix_s, **changes))
+            with self.turn:
+                epoch_unix_s = self.epoch()
+                handle = self.start(config(*faults, epoch_unix_s=epoch_unix_s, **changes))
             try:
-                if time.time() < epoch_unix_s - 2:
+                if time.time() < epoch_unix_s - 4:
                     yield handle, epoch_unix_s
                     return
             finally:
@@ -320,9 +330,21 @@ class Starter:
         pytest.fail("it was never ready in time")
 
 
+SCENARIOS = {}
+
+
+def scenario(run):
+    """Makes a function of a starter a case of `test_an_engine_with_a_plan`."""
+    SCENARIOS[run.__name__] = run
+    return run
+
+
 @pytest.fixture(scope="module")
-def starter():
-    return Starter()
+def outcomes():
+    """Every scenario at once, each with an engine of its own: they wait for most of their time."""
+    starter = Starter()
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        yield {name: pool.submit(run, starter) for name, run in SCENARIOS.items()}
 
 
 def drive(coroutine):
@@ -416,8 +438,8 @@ def wait_gone(pids):
     wait_for(lambda: all(status(p)[:1] in {(), ("Z",)} for p in pids), f"{pids} have ended")
 
 
-@pytest.mark.process
-def test_a_killed_engine_dies_once_and_not_again_after_its_restart(starter):
+@scenario
+def a_killed_engine_dies_once_and_not_again_after_its_restart(starter):
     async def run(handle):
         async with connected(handle) as client:
             await assert_serves(handle, client)
@@ -454,8 +476,8 @@ def test_an_engine_that_clings_is_killed_by_whoever_stops_it():
     assert handle.wait() == -signal.SIGKILL
 
 
-@pytest.mark.process
-def test_a_hung_device_is_told_of_while_it_hangs_and_costs_no_token(starter):
+@scenario
+def a_hung_device_is_told_of_while_it_hangs_and_costs_no_token(starter):
     moves = []
     hang = fault(0.5, "hang", duration_s=16.0)
 
@@ -476,8 +498,8 @@ def test_a_hung_device_is_told_of_while_it_hangs_and_costs_no_token(starter):
         assert handle.is_alive
 
 
-@pytest.mark.process
-def test_messages_wait_before_a_full_inbox_and_none_is_lost(starter):
+@scenario
+def messages_wait_before_a_full_inbox_and_none_is_lost(starter):
     waits = []
 
     async def run(handle, epoch_unix_s):
@@ -496,8 +518,8 @@ def test_messages_wait_before_a_full_inbox_and_none_is_lost(starter):
     assert max(end_s - began_s for began_s, end_s in waits) > 2.0, "it did wait"
 
 
-@pytest.mark.process
-def test_a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
+@scenario
+def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
     long = Abort(["x" * MAX_REQUEST_ID_CHARS] * 128)
     lost = []
 
@@ -520,9 +542,17 @@ def test_a_connection_that_is_not_read_for_long_stays_and_brings_everything(star
     assert NUM_BEHIND * len(encode(long)) > 64 << 20, "more than queues and the kernel take"
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("kind", ["deaf", "mute"])
-def test_a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, kind):
+@scenario
+def a_deaf_engine_breaks_and_leaves_nothing(starter):
+    a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, "deaf")
+
+
+@scenario
+def a_mute_engine_breaks_and_leaves_nothing(starter):
+    a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, "mute")
+
+
+def a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, kind):
     lost = asyncio.Event()
 
     async def run(handle):
@@ -539,8 +569,8 @@ def test_a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, kind):
         drive(run(handle))
 
 
-@pytest.mark.process
-def test_a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(starter):
+@scenario
+def a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(starter):
     short, long = fault(0, "freeze", duration_s=0.5), fault(1.5, "freeze", duration_s=11.0)
 
     async def run(handle):
@@ -574,8 +604,8 @@ def test_nothing_is_left_of_an_engine_that_dies_before_its_faults():
     handle.stop()
 
 
-@pytest.mark.process
-def test_an_engine_that_is_frozen_for_ever_can_be_stopped(starter):
+@scenario
+def an_engine_that_is_frozen_for_ever_can_be_stopped(starter):
     with starter.engine(fault(0, "freeze")) as (handle, _):
         handle._stop_s = DEADLINE_S
         pid = handle.description.pid
@@ -586,8 +616,8 @@ def test_an_engine_that_is_frozen_for_ever_can_be_stopped(starter):
     wait_gone(helpers)
 
 
-@pytest.mark.process
-def test_an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
+@scenario
+def an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
     code = (
         "import sys, msgspec\n"
         "from replicas.config import EngineConfig\n"
@@ -596,13 +626,15 @@ def test_an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
         "print(handle.description.pid, flush=True)\n"
         "handle.wait()\n"
     )
-    frozen = config(fault(0, "freeze"), epoch_unix_s=starter.epoch())
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, msgspec.json.encode(frozen).decode()],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    with starter.turn:
+        frozen = config(fault(0, "freeze"), epoch_unix_s=starter.epoch())
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code, msgspec.json.encode(frozen).decode()],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started = parent.stdout.readline()
     try:
-        pid = int(parent.stdout.readline())
+        pid = int(started)
         family = [pid, *children(pid)]
         assert len(family) == 2
         wait_for(lambda: status(pid)[0] == "T", "frozen")
@@ -614,8 +646,8 @@ def test_an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
         parent.stdout.close()
 
 
-@pytest.mark.process
-def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(starter):
+@scenario
+def a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(starter):
     async def run(handle):
         lost = []
         async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
@@ -633,10 +665,8 @@ def test_a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_
         drive(run(handle))
 
 
-@pytest.mark.process
-def test_a_partition_shorter_than_the_silence_breaks_connections_and_loses_no_token_quietly(
-    starter,
-):
+@scenario
+def a_partition_shorter_than_the_silence_breaks_connections_and_loses_no_token_quietly(starter):
     async def run(handle):
         lost = []
         async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
@@ -651,6 +681,12 @@ def test_a_partition_shorter_than_the_silence_breaks_connections_and_loses_no_to
 
     with starter.engine(fault(0, "partition", duration_s=1.0)) as (handle, _):
         drive(run(handle))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_engine_with_a_plan(outcomes, name):
+    outcomes[name].result()
 
 
 @pytest.mark.process

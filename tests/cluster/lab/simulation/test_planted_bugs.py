@@ -309,12 +309,18 @@ def first_failing(most_events):
 
 
 LATE = {
+    cancelled_load_still_writes,
     expired_lease_is_served,
+    full_engine_queue_loses_requests,
+    full_inbox_loses_messages,
     hang_is_not_ended,
     question_without_an_answer_is_waited_for,
     replaced_engine_is_ended_with_requests,
+    requests_of_a_dead_ingress_go_on,
+    stall_is_not_told,
+    stalled_engine_is_given_requests,
 }
-"""They show only after many scenarios."""
+"""They show only after many scenarios; the others show quickly that such things are found."""
 
 
 @pytest.mark.parametrize(
