@@ -80,7 +80,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLeases.settings = settings(stateful_step_count=30)
 
 
 def test_a_lease_is_not_revived_by_a_late_renewal() -> None:

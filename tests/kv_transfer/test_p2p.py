@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.connector import (
@@ -255,7 +255,6 @@ def test_what_follows_the_last_token_never_stays(path: str, where: str) -> None:
     pair.assert_delivered()
 
 
-@settings(max_examples=120)
 @given(
     path=st.sampled_from(["inline", "shared", "mixed"]),
     faults=st.builds(

@@ -260,7 +260,7 @@ BODY = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("path", [*PROMPTS, "/tokenize", "/detokenize"])
 def test_no_body_is_an_internal_error(path):
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data):
         few = data.draw(st.lists(st.sampled_from(FIELDS), max_size=5))

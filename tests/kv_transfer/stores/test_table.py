@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestStore.settings = settings(stateful_step_count=40)
 
 
 def test_the_longest_unused_value_goes_first() -> None:

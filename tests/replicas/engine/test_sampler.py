@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.engine.sampler import sample
@@ -41,6 +41,8 @@ def distribution(logits, temperature, top_k, top_p):
     return {token: weights[token] / mass for token in nucleus}
 
 
+# A share of the examples, as each is two thousand draws.
+@settings(max_examples=settings().max_examples // 4)
 @given(
     logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB),
     temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
