@@ -1,14 +1,16 @@
-"""What the files of this folder share: `harness` by its bare name, and a server started once."""
+"""What the files of this folder share: its modules by their bare names, and servers."""
 
 import signal
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
+import tiny_server
 
 from cluster.lifecycle import supervisor
 
@@ -24,3 +26,28 @@ def interrupted_server():
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory):
+    """One prefill engine and one decode engine with two lanes, behind HAProxy and Serve.
+
+    It is that of `test_serving*.py`, which come one after the other as a host has room for one
+    cluster: what clients get, then clients that mean harm, then deaths, the server's own at last.
+    """
+    port = supervisor.free_port()
+    path = tmp_path_factory.mktemp("serving") / "serve.yaml"
+    path.write_text(tiny_server.serve_file(port))
+    server = harness.LocalServer(["--config", str(path)], port)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="package")
+def client(server):
+    """An OpenAI client of that server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

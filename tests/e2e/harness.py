@@ -262,10 +262,10 @@ class RayCluster:
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
         }
-        subprocess.run(
+        self._token = subprocess.run(
             ["ray", "get-auth-token", "--generate"],
-            env=self.environment, check=True, capture_output=True,
-        )  # fmt: skip
+            env=self.environment, check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
         self._log = self.folder / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -301,18 +301,24 @@ class RayCluster:
         )  # fmt: skip
         return done.stdout
 
-    def applications(self, *status: str) -> dict[str, Any]:
-        """The applications that `serve status` shows.
-
-        Args:
-            status: The command; default `serve status`.
-        """
+    def status(self, *command: str) -> dict[str, Any]:
+        """The applications that a command shows, `serve status` or `ray serve status`."""
         import yaml
 
-        text = self.run(*(status or ("serve", "status")))
+        text = self.run(*command)
         start = text.find("proxies:")
         assert start >= 0, text
         applications: dict[str, Any] = yaml.safe_load(text[start:])["applications"]
+        return applications
+
+    def applications(self) -> dict[str, Any]:
+        """The same from the dashboard: a command takes seconds of processor from what starts."""
+        request = urllib.request.Request(
+            f"{self.environment['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/",
+            headers={"Authorization": f"Bearer {self._token}"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            applications: dict[str, Any] = json.loads(reply.read())["applications"]
         return applications
 
     def stop(self, deadline_s: float = 45.0) -> None:

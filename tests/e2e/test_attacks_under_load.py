@@ -19,11 +19,11 @@ import harness
 import msgspec
 import pytest
 import yaml
+from tiny_server import is_idle, metrics
 
 from cluster.lifecycle import haproxy, supervisor
 from tests.cluster.engines import model_folder, prompts
 from tests.e2e import attacker, steady_streams
-from tests.e2e.test_serving import is_idle, metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

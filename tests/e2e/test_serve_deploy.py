@@ -29,46 +29,29 @@ def cluster(interrupted_server):
 
 
 @pytest.mark.parametrize("words", [SERVE, pytest.param(RAY_SERVE, marks=pytest.mark.slow)])
-def test_deployed_config_serves_on_its_port_and_is_gone_after_shutdown(cluster, tmp_path, words):
+def test_deployed_config_serves_and_is_gone_after_shutdown_and_wrong_ones_give_the_reason(
+    cluster, tmp_path, words
+):
     file, port = demo_on_free_port()
+    reasons = add_wrong(file)
     assert "Sent deploy request successfully" in deploy(cluster, words, tmp_path, file)
     url = f"http://127.0.0.1:{port}"
-    # Asked first, as each command takes the processor from what starts; what is wrong shows below.
-    with contextlib.suppress(AssertionError):
-        harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
-    application = wait_for_end(cluster, words)["ttserve"]
+    harness.wait_for(lambda: have_ended(cluster.applications()), 240, "RUNNING or DEPLOY_FAILED")
+    applications = cluster.status(*words, "status")
+    assert applications.keys() == {"ttserve", *reasons}
+    application = applications.pop("ttserve")
     assert application["status"] == "RUNNING", application
     assert {d["status"] for d in application["deployments"].values()} == {"HEALTHY"}
+    for name, wrong in applications.items():
+        assert wrong["status"] == "DEPLOY_FAILED", wrong
+        assert reasons[name] in wrong["message"].splitlines()[-1]
     harness.wait_for(lambda: is_healthy(url), 30, "healthy endpoint")
     body = {"model": "demo", "prompt": "Return the", "max_tokens": 8, "stream": True}
     assert [*harness.stream_events(url, "/v1/completions", body)][-1] == "[DONE]"
     check_private(cluster)
-    shut_down(cluster, words)
+    cluster.run(*words, "shutdown", "-y")
+    harness.wait_for(lambda: not cluster.applications(), 60, "no application")
     harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
-
-
-def test_wrong_args_fail_the_deployment_with_the_reason(cluster, tmp_path):
-    file, _ = demo_on_free_port()
-    [right] = file["applications"]
-    reasons = {}
-    file["applications"] = []
-    for change, reason in (
-        ({"poools": {}}, "poools"),
-        ({"engine": {"block_size": "many"}}, "args.engine.block_size"),
-        ({"model": "/no/such/model"}, "/no/such/model"),
-    ):
-        name = f"wrong-{len(reasons)}"
-        wrong = copy.deepcopy(right) | {"name": name, "route_prefix": f"/{name}"}
-        wrong["args"].update(change)
-        file["applications"].append(wrong)
-        reasons[name] = reason
-    deploy(cluster, RAY_SERVE, tmp_path, file)
-    applications = wait_for_end(cluster, RAY_SERVE)
-    assert applications.keys() == reasons.keys()
-    for name, application in applications.items():
-        assert application["status"] == "DEPLOY_FAILED", application
-        assert reasons[name] in application["message"].splitlines()[-1]
-    shut_down(cluster, RAY_SERVE)
 
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
@@ -98,6 +81,23 @@ def demo_on_free_port():
     return file, port
 
 
+def add_wrong(file):
+    """Add applications that cannot start; returns the reason of each by its name."""
+    [right] = file["applications"]
+    reasons = {}
+    for change, reason in (
+        ({"poools": {}}, "poools"),
+        ({"engine": {"block_size": "many"}}, "args.engine.block_size"),
+        ({"model": "/no/such/model"}, "/no/such/model"),
+    ):
+        name = f"wrong-{len(reasons)}"
+        wrong = copy.deepcopy(right) | {"name": name, "route_prefix": f"/{name}"}
+        wrong["args"].update(change)
+        file["applications"].append(wrong)
+        reasons[name] = reason
+    return reasons
+
+
 def deploy(cluster: harness.RayCluster, words: tuple[str, ...], folder: Path, file: object) -> str:
     """Deploy a config; returns what the command printed."""
     path = folder / "serve.yaml"
@@ -111,17 +111,7 @@ def is_healthy(url: str) -> bool:
     return False
 
 
-def wait_for_end(cluster: harness.RayCluster, words: tuple[str, ...]) -> dict[str, dict]:
-    """Poll until every application runs or has failed; returns them by name."""
-
-    def ended() -> dict[str, dict] | None:
-        applications = cluster.applications(*words, "status")
-        statuses = {application["status"] for application in applications.values()}
-        return applications if statuses and statuses <= {"RUNNING", "DEPLOY_FAILED"} else None
-
-    return harness.wait_for(ended, 120, "RUNNING or DEPLOY_FAILED")
-
-
-def shut_down(cluster: harness.RayCluster, words: tuple[str, ...]) -> None:
-    cluster.run(*words, "shutdown", "-y")
-    harness.wait_for(lambda: not cluster.applications(*words, "status"), 60, "no application")
+def have_ended(applications: dict[str, dict]) -> bool:
+    """Whether there are applications, and each runs or has failed."""
+    statuses = {application["status"] for application in applications.values()}
+    return bool(statuses) and statuses <= {"RUNNING", "DEPLOY_FAILED"}

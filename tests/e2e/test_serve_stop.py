@@ -1,7 +1,7 @@
 """A local server stops whole: no process, port or shared memory is left, however it is told.
 
 Where a test ends a server that other tests have used, it is the last one of their file:
-`test_fault_plan.py` (a second interrupt), `test_serving.py` (a killed supervisor).
+`test_fault_plan.py` (a second interrupt), `test_serving_losses.py` (a killed supervisor).
 """
 
 import json

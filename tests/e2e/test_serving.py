@@ -1,26 +1,28 @@
-"""A whole `ttserve serve` on a tiny model: what clients get, what it counts, what a death costs.
-
-One server for the module; the last tests kill its decode engine, and then its supervisor.
-"""
+"""A whole `ttserve serve` on a tiny model: what clients get, and what it counts."""
 
 import asyncio
 import http.client
 import json
-import os
 import re
-import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import harness
-import openai
 import pytest
-import yaml
-from prometheus_client.parser import text_string_to_metric_families
+from tiny_server import (
+    BLOCK_SIZE,
+    GREEDY,
+    LONG,
+    MODEL,
+    added,
+    labels_of,
+    metrics,
+    total,
+    wait_idle,
+)
 from typer.testing import CliRunner
 
 from cluster.cli import app as cli
-from cluster.lifecycle import supervisor
 from cluster.lifecycle.listeners import read_listeners
 from examples import server_client
 from kv_transfer.layout import ROW_TOKENS
@@ -31,52 +33,7 @@ from tests.cluster.engines import MAX_MODEL_LEN, engine_config, model_folder, pr
 
 pytestmark = pytest.mark.ray
 
-MODEL = "tiny"
-BLOCK_SIZE = 32
-LONG = 8000
 MESSAGES = [{"role": "user", "content": "How long is a block?"}]
-GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """One prefill engine and one decode engine with two lanes, behind HAProxy and Serve."""
-    port = supervisor.free_port()
-    path = tmp_path_factory.mktemp("serving") / "serve.yaml"
-    path.write_text(yaml.safe_dump(serve_file(port)))
-    server = harness.LocalServer(["--config", str(path)], port)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.close()
-
-
-def serve_file(port):
-    engine = {"block_size": BLOCK_SIZE, "dtype": "float32", "num_threads": 1, "num_blocks": 300}
-    pools = {
-        "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
-        "decode": {"engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
-    }
-    args = {
-        "model": str(model_folder()),
-        "model_name": MODEL,
-        "engine": engine,
-        "ingress": {"max_body_bytes": 100_000},
-        "pools": pools,
-    }
-    return {
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {"name": "ttserve", "import_path": "cluster.app:build", "args": args},
-        ],
-    }
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -106,59 +63,6 @@ async def combined(cases):
         return await asyncio.gather(*(run(*case) for case in cases))
     finally:
         await llm.shutdown()
-
-
-def metrics(server):
-    """(name, labels) -> value of every sample that the server shows."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
-        page = reply.read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
-
-
-def total(samples, name, **labels):
-    """Sum of a name's samples that have these labels."""
-    return sum(
-        value
-        for (found, found_labels), value in samples.items()
-        if found == name and set(labels.items()) <= found_labels
-    )
-
-
-def labels_of(samples, name, *keys):
-    """The values of these labels on every sample of a name."""
-    return {
-        tuple(dict(labels)[key] for key in keys) for (found, labels) in samples if found == name
-    }
-
-
-def is_idle(samples):
-    """Whether every slot and block is free and no transfer is under way."""
-    return (
-        total(samples, "ttserve_slots") == total(samples, "ttserve_empty_slots") > 0
-        and total(samples, "ttserve_kv_blocks") == total(samples, "ttserve_kv_free_blocks") > 0
-        and total(samples, "ttserve_reserved_slots") == 0
-        and total(samples, "ttserve_kv_leased_blocks") == 0
-        and total(samples, "ttserve_kv_inflight_transfers") == 0
-    )
-
-
-def wait_idle(server):
-    """Poll until everything is free; returns the metrics."""
-
-    def idle():
-        samples = metrics(server)
-        return samples if is_idle(samples) else None
-
-    return harness.wait_for(idle, 20, "every slot and block is free")
-
-
-def added(before, after, name, **labels):
-    """How much a counter has grown."""
-    return total(after, name, **labels) - total(before, name, **labels)
 
 
 # --- answers -----------------------------------------------------------------------------------
@@ -419,7 +323,7 @@ def test_bad_input_has_cost_nothing(server):
     assert total(samples, "ttserve_ingress_requests_total", finished_reason="error") == 0
 
 
-# --- the client leaves, an engine dies ---------------------------------------------------------
+# --- the client leaves -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -444,54 +348,3 @@ def test_client_that_leaves_frees_its_slot_and_blocks(server, stream):
     done = "vllm:request_success_total"
     assert added(before, after, done, pool="decode", finished_reason="abort") == 1
     assert added(before, after, done, pool="decode", finished_reason="length") == 0
-
-
-def decode_engine(server):
-    """Process id of the decode pool's engine: the child of its replica."""
-    table = harness.process_table()
-    (found,) = [
-        process_id
-        for process_id in server.footprint.look()
-        if "replicas.engine" in table[process_id].command
-        and ":decode" in table[table[process_id].parent_id].command
-    ]
-    return found
-
-
-def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
-    before = wait_idle(server)
-    body = {"model": MODEL, "prompt": "fate", "max_tokens": LONG, "temperature": 0}
-    events = harness.stream_events(
-        server.url, "/v1/completions", {**body, "stream": True, "ignore_eos": True}, timeout_s=5
-    )
-    for _ in range(3):
-        assert "error" not in json.loads(next(events))
-    os.kill(decode_engine(server), signal.SIGKILL)
-    # The socket's timeout is what "within 5 s" means; the stream ends by itself.
-    rest = [*events]
-    assert "[DONE]" not in rest
-    errors = [json.loads(event)["error"] for event in rest if "error" in json.loads(event)]
-    assert [error["type"] for error in errors] == ["ReplicaLostError"]
-    assert "error" in json.loads(rest[-1])
-
-    def is_back():
-        return harness.get_json(f"{server.url}/health")[0] == 200
-
-    harness.wait_for(is_back, 40, "healthy again")
-    answer = client.completions.create(model=MODEL, prompt="again", **GREEDY)
-    assert answer.usage.completion_tokens == 12
-    after = wait_idle(server)
-    replicas = [
-        {replica for pool, replica in labels_of(s, "ttserve_slots", "pool", "replica") if pool == p}
-        for p in ("prefill", "decode")
-        for s in (before, after)
-    ]
-    assert replicas[0] == replicas[1], "the prefill replica is the same"
-    assert len(replicas[3]) == 1
-    assert replicas[2] != replicas[3], "the decode replica is a new one"
-
-
-def test_killed_supervisor_takes_its_cluster_along(server):
-    server.footprint.look()
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.wait_gone(20)
