@@ -53,7 +53,7 @@ class Case:
     steps_per_end: int | None = None
 
 
-CASES = (Case("32", 32), Case("256", 256))
+CASES = (Case("32", 32), Case("256", 256), Case("256_ending", 256, steps_per_end=1))
 
 
 def engine_config(batch_size: int, steps_in_flight: Literal[1, 2]) -> EngineConfig:

@@ -202,6 +202,18 @@ class PersistentBatch:
         Args:
             slots: (R,) rows whose last token is all that is left to compute.
         """
+        self._decode(slots)
+        tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
+        tokens[slots, 0] = self.token_ids[slots, self.num_computed_tokens[slots]]
+        start_pos = np.where(self._is_decoding, self.num_computed_tokens, np.int32(-1))
+        return DecodeInputs(tokens, start_pos, self._decode_table)
+
+    def keep_decoding(self, slots: npt.NDArray[np.int32]) -> None:
+        """Let none but these (R,) rows, of those of the last `decode_inputs`, decode on."""
+        if np.count_nonzero(self._is_decoding) > len(slots):
+            self._decode(slots)
+
+    def _decode(self, slots: npt.NDArray[np.int32]) -> None:
         is_decoding = np.zeros(len(self.num_tokens), dtype=np.bool_)
         is_decoding[slots] = True
         changed = is_decoding != self._is_decoding
@@ -211,10 +223,6 @@ class PersistentBatch:
             coming = changed & is_decoding
             self._decode_table[coming] = self.block_table[coming]
             self._is_decoding = is_decoding
-        tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
-        tokens[slots, 0] = self.token_ids[slots, self.num_computed_tokens[slots]]
-        start_pos = np.where(is_decoding, self.num_computed_tokens, np.int32(-1))
-        return DecodeInputs(tokens, start_pos, self._decode_table)
 
     def _put(self, seq: NewSequence) -> None:
         slot, count = seq.slot, len(seq.token_ids)

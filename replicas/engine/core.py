@@ -162,10 +162,9 @@ class EngineCore:
         started = time.perf_counter()
         self._executor.collective_rpc("warm_up")
         self.warm_up_s = time.perf_counter() - started
-        self.kv_endpoints: tuple[str, ...] | None = None
-        self.kv_layout: KVLayout | None = None
-        if listening is not None:
-            self.kv_endpoints, self.kv_layout = listening
+        self.kv_endpoints: tuple[str, ...] | None
+        self.kv_layout: KVLayout | None
+        self.kv_endpoints, self.kv_layout = listening or (None, None)
         self._connector = _create_connector(config, self.kv_layout, incarnation, unix_now_s)
         self._scheduler = _make_scheduler(config, self.facts, self.max_model_len, self._connector)
         self._checks = RequestChecks(
@@ -250,9 +249,7 @@ class EngineCore:
             self._submit(batch, meta, now_s)
         result: StepResult | None = None
         if batch is not None:
-            if self._may_run_ahead():
-                self._ahead = self._scheduler.schedule_ahead()
-                self._submit(self._ahead, None, now_s)
+            self._run_ahead(now_s)
             result = self._executor.collective_rpc("collect_step")[0]
         device_s = result.device_s if result is not None else 0.0
         self._device_s += device_s
@@ -266,6 +263,12 @@ class EngineCore:
         if batch is not None or meta is not None:
             self.pulse.compute(0 if batch is None else batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
+
+    def _run_ahead(self, now_s: float) -> None:
+        """Begin the next step beside the one under way, if that can be told now."""
+        if self.runs_ahead and not self._has_transfers():
+            self._ahead = self._scheduler.schedule_ahead()
+            self._submit(self._ahead, None, now_s)
 
     def publish(self, step: StepUnderWay) -> None:
         """Take over what the forward pass gave: its tokens are among the next `take_events`."""
@@ -288,8 +291,7 @@ class EngineCore:
         self._finish_transfers(transfers, now_s)
         self._host_s += time.perf_counter() - started
         assert self._connector is not None
-        is_pending = self._connector.has_pending_work()
-        return step.batch is not None or bool(transfers) or is_pending
+        return step.batch is not None or bool(transfers) or self._connector.has_pending_work()
 
     def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
         """Schedule a decode step that may be repeated before anything has to be decided.
@@ -298,28 +300,18 @@ class EngineCore:
         did in `end_run`; no other call comes between. The simulator passes over stretches of plain
         decode steps this way.
 
-        Args:
-            now_s: Monotonic clock.
-
         Returns:
-            The step, which may have been submitted, and how often it may run; None where it takes a
-            `step`.
+            The step, submitted or not, and how often it may run; None where it takes a `step`.
         """
         deadline_s = self._scheduler.next_deadline_s()
-        if (
-            not self._scheduler.is_steady
-            or (deadline_s is not None and now_s >= deadline_s)
-            or self._has_transfers()
-        ):
+        is_due = deadline_s is not None and now_s >= deadline_s
+        if is_due or not self._scheduler.is_steady or self._has_transfers():
             return None
         batch = self._scheduler.schedule() if self._ahead is None else self._ahead
         return None if batch is None else (batch, self._scheduler.num_repeats(batch))
 
     def end_run(self, batch: ScheduledBatch, num_steps: int) -> None:
-        """Take over `num_steps` repeats of a step from `begin_run`.
-
-        What comes next is submitted before the last of them is read, as `begin_step` does it.
-        """
+        """Take over repeats of a step from `begin_run`; the next is submitted before the last."""
         token_ids, device_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
         self._num_steps += num_steps
         self._scheduled_tokens += num_steps * batch.num_tokens
@@ -327,10 +319,9 @@ class EngineCore:
         self._step_s = device_s / num_steps
         earlier = [tokens[:-1] for tokens in token_ids]
         self._scheduler.repeat(batch, earlier)
-        self._ahead = self._scheduler.schedule_ahead() if self._may_run_ahead() else None
-        self._submit(self._ahead, None, 0.0)
-        last = StepResult([tokens[-1] for tokens in token_ids], 0.0)
-        outputs = self._scheduler.update(batch, last)
+        self._ahead = None
+        self._run_ahead(0.0)
+        outputs = self._scheduler.update(batch, StepResult([t[-1] for t in token_ids], 0.0))
         self._events.add_step(outputs._replace(earlier=earlier))
 
     def next_deadline_s(self) -> float | None:
@@ -378,8 +369,8 @@ class EngineCore:
     def kv_transfers(self, now_s: float) -> KVTransfers:
         """The KV transfers under way, and what they hold of the KV cache."""
         transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
-        has_store = self.config.kv_store is not None
-        return _kv_transfers(transfers, self._transfer_stats(now_s), has_store=has_store)
+        stats, has_store = self._transfer_stats(now_s), self.config.kv_store is not None
+        return _kv_transfers(transfers, stats, has_store=has_store)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; what runs is not touched."""
@@ -421,9 +412,8 @@ class EngineCore:
             return
         seq.handle = next(self._handles)
         num_cached = max(seq.num_cached_tokens, 0)
-        self._events[client].append(
-            Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
-        )
+        accepted = Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
+        self._events[client].append(accepted)
 
     def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
         try:
@@ -453,9 +443,6 @@ class EngineCore:
         ended = self._scheduler.activate(message.request_id, token_ids, now_s)
         if ended is not None:
             self._fail_transfer(ended)
-
-    def _may_run_ahead(self) -> bool:
-        return self.runs_ahead and not self._has_transfers()
 
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""

@@ -166,18 +166,27 @@ _NEW_BLOCKS = DecodeReload(inputs=False, page_table=True)
 class DecodeCommands:
     """Knows what the device still holds of the last decode call.
 
+    A device that goes on by itself is not told of rows that leave it, but for their blocks: it
+    computes them in vain, into the null block, until everything is reloaded.
+
     Args:
         runs_ahead: Whether the generator may go on from what it sampled itself: it says so, and its
             decode calls are traced.
+
+    Attributes:
+        num_steps_left: Since inputs were reloaded: how often the device may go on before one of its
+            rows, wanted or not, is past its page table. Whoever reloads them sets it.
     """
 
     def __init__(self, *, runs_ahead: bool) -> None:
         self._runs_ahead = runs_ahead
         self._rows: npt.NDArray[np.int32] | None = None
+        self.num_steps_left = 0
 
-    def continues(self, slots: npt.NDArray[np.int32]) -> bool:
+    def continues(self, slots: IntArray) -> bool:
         """Whether a call for these rows, all known and drawn for, takes no tokens from the host."""
-        return self._runs_ahead and self._rows is not None and np.array_equal(self._rows, slots)
+        has_rows = self._rows is not None and _are_among(slots, self._rows)
+        return self._runs_ahead and self.num_steps_left > 0 and has_rows
 
     def forget(self) -> None:
         """Another call than a decode that sampled on the device has been made, or will be."""
@@ -190,6 +199,7 @@ class DecodeCommands:
         has_new: bool,
         has_new_blocks: bool,
         has_hosts: bool = False,
+        is_ahead: bool = False,
     ) -> DecodeReload:
         """The commands of a decode call that samples on the device.
 
@@ -198,15 +208,20 @@ class DecodeCommands:
             has_new: One of them is another sequence than before, or starts again.
             has_new_blocks: The block table of one of them has grown.
             has_hosts: The host draws for one of them: the device does not know its token.
+            is_ahead: The host does not know their tokens; they `continues`.
         """
         before, self._rows = self._rows, slots
         is_same = before is slots or (before is not None and np.array_equal(before, slots))
-        goes_on = is_same and not has_new
-        if not goes_on:
+        if is_ahead or (is_same and not has_new and self._runs_ahead and not has_hosts):
+            if self.num_steps_left > 0:
+                self.num_steps_left -= 1
+                return _STEADY if is_same and not has_new_blocks else _NEW_BLOCKS
             return _AFRESH
-        if has_hosts or not self._runs_ahead:
-            return HOST_SAMPLED
-        return _NEW_BLOCKS if has_new_blocks else _STEADY
+        return HOST_SAMPLED if is_same and not has_new else _AFRESH
+
+
+def _are_among(slots: IntArray, rows: IntArray) -> bool:
+    return slots is rows or np.array_equal(slots, rows) or bool(np.isin(slots, rows).all())
 
 
 def device_params(

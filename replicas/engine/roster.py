@@ -386,6 +386,15 @@ class Roster(ABC):
         else:
             self._give_back(seq)
 
+    def _give_back_overtaken(self) -> None:
+        """Take everything from those whose last step is over."""
+        overtaken, self._overtaken = self._overtaken, []
+        for seq in overtaken:
+            if self._is_under_way(seq):
+                self._overtaken.append(seq)
+            else:
+                self._give_back(seq)
+
     def _give_back(self, seq: Sequence) -> None:
         self._groups.give_back_slot(seq)
         if self._held.get(seq.request_id) is not seq:

@@ -174,13 +174,20 @@ class ModelRunner:
         return step.result
 
     def _goes_on(self, scheduled: ScheduledBatch) -> bool:
-        """Whether a step needs no token that only the device has."""
+        """Whether a step needs no token that only the device has.
+
+        Of rows of the last step some may be left out, unless the device's draws would have to start
+        again for that.
+        """
         if self._steady is None or scheduled.kind != "decode" or scheduled.new:
             return False
         slots_before, rows = self._steady
-        is_drawn = len(rows.calls[0].drawn) == len(rows.slots)
-        same = is_drawn and scheduled.slots == slots_before
-        return same and self._commands.continues(rows.slots)
+        if len(rows.calls[0].drawn) < len(rows.slots):
+            return False
+        if scheduled.slots == slots_before:
+            return self._commands.continues(rows.slots)
+        slots = np.asarray(scheduled.slots, dtype=np.int32)
+        return not self._draws.keeps_state and self._commands.continues(slots)
 
     def _finish_all(self) -> None:
         while self._submitted:
@@ -313,8 +320,12 @@ class ModelRunner:
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
     ) -> _Call:
         reload = self._decode_commands(rows, slots, scheduled)
+        if reload.page_table:
+            self._batch.keep_decoding(slots)
         if reload.inputs or self._decode_inputs is None:
             inputs = self._batch.decode_inputs(slots)
+            last = int(inputs.start_pos.max())
+            self._commands.num_steps_left = self._batch.max_model_len - 1 - last
             self._decode_inputs = (
                 torch.from_numpy(inputs.tokens),
                 torch.from_numpy(inputs.page_table),
@@ -359,6 +370,7 @@ class ModelRunner:
             has_new=bool(scheduled.new),
             has_new_blocks=bool(scheduled.appended_blocks),
             has_hosts=bool(len(rows.sampled)),
+            is_ahead=bool(self._submitted),
         )
         if reload.sampling_params or self._decode_params is None:
             self._decode_params = self._params(rows, slots, slots, len(self._batch.num_tokens))

@@ -102,11 +102,6 @@ class RunningRows:
         """The last one of a DP group that has any."""
         return next(s for s in reversed(self._sequences) if s.dp_group == group)
 
-    def are_all(self, decodes: Decodes) -> bool:
-        """Whether these rows, no more and no others, are running still."""
-        is_kept = self._parts is not None and self._parts[0] is decodes
-        return is_kept and len(decodes) == len(self._sequences)
-
     @property
     def decodes(self) -> Decodes:
         """Those that decode."""

@@ -22,7 +22,7 @@ from replicas.engine.step import NewSequence, ScheduledBatch, StepResult
 from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from kv_transfer.connector import KVConnectorScheduler
     from replicas.config import EngineConfig
@@ -95,6 +95,9 @@ class _StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.sequences) or len(self.decodes) > 0
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self.decodes.sequences or seq in self.sequences
 
     def takes(self, seq: Sequence) -> bool:
         """Whether a sequence, by what it has left to compute, belongs into a step of this kind."""
@@ -204,21 +207,23 @@ class Scheduler(Roster):
     def schedule_ahead(self) -> ScheduledBatch | None:
         """The step after the one under way, if its tokens, whichever they are, do not decide that.
 
-        So all rows decode, none of them ends for its length before, and nothing else could run.
-        One that ends otherwise is computed in vain: it keeps its slot and its blocks meanwhile.
+        So all rows decode, and nothing else could run. Rows that end for their length before are
+        left out. One that ends otherwise is computed in vain: it keeps its slot and its blocks
+        meanwhile. Where somebody waits for a slot, a row that ends is waited for.
 
         Returns:
             The step; None where the one under way has to be taken over first.
         """
         [before] = self._plans
-        decodes, kind = before.decodes, before.decodes.batch.kind
-        can_admit = self._waiting and self._groups.num_empty_slots
-        if before.sequences or can_admit or not self._running.are_all(decodes):
+        if before.sequences or self._running.num_decoding < len(self._running):
             return None
-        if any(self._ends_by_length(decodes.sequences[row]) for row in before.looks):
+        looks = (before.decodes.sequences[row] for row in before.looks)
+        ending = {seq for seq in looks if self._ends_by_length(seq)}
+        if self._waiting and (ending or self._overtaken or self._groups.num_empty_slots):
             return None
+        kind = before.decodes.batch.kind
         plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
-        return self._begin(plan) if self._advance_all(plan) else None
+        return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
         """Take over what a step gave.
@@ -231,9 +236,8 @@ class Scheduler(Roster):
         self._plans.popleft()
         num_decodes = len(plan.decodes)
         decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
-        if not self._plans:
-            while self._overtaken:
-                self._give_back(self._overtaken.pop())
+        if self._overtaken:
+            self._give_back_overtaken()
         if not plan.sequences:
             return decoded
         sequences, token_ids, endings, _ = decoded
@@ -318,11 +322,15 @@ class Scheduler(Roster):
             return ("decode", "prefill")
         return ("prefill", "decode")
 
-    def _advance_all(self, plan: _StepPlan) -> bool:
-        """Schedule all running sequences that belong into a step, if tokens and blocks suffice."""
+    def _advance_all(self, plan: _StepPlan, ending: Collection[Sequence] = ()) -> bool:
+        """Schedule all that run but those `ending`, as they fit the step, if there is room."""
         running = self._running
         decodes = self._no_decodes if plan.kind == "prefill" else running.decodes
         short = [] if plan.kind == "prefill" else list(running.short.values())
+        if ending:
+            short = [s for s in short if s not in ending]
+            left = [s for s in decodes.sequences if s not in ending]
+            decodes = Decodes(plan.kind, left, len(self._groups))
         others = [s for s in running.others if plan.takes(s)]
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
@@ -441,7 +449,7 @@ class Scheduler(Roster):
         return looks
 
     def _is_under_way(self, seq: Sequence) -> bool:
-        return bool(self._plans) and seq.is_known_to_runner
+        return any(seq in plan for plan in self._plans)
 
     # --- results and endings -------------------------------------------------------------------
 

@@ -358,7 +358,8 @@ class TextDecoder(Protocol):
             page_tables_per_layer: See ``prefill_forward``.
             reload_inputs: ``tokens``, ``start_pos`` and ``page_table`` are authoritative; otherwise
                 the device continues from what it sampled and only its own positions count.
-            reload_page_table: Only the page table changed.
+            reload_page_table: Only the page table changed. A row of null blocks alone has left: the
+                device may go on with it, in vain, until inputs are reloaded.
             reload_sampling_params: ``sampling_params`` changed.
             reset_sampling_state: Start penalties and seeds of the rows afresh.
             slot_remap: int32 (B,), row i takes over the device state of slot ``slot_remap[i]``,

@@ -251,6 +251,8 @@ class SimulatedGenerator:
             found = self._resident
             if reload_page_table:
                 found.page_table = page_table.numpy().copy()
+                # Who has no block any more: it costs nothing and is not looked at.
+                found.positions[found.page_table[:, 0] == 0] = -1
         live = np.flatnonzero(found.positions >= 0)
         lanes, rows = self._lanes_of(live), found.positions[live]
         contexts = list(zip(lanes.tolist(), (rows + 1).tolist(), strict=True))

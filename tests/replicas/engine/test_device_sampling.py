@@ -156,6 +156,67 @@ def test_a_new_block_reloads_the_page_table_alone():
     assert commands(device) == STEADY
 
 
+def submit(runner, work, appended=()):
+    batch = ScheduledBatch("decode", list(work), list(work.values()), [], list(appended))
+    return runner.submit(batch)
+
+
+class KeepsNothing(Device):
+    """Its draws depend on seed and position alone."""
+
+    model_capabilities: ClassVar[dict[str, object]] = {
+        **Device.model_capabilities,
+        "device_draws_keep_no_state": True,
+    }
+
+
+def test_rows_that_leave_while_a_step_is_under_way_lose_their_blocks_and_nothing_is_waited_for():
+    device = KeepsNothing()
+    runner = started(device)
+    first = submit(runner, {0: 1, 2: 1})
+    waited = [e for e in device.events if e[0] == "waited"]
+    second = submit(runner, {2: 1})
+    assert commands(device) == PAGES
+    table = device.calls[-1][1]["page_table"]
+    assert not table[0].any()
+    assert table[2, 0] == 3
+    third = submit(runner, {2: 1})
+    assert commands(device) == STEADY
+    assert [e for e in device.events if e[0] == "waited"] == waited
+    found = [runner.collect(step).token_ids for step in (first, second, third)]
+    # Prefill drew the first token, two steps the next two.
+    assert found == [[4, 4], [5], [6]]
+    run(runner, "decode", {0: 1, 2: 1})
+    assert commands(device) == AFRESH, "a row comes back"
+    assert table[0, 0] == 1
+
+
+def test_a_row_that_has_left_does_not_run_past_its_page_table():
+    device = KeepsNothing()
+    runner = make_runner(device)
+    run(runner, "prefill", {0: 120, 2: 3}, [new(0, 120), new(2)])
+    steps = [submit(runner, {0: 1, 2: 1}), submit(runner, {2: 1})]
+    for _ in range(8):
+        steps.append(submit(runner, {2: 1}))
+        runner.collect(steps.pop(0))
+    # The row computed 120 first: the eighth call is its last within 128.
+    reloads = [kwargs["reload_inputs"] for name, kwargs in device.calls if name == "decode"]
+    assert reloads == [True, *[False] * 7, True, False]
+    tokens = [kwargs["tokens"] for name, kwargs in device.calls if name == "decode"]
+    assert tokens[8][2] == 9, "whoever reloads has waited for the token before"
+
+
+def test_a_device_whose_draws_start_again_with_the_rows_is_waited_for():
+    device = Device()
+    runner = started(device)
+    first = submit(runner, {0: 1, 2: 1})
+    second = submit(runner, {2: 1})
+    assert commands(device) == AFRESH
+    assert first.result is not None
+    assert runner.collect(first).token_ids == [4, 4]
+    assert runner.collect(second).token_ids == [5]
+
+
 def test_whatever_changes_the_rows_starts_afresh():
     device = Device()
     runner = started(device)

@@ -236,6 +236,48 @@ def test_no_step_follows_a_last_token_that_is_known_to_be_one():
     assert (both[0].device.most, both[1].device.most) == (2, 1)
 
 
+@pytest.mark.parametrize("make_device", [virtual_device, mesh])
+def test_rows_that_end_do_not_stop_the_others(small_model, make_device, monkeypatch):
+    """From the first decode on a step is under way whenever one is read, and slots are free."""
+    monkeypatch.setattr(worker_module, "WallClock", FakeClock)
+    config = make_config(
+        model=small_model, max_batch_size=4, block_size=4, max_model_len=40, mixed_batches=False,
+        simulated_mesh=FOUR_CHIPS, num_blocks=41,
+    )  # fmt: skip
+    free, side = (Engine(n, config, 41, make_device) for n in (1, 2))
+    for some in (free, side):
+        for i, length in enumerate((24, 9, 16, 30)):
+            some.add([i + 1, 2, 3], sampling(length))
+    free.finish()
+    side.step(2)
+    open_steps, ends = [], {}
+    while side.core.num_live:
+        side.step(1)
+        open_steps.append(side.device.num_open)
+        groups = side.core.snapshot(0).groups
+        ends.setdefault(groups[0].num_empty_slots, len(open_steps))
+    assert open_steps == [1] * 27 + [0]
+    # A slot is free as soon as its row has ended.
+    assert ends == {0: 1, 1: 7, 2: 14, 3: 22, 4: 28}
+    assert {r: side.tokens(r) for r in side.outputs} == {r: free.tokens(r) for r in free.outputs}
+    assert side.device.num_submitted == free.device.num_submitted
+    assert side.device.rows == free.device.rows
+
+
+def test_a_row_that_ends_is_waited_for_where_somebody_waits_for_its_slot():
+    side = engine(2)
+    for i in range(3):
+        side.add([i + 1, 2, 3], sampling(6 if i else 12))
+    steps = []
+    while not side.outputs["r2"]:
+        side.step(1)
+        steps.append(side.device.num_open)
+    # One prompt step, five decodes of which the last is not followed, and the prompt that waited.
+    assert steps == [0, 1, 1, 1, 1, 0, 0]
+    side.finish()
+    assert [len(side.tokens(r)) for r in side.outputs] == [12, 6, 6]
+
+
 def test_a_row_that_ends_early_keeps_its_place_until_its_last_step_is_over():
     free, cut = engine(1), engine(2)
     free.add([1, 2, 3], sampling(20))
