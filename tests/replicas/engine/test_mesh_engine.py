@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import pytest
@@ -16,6 +16,9 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions
 from tests.models import model_folder
 from tests.replicas.engine.mesh_doubles import MeshGenerator, install
+
+if TYPE_CHECKING:
+    from replicas.generators.protocol import ModelCapabilities
 
 PROMPTS = [[7, 8, 9] * 5, [11, 3] * 40, [5] * 33, [2, 4, 6, 8], [1, 2, 3] * 25, [9, 9, 1]]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -52,28 +55,53 @@ MODES = [
 ]
 
 
+class DrawsAlike(MeshGenerator):
+    """What it draws depends on no earlier draw: rows may leave while it goes on."""
+
+    model_capabilities: ClassVar[ModelCapabilities] = {
+        **MeshGenerator.model_capabilities,
+        "device_draws_keep_no_state": True,
+    }
+
+
+IN_FLIGHT = pytest.mark.parametrize(
+    ("generator", "steps_in_flight"),
+    [(MeshGenerator, 1), (MeshGenerator, 2), (DrawsAlike, 2)],
+    ids=["one step", "two steps", "two steps, rows leave"],
+)
+
+
+@IN_FLIGHT
 @pytest.mark.parametrize("mesh", MODES, ids=str)
 def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
-    monkeypatch, folder, expected, mesh
+    monkeypatch, folder, expected, mesh, generator, steps_in_flight
 ):
-    install(monkeypatch)
-    with engine_core(config(folder, mesh=mesh)) as core:
+    install(monkeypatch, generator)
+    with engine_core(config(folder, mesh=mesh, steps_in_flight=steps_in_flight)) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
         loads = core._executor._worker._generator.loads
     runs_ahead = "none" not in (mesh.get("sample_on_device"), mesh.get("trace"))
     assert ((False, False) in loads) == ((False, True) in loads) == runs_ahead
 
 
-def test_preempted_rows_are_loaded_anew(monkeypatch, folder, expected):
-    install(monkeypatch)
-    with engine_core(config(folder, mesh={"sample_on_device": "all"}, num_blocks=8)) as core:
+@IN_FLIGHT
+def test_preempted_rows_are_loaded_anew(monkeypatch, folder, expected, generator, steps_in_flight):
+    install(monkeypatch, generator)
+    scarce = config(
+        folder, mesh={"sample_on_device": "all"}, num_blocks=8, steps_in_flight=steps_in_flight
+    )
+    with engine_core(scarce) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
         assert num_preemptions(core) > 0
 
 
-def test_lanes_have_rows_of_their_own(monkeypatch, folder, expected):
-    install(monkeypatch)
-    lanes = config(folder, mesh={"name": "N300", "sample_on_device": "all"}, tt_data_parallel=2)
+@IN_FLIGHT
+def test_lanes_have_rows_of_their_own(monkeypatch, folder, expected, generator, steps_in_flight):
+    install(monkeypatch, generator)
+    lanes = config(
+        folder, mesh={"name": "N300", "sample_on_device": "all"}, tt_data_parallel=2,
+        steps_in_flight=steps_in_flight,
+    )  # fmt: skip
     with engine_core(lanes) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
 
@@ -91,6 +119,27 @@ def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
     ]
     with engine_core(config(folder, mesh={"sample_on_device": "none"})) as core:
         assert generate(core, [PROMPTS[1]], [hot]) == [found[1]]
+
+
+def test_a_device_goes_on_without_rows_that_leave(monkeypatch, folder):
+    """Of many rows that end one by one, the tokens of each alone; inputs are loaded until all decode."""
+    install(monkeypatch, DrawsAlike)
+    lengths = [30, 12, 21, 26]
+    sampling = [
+        SamplingParams(max_tokens=n, temperature=0.0, seed=0, ignore_eos=True) for n in lengths
+    ]
+    with engine_core(config(folder, mesh={"sample_on_device": "all"})) as core:
+        loads = core._executor._worker._generator.loads
+        loads.clear()
+        found = generate(core, PROMPTS[:4], sampling)
+        inputs = [inputs for inputs, _ in loads]
+        assert True not in inputs[inputs.index(False) :]
+        alone = [
+            generate(core, [prompt], one)[0]
+            for prompt, one in zip(PROMPTS[:4], sampling, strict=True)
+        ]
+    assert found == alone
+    assert [len(tokens) for tokens in found] == lengths
 
 
 def test_the_mesh_is_opened_as_asked_and_closed_after_the_generator(monkeypatch, folder):

@@ -11,9 +11,15 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError
-from replicas.messages import AddRequest, EngineRequest
+from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
-from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
+from tests.engines import (
+    engine_core,
+    generate,
+    num_preemptions,
+    num_prefix_hits,
+    take_events,
+)
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
 from tests.replicas.generators.simulated.clocks import FakeClock, NullClock
@@ -54,9 +60,10 @@ def test_tokens_are_those_expected(settings, stagger, steps_in_flight):
     assert found == right_tokens(PROMPTS, NUM_NEW)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("settings", [{}, FOUR_LANES], ids=["one lane", "four lanes"])
-def test_prompts_found_in_the_prefix_cache_give_the_same(settings):
-    with engine_core(simulated_config(**settings)) as core:
+def test_prompts_found_in_the_prefix_cache_give_the_same(settings, steps_in_flight):
+    with engine_core(simulated_config(**settings, steps_in_flight=steps_in_flight)) as core:
         for _ in range(2):
             found = generate(core, PROMPTS, SAMPLING)
         assert num_prefix_hits(core) >= 64
@@ -116,6 +123,35 @@ def test_sampling_cannot_change_them():
         assert generate(core, PROMPTS, sampling) == right_tokens(PROMPTS, NUM_NEW)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_whoever_leaves_or_stops_changes_nobody_elses_tokens(steps_in_flight):
+    """Clients that give up in the middle of a step, stop tokens, rows of every length, seeds."""
+    right = right_tokens(PROMPTS, 40)
+    params = [
+        SamplingParams(
+            max_tokens=40 - 2 * i, temperature=1.0, top_k=3, seed=i, ignore_eos=True,
+            stop_token_ids=frozenset([right[i][11]] if i % 3 == 0 else []),
+        )
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    with engine_core(simulated_config(steps_in_flight=steps_in_flight, **FOUR_LANES)) as core:
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, params, strict=True)):
+            core.handle(b"c", AddRequest(EngineRequest(f"r{i}", prompt, sampling)), 0.0)
+        found: dict[str, list[int]] = {f"r{i}": [] for i in range(len(PROMPTS))}
+        for step in range(400):
+            core.step(0.0)
+            for output in take_events(core).get(b"c", []):
+                if isinstance(output, TokenOutput):
+                    found[output.request_id] += output.token_ids
+            if step in (9, 12):
+                core.handle(b"c", Abort([f"r{step - 8}"]), 0.0)
+    for i, (tokens, wanted) in enumerate(zip(found.values(), right, strict=True)):
+        length = 1 + wanted.index(wanted[11]) if i % 3 == 0 else 40 - 2 * i
+        assert tokens == wanted[: len(tokens)]
+        assert len(tokens) == min(length, 40 - 2 * i) or i in (1, 4)
+        assert 0 < len(tokens) < 40 or i not in (1, 4)
+
+
 def test_a_request_never_ends_before_its_length():
     """An end token is never given."""
     sampling = SamplingParams(max_tokens=100, temperature=0.0, seed=0)
@@ -134,8 +170,12 @@ def test_a_request_never_ends_before_its_length():
     ],
     ids=["chunks to two lanes", "whole", "four lanes to one", "one board to another"],
 )
-def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode):
-    common = {"kv_connector": "p2p", "keys": KEYS, "num_blocks": 130, "max_batch_size": 16}
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode, steps_in_flight):
+    common = {
+        "kv_connector": "p2p", "keys": KEYS, "num_blocks": 130, "max_batch_size": 16,
+        "steps_in_flight": steps_in_flight,
+    }  # fmt: skip
     pair = Pair(simulated_config(**common, **prefill), simulated_config(**common, **decode))
     try:
         found = pair.generate(PROMPTS, [SAMPLING] * len(PROMPTS))
