@@ -122,7 +122,7 @@ def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
 
 
 def test_a_device_goes_on_without_rows_that_leave(monkeypatch, folder):
-    """Of many rows that end one by one, the tokens of each alone; inputs are loaded until all decode."""
+    """Rows that end one by one: the tokens of each alone; inputs are loaded until all decode."""
     install(monkeypatch, DrawsAlike)
     lengths = [30, 12, 21, 26]
     sampling = [
