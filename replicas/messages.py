@@ -340,7 +340,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
         num_steps: Steps so far.
         groups: Its DP groups.
         role: Which part of a request it takes now.
-        step_s: Seconds that its device took for the latest step with decodes; 0 before one.
+        step_s: Seconds that it waited for its device in the latest step with decodes; 0 before one.
     """
 
     seq: int
