@@ -92,6 +92,7 @@ class PoolReplica:
     _is_serving = False
 
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
+        lose_log_lines()
         config = resolve(args)
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
@@ -165,6 +166,7 @@ class IngressReplica:
     """
 
     def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
+        lose_log_lines()
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)
@@ -272,6 +274,15 @@ class PoolDirectory:
             logger.info("pool %s has no replica that answers: %s", pool, error)
             return []
         return [Member(pool, f"{pool}-{d.incarnation}", d) for d in descriptions]
+
+
+def lose_log_lines() -> None:
+    """Let a log line that cannot be written be lost in this process, and raise nothing.
+
+    `logging` would tell of it on `sys.stderr`, which Serve turns into a logger of the same file:
+    on a full disk each line would end in a RecursionError of whoever logs, and so would discovery.
+    """
+    logging.raiseExceptions = False
 
 
 def _tell(line: str) -> None:

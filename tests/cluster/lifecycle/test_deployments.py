@@ -1,4 +1,4 @@
-"""What a pool's replica does when its engine ends."""
+"""What a replica does when its engine ends, and when its log is full."""
 
 import subprocess
 import sys
@@ -25,3 +25,24 @@ def test_a_replica_ends_with_its_engine_even_if_it_cannot_say_why(log):
             [sys.executable, "-c", ENGINE_ENDS], stderr=standard_error, timeout=120, check=False
         )
     assert done.returncode == 1
+
+
+LOG_IS_FULL = """
+import logging, os, sys
+from ray.serve._private.logging_utils import StreamToLogger
+from cluster.lifecycle.deployments import lose_log_lines
+of_serve = logging.getLogger("ray.serve")
+of_serve.setLevel(logging.INFO)
+of_serve.addHandler(logging.FileHandler("/dev/full"))
+sys.stderr = StreamToLogger(of_serve, logging.INFO, sys.stderr)
+lose_log_lines()
+logging.getLogger("cluster.routing.fleet").warning("lost a replica")
+os._exit(7)
+"""
+
+
+@pytest.mark.process
+def test_a_replica_goes_on_when_its_log_is_full():
+    """With the stream and the logger that Serve gives a replica."""
+    done = subprocess.run([sys.executable, "-c", LOG_IS_FULL], timeout=120, check=False)
+    assert done.returncode == 7
