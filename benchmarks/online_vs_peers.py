@@ -211,7 +211,7 @@ def servers(asked: argparse.Namespace) -> list[Server]:
     if asked.peer_preload:
         tuned["LD_PRELOAD"] = asked.peer_preload
     vllm = (
-        asked.peer_python or "", "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL),
+        asked.peer_python or "", "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL),
         "--served-model-name", "demo", "--host", HOST, "--port", "{port}",
         "--max-model-len", "2048", "--disable-log-stats",
     )  # fmt: skip

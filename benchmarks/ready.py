@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-READY_S = 120.0
+READY_S = 300.0
 
 
 def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -20,4 +20,6 @@ def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
             return
         time.sleep(0.2)
+    if server.poll() is not None:
+        raise SystemExit(f"the server ended with {server.returncode} instead of getting ready")
     raise SystemExit(f"the server was not ready within {READY_S:g} s")
