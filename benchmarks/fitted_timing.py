@@ -4,8 +4,8 @@ Pure. A turn is one round of the engine's core thread, from the look into the in
 frame handed out, so that what the process itself costs (Python, sockets' threads, other processes
 on the same cores) is inside. Two models, of turns that only decode and of turns with chunks of
 prompts; each is a sum of terms with coefficients that are not negative, times a factor. The terms
-follow what the torch generator does: decode rows are attended in groups padded to the longest
-member, chunks one by one.
+follow what the torch generator does: decode rows cost their tokens in the cache, chunks go one by
+one.
 
 The terms are fitted on what a turn computes, in seconds of the core thread's processor time. On a
 machine that others use too, seconds of the clock would mislead: slow minutes are those with long
@@ -38,11 +38,11 @@ Row = tuple[int, int]
 Floats = NDArray[np.float64]
 
 TERMS = (
-    "turn", "row", "padded context token", "group of rows",
+    "turn", "row", "context token",
     "chunk", "chunk token", "token pair", "resumed chunk", "masked token pair",
 )  # fmt: skip
 """What a turn is made of, see `terms`."""
-NUM_DECODE_TERMS = 4
+NUM_DECODE_TERMS = 3
 """The first terms; a turn without chunks has no others."""
 
 _NUM_FACTORS = 200
@@ -106,10 +106,10 @@ class EngineRecord(msgspec.Struct):
 # --- terms ---------------------------------------------------------------------------------------
 
 
-def terms(chunks: Sequence[Chunk], rows: Sequence[Row], block_size: int) -> list[float]:
+def terms(chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[float]:
     """How much of each of `TERMS` a turn has."""
-    num_groups, num_padded = _decode_groups(rows, block_size)
-    values = [1.0, float(len(rows)), float(num_padded), float(num_groups), float(len(chunks))]
+    num_context = sum(length for _, length in rows)
+    values = [1.0, float(len(rows)), float(num_context), float(len(chunks))]
     num_tokens = num_pairs = num_masked = 0.0
     num_resumed = 0
     for _, start, end in chunks:
@@ -121,24 +121,6 @@ def terms(chunks: Sequence[Chunk], rows: Sequence[Row], block_size: int) -> list
         else:
             num_pairs += length * length / 2
     return [*values, num_tokens, num_pairs, float(num_resumed), num_masked]
-
-
-def _decode_groups(rows: Sequence[Row], block_size: int) -> tuple[int, int]:
-    """Groups of similar length, and the tokens that they gather, padding included.
-
-    Source: `split_by_length` of replicas/generators/torch/attention.py.
-    """
-    num_groups = num_padded = members = longest = 0
-    for length in sorted((n for _, n in rows), reverse=True):
-        if not members or 2 * (length + block_size) < longest + block_size:
-            num_padded += members * _whole(longest, block_size)
-            num_groups, members, longest = num_groups + 1, 0, length
-        members += 1
-    return num_groups, num_padded + members * _whole(longest, block_size)
-
-
-def _whole(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size) * block_size
 
 
 # --- fitting -------------------------------------------------------------------------------------
@@ -232,20 +214,19 @@ class StepModel(NamedTuple):
         return fitted_s * self.factors[_mix64(key) * len(self.factors) >> 64]
 
 
-def fit_steps(turns: Sequence[Turn], host_s: float, block_size: int, *, chunks: bool) -> StepModel:
+def fit_steps(turns: Sequence[Turn], host_s: float, *, chunks: bool) -> StepModel:
     """Fit the turns with chunks, or those without.
 
     Args:
         turns: Of an engine, of any kind.
         host_s: What a turn without a step takes; left out of the model.
-        block_size: Tokens per KV block.
         chunks: Which of the two models.
     """
     turns = [t for t in turns if (t.chunks or t.rows) and bool(t.chunks) == chunks]
     num_terms = len(TERMS) if chunks else NUM_DECODE_TERMS
     if not turns:
         return StepModel((0.0,) * num_terms, (1.0,))
-    values = np.array([terms(t.chunks, t.rows, block_size)[:num_terms] for t in turns])
+    values = np.array([terms(t.chunks, t.rows)[:num_terms] for t in turns])
     cpu_s = np.array([max(t.cpu_s - host_s, 1e-6) for t in turns])
     took_s = np.array([max(t.end_s - t.start_s - t.copy_s - host_s, 1e-6) for t in turns])
     coefficients = fit_medians(values, cpu_s)
@@ -277,7 +258,6 @@ class FittedTiming:
     """`StepTiming` of a recorded engine; see the module docstring.
 
     Attributes:
-        block_size: Tokens per KV block.
         decode: Turns without chunks.
         mixed: Turns with chunks, and perhaps with rows.
         host_s: See `StepTiming`: a turn without a step, which serves KV transfers only.
@@ -287,7 +267,6 @@ class FittedTiming:
         salt: Another one lets every step take another factor.
     """
 
-    block_size: int
     decode: StepModel
     mixed: StepModel
     host_s: float
@@ -312,7 +291,7 @@ class FittedTiming:
         """See `StepTiming.mixed_s`; 0.0 for nothing."""
         if not chunks and not rows:
             return 0.0
-        values = terms(chunks, rows, self.block_size)
+        values = terms(chunks, rows)
         key = sum(n for _, n in rows) * 0x1000003 + len(rows) + _mix64(self.salt)
         key = key * 0x1000003 + sum(end * 31 + start for _, start, end in chunks)
         return (self.mixed if chunks else self.decode).seconds(values, key)
@@ -328,9 +307,8 @@ def fit_timing(record: EngineRecord, block_size: int) -> FittedTiming:
     idle_s = [t.end_s - t.start_s - t.copy_s for t in record.turns if not t.chunks and not t.rows]
     host_s = float(np.median(idle_s)) if idle_s else 0.0
     return FittedTiming(
-        block_size=block_size,
-        decode=fit_steps(record.turns, host_s, block_size, chunks=False),
-        mixed=fit_steps(record.turns, host_s, block_size, chunks=True),
+        decode=fit_steps(record.turns, host_s, chunks=False),
+        mixed=fit_steps(record.turns, host_s, chunks=True),
         host_s=host_s,
         bytes_per_token=record.facts.bytes_per_block // block_size,
         link=fit_link(record.copies),
@@ -345,7 +323,7 @@ def with_factors_of(timing: FittedTiming, record: EngineRecord) -> FittedTiming:
         if not turns:
             return model
         took_s = [max(t.end_s - t.start_s - t.copy_s - timing.host_s, 1e-6) for t in turns]
-        values = [terms(t.chunks, t.rows, timing.block_size) for t in turns]
+        values = [terms(t.chunks, t.rows) for t in turns]
         fitted_s = [model.seconds(v, None) for v in values]
         return model._replace(factors=_factors(np.array(took_s), np.array(fitted_s)))
 

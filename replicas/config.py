@@ -182,8 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_batch_size: Decode slots of the engine, over all lanes.
         tt_data_parallel: Lanes (DP groups) that the engine drives in lock-step.
         block_size: Tokens per KV block; on a mesh a multiple of 32, as a rule 64.
-        kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU. What
-            decodes is kept a second time, dense: at most as much again up to 256 MiB, then half.
+        kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
         num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`, or
             what the mesh's memory holds beside the weights.
         max_num_batched_tokens: Token budget of one step.

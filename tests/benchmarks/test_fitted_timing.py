@@ -20,7 +20,6 @@ from benchmarks.fitted_timing import (
     terms,
 )
 from replicas.engine.step import ModelFacts
-from replicas.generators.torch.attention import split_by_length
 
 BLOCK = 32
 FACTS = ModelFacts(
@@ -86,20 +85,16 @@ def test_fit_of_medians_has_as_much_above_as_below(rng):
 # --- terms --------------------------------------------------------------------------------------
 
 
-def test_rows_are_grouped_as_the_generator_groups_them(rng):
-    for _ in range(100):
-        lengths = rng.integers(1, 2000, rng.integers(1, 33))
-        groups = split_by_length(np.arange(len(lengths)), lengths, BLOCK, max_tokens=10**9)
-        padded = sum(len(g) * -(-int(lengths[g].max()) // BLOCK) * BLOCK for g in groups)
-        found = terms([], [(0, int(n)) for n in lengths], BLOCK)
-        assert found[:NUM_DECODE_TERMS] == [1.0, len(lengths), padded, len(groups)]
+def test_rows_cost_their_tokens():
+    found = terms([], [(0, 7), (1, 90)])
+    assert found[:NUM_DECODE_TERMS] == [1.0, 2, 97]
 
 
 def test_terms_of_chunks():
     chunks = [(0, 0, 10), (1, 64, 84)]
-    found = dict(zip(TERMS, terms(chunks, [(0, 5)], BLOCK), strict=True))
+    found = dict(zip(TERMS, terms(chunks, [(0, 5)]), strict=True))
     assert found == {
-        "turn": 1, "row": 1, "padded context token": 32, "group of rows": 1,
+        "turn": 1, "row": 1, "context token": 5,
         "chunk": 2, "chunk token": 30, "token pair": 50, "resumed chunk": 1,
         "masked token pair": 20 * 84,
     }  # fmt: skip
@@ -186,7 +181,7 @@ def test_a_model_takes_every_factor_about_equally_often():
 
 
 def test_an_engine_that_never_decoded_alone_has_a_model_all_the_same():
-    model = fit_steps([_turn(0.1, [(0, 0, 9)])], 0.0, BLOCK, chunks=False)
+    model = fit_steps([_turn(0.1, [(0, 0, 9)])], 0.0, chunks=False)
     assert model.seconds([1.0, 2.0], 3) == 0.0
 
 

@@ -4,8 +4,7 @@ A back end prepares one pass (which rows to keep, what to gather, what to mask) 
 function that every layer calls. Positions past a sequence's end and the null block may hold
 anything, NaN included, and never reach a result.
 
-Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all lanes, S block size,
-L longest context of a group in whole blocks, B rows that decode together.
+Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all lanes, S block size.
 """
 
 from __future__ import annotations
@@ -19,21 +18,17 @@ import torch
 from torch.nn import functional
 
 from replicas.generators.masks import causal_mask
-from replicas.generators.torch.dense_kv import DenseKV, blocks_for, max_dense_bytes
+from replicas.generators.torch.kernels import DecodeRows, kernels_for
 
 if TYPE_CHECKING:
-    from replicas.generators.torch.dense_kv import DenseRows
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, queries (T, H, D), keys and values (T, 2 * G, D), contiguous) -> (T, H, D).
+"""(layer, queries (T, H, D), keys, then values (T, 2 * G, D)) -> (T, H, D).
 
-The keys and values are those of the pass, and already in the cache.
+Both are parts of one tensor; the keys and values are those of the pass, and already in the cache.
 """
-
-MAX_GATHERED_TOKENS = 32768
-"""Bound on rows x L of one group of decodes, so that its scores stay small."""
 
 _MAX_PLAIN_PROMPT = 256
 """Up to this length two batched products beat the fused kernel, which tiles by longer pieces."""
@@ -43,13 +38,10 @@ _MAX_SCORES_BYTES = 4 << 20
 
 
 class AttentionBackend(Protocol):
-    """Owner: scratch memory that lives across passes; one instance serves one thread."""
+    """Holds nothing that changes."""
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
-        """Return the attention function of one pass, valid until the next ``prepare``.
-
-        Every layer calls it once, in order.
-        """
+        """Return the attention function of one pass, which every layer calls once."""
         ...
 
 
@@ -101,22 +93,6 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Decodes:
-    """Requests with one token each, attended in one go.
-
-    Attributes:
-        tokens: int64 (B,), their tokens in the pass, in the order of the dense rows; None where
-            they are the pass, in this order.
-        dense: Their keys and values.
-        mask: (B * G, 1, L), 0 where there is a token and -inf past the end.
-    """
-
-    tokens: torch.Tensor | None
-    dense: DenseRows
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Prompts:
     """Requests of equal length that begin here, side by side in the pass.
 
@@ -151,84 +127,50 @@ class _Chunk:
 
 
 class FastAttention:
-    """Decodes over dense rows that are kept from pass to pass; prompts over their fresh keys.
+    """Decodes by a kernel that reads the blocks; prompts over their fresh keys.
 
-    Owner: the dense rows of each group of decodes, by the group's number.
+    Args:
+        dtype: Of all tensors.
     """
 
-    def __init__(self) -> None:
-        self._dense: list[DenseKV] = []
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._kernels = kernels_for(dtype)
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
         is_decode = np.diff(batch.query_start_loc) == 1
-        decodes = self._decodes(batch, cache, np.flatnonzero(is_decode))
+        decodes = _decodes(batch, np.flatnonzero(is_decode))
         others = list(_others(batch, np.flatnonzero(~is_decode), cache.block_size))
-        last = len(cache.planes) - 1
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            if len(decodes) == 1 and decodes[0].tokens is None:
-                out = _decode(layer, q, kv, decodes[0])
-            else:
-                out = torch.empty_like(q, memory_format=torch.contiguous_format)
-                for group in decodes:
-                    assert group.tokens is not None
-                    rows = q.index_select(0, group.tokens), kv.index_select(0, group.tokens)
-                    out.index_copy_(0, group.tokens, _decode(layer, *rows, group))
-                for part in others:
-                    if isinstance(part, _Prompts):
-                        _attend_prompts(part, q, kv, out)
-                    else:
-                        _attend_chunk(part, q, cache.planes[layer], out)
-            if layer == last:
-                for group in decodes:
-                    group.dense.keep()
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            if decodes is not None:
+                self._kernels.attend_decodes(q, decodes, cache.planes[layer], out)
+            for part in others:
+                if isinstance(part, _Prompts):
+                    _attend_prompts(part, q, kv, out)
+                else:
+                    _attend_chunk(part, q, cache.planes[layer], out)
             return out
 
         return attend
 
-    def _decodes(
-        self, batch: PagedBatch, cache: TorchKVCache, requests: Int64Array
-    ) -> list[_Decodes]:
-        groups = split_by_length(requests, batch.seq_lens, cache.block_size)
-        while len(self._dense) < len(groups):
-            self._dense.append(DenseKV())
-        del self._dense[max(len(groups), 1) :]
-        free_bytes = max_dense_bytes(cache)
-        found = []
-        for group, dense in zip(groups, self._dense, strict=False):
-            lengths = batch.seq_lens[group]
-            rows = dense.rows_for(cache, batch.block_table[group], lengths, free_bytes)
-            free_bytes -= dense.nbytes
-            order = np.empty_like(group)
-            order[rows.rows] = np.arange(len(group))
-            tokens = batch.query_start_loc[group[order]]
-            is_pass = len(group) == batch.query_start_loc[-1] and (np.diff(tokens) == 1).all()
-            found.append(
-                _Decodes(
-                    tokens=None if is_pass else torch.from_numpy(tokens),
-                    dense=rows,
-                    mask=_past_end(lengths[order], rows.length, cache),
-                )
-            )
-        return found
+
+def _decodes(batch: PagedBatch, requests: Int64Array) -> DecodeRows | None:
+    if not len(requests):
+        return None
+    # Longest first: threads take them in order, and the last ones should be short.
+    requests = requests[np.argsort(-batch.seq_lens[requests], kind="stable")]
+    return DecodeRows(
+        batch.query_start_loc[requests],
+        np.ascontiguousarray(batch.block_table[requests]),
+        batch.seq_lens[requests],
+    )
 
 
-def _past_end(lengths: Int64Array, width: int, cache: TorchKVCache) -> torch.Tensor:
-    plane = cache.planes[0][0]
-    is_past = torch.from_numpy(np.arange(width) >= lengths[:, None])
-    mask = torch.zeros(is_past.shape, dtype=plane.dtype).masked_fill_(is_past, -torch.inf)
-    return mask.repeat_interleave(plane.shape[1], 0).unsqueeze(1)
-
-
-def _decode(layer: int, q: torch.Tensor, kv: torch.Tensor, group: _Decodes) -> torch.Tensor:
-    """Queries (B, H, D), keys and values (B, 2 * G, D) of the newest tokens -> (B, H, D)."""
-    head_dim = q.shape[-1]
-    k, v = group.dense.with_new(layer, kv)
-    # Query heads as rows of a matrix: one product per KV head instead of one per query head.
-    queries = q.reshape(len(k), -1, head_dim)
-    scores = torch.baddbmm(group.mask, queries, k.transpose(1, 2), alpha=head_dim**-0.5)
-    return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks hold ``num_tokens``."""
+    return -(-num_tokens // block_size)
 
 
 def _attend_prompts(part: _Prompts, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
@@ -290,38 +232,6 @@ def _attend_chunk(
     out[part.begin : part.end] = found.squeeze(0).transpose(0, 1)
 
 
-def split_by_length(
-    requests: Int64Array,
-    lengths: Int64Array,
-    block_size: int,
-    max_tokens: int = MAX_GATHERED_TOKENS,
-) -> list[Int64Array]:
-    """Group requests so that no gather is mostly padding, nor larger than the bound.
-
-    Args:
-        requests: (n,) rows of ``lengths`` to group.
-        lengths: (R,) tokens per request, at least 1.
-        block_size: Tokens per block; shorter differences do not split a group.
-        max_tokens: Bound on group size times longest member, both with up to a block of padding; a
-            single request may exceed it.
-
-    Returns:
-        Groups, longest first; each request is in one of them.
-    """
-    order = requests[np.argsort(-lengths[requests], kind="stable")]
-    groups: list[Int64Array] = []
-    first = 0
-    for index, length in enumerate(lengths[order].tolist()):
-        longest = int(lengths[order[first]]) + block_size
-        is_short = 2 * (length + block_size) < longest
-        if is_short or (index > first and (index - first + 1) * longest > max_tokens):
-            groups.append(order[first:index])
-            first = index
-    if len(order):
-        groups.append(order[first:])
-    return groups
-
-
 def _others(
     batch: PagedBatch, requests: Int64Array, block_size: int
 ) -> Iterator[_Prompts | _Chunk]:
@@ -358,8 +268,8 @@ def _prompts(batch: PagedBatch, requests: list[int]) -> _Prompts:
     )
 
 
-BACKENDS: Mapping[str, Callable[[], AttentionBackend]] = {
+BACKENDS: Mapping[str, Callable[[torch.dtype], AttentionBackend]] = {
     "fast": FastAttention,
-    "reference": ReferenceAttention,
+    "reference": lambda _dtype: ReferenceAttention(),
 }
 """The values of ``CpuDevice.attention``."""

@@ -48,6 +48,8 @@ LONG_WEIGHTS = 1 << 20
 """A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
 LONG_PRODUCTS = 25_000_000
 """A layer of so many products of a token and a weight takes a core some 0.25 ms."""
+ATTENDED = 10
+"""Products with keys and values take so many times as long: each of these is for one token."""
 
 
 class TorchGenerator:
@@ -91,6 +93,7 @@ class TorchGenerator:
         self._layer_weights = config.hidden_size * (
             attention * config.head_dim + 3 * config.intermediate_size
         )
+        self._context_products = 2 * config.num_attention_heads * config.head_dim
         self._before_layer: LayerCallback | None = None
         self._after_layer: LayerCallback | None = None
 
@@ -115,7 +118,7 @@ class TorchGenerator:
         _check_device(mesh_device)
         _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         weights = load_weights(config, mesh_device)
-        attention = BACKENDS[mesh_device.attention]()
+        attention = BACKENDS[mesh_device.attention](mesh_device.dtype)
         model = PagedTransformer(config, weights, max_seq_len, attention)
         return cls(
             config,
@@ -320,18 +323,21 @@ class TorchGenerator:
         self, batch: PagedBatch, cache: TorchKVCache, *, is_warm_up: bool = False
     ) -> torch.Tensor:
         before, after = (None, None) if is_warm_up else (self._before_layer, self._after_layer)
-        with torch.inference_mode(), _threads_for(len(batch.input_ids), self._layer_weights):
+        decoding = batch.seq_lens[np.diff(batch.query_start_loc) == 1]
+        products = len(batch.input_ids) * self._layer_weights
+        products += ATTENDED * self._context_products * int(decoding.sum())
+        is_long = self._layer_weights >= LONG_WEIGHTS or products >= LONG_PRODUCTS
+        with torch.inference_mode(), _all_threads_if(is_long):
             return self._model.forward(batch, cache, before, after)
 
 
 @contextlib.contextmanager
-def _threads_for(num_tokens: int, layer_weights: int) -> Iterator[None]:
+def _all_threads_if(is_long: bool) -> Iterator[None]:
     """Compute a pass on one thread where a layer is too short to be shared out.
 
     Threads that wait for each other at every operation cost more there than they bring, and much
     more where something else wants their cores.
     """
-    is_long = layer_weights >= LONG_WEIGHTS or num_tokens * layer_weights >= LONG_PRODUCTS
     if is_long or (num_threads := torch.get_num_threads()) == 1:
         yield
         return

@@ -44,7 +44,7 @@ class BlockSpace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
-    """One forward pass: T tokens of R requests, request after request.
+    """One forward pass: T tokens of R requests, request after request; all contiguous.
 
     Attributes:
         input_ids: int64 (T,).
@@ -71,7 +71,7 @@ def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
     first_of_token = first_blocks[batch.request_indices]
     return PagedBatch(
         input_ids=torch.from_numpy(batch.input_ids.astype(np.int64)),
-        positions=torch.from_numpy(batch.positions),
+        positions=torch.from_numpy(np.ascontiguousarray(batch.positions)),
         kv_positions=torch.from_numpy(batch.slot_mapping + first_of_token * space.block_size),
         query_start_loc=batch.query_start_loc.astype(np.int64),
         seq_lens=batch.seq_lens.astype(np.int64),

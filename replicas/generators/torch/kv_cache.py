@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 
 from kv_transfer.shared_region import SharedRegion
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from replicas.generators.protocol import KVCacheShape
 
 LaneCache: TypeAlias = list[list[torch.Tensor]]
@@ -31,13 +28,10 @@ class TorchKVCache(list[LaneCache]):
 
     Attributes:
         planes: Per layer (k, v), each (P, H, S, D), contiguous.
-        layers: Per layer both planes as one, (2 * P * H, S * D): K's blocks and heads, then V's.
         num_blocks: Blocks per lane, with the null block.
         block_size: Tokens per block.
         memory: The bytes of all planes, (n,) uint8: layer by layer, K before V.
         offsets: Per lane, per layer and plane: where in ``memory`` the lane's first block is.
-        clock: Counts the writes.
-        written: int64 (P,), the clock when a block was last written; see `mark_written`.
         shared_region: Where ``memory`` is when other processes of this host may map it, else None.
     """
 
@@ -84,15 +78,6 @@ class TorchKVCache(list[LaneCache]):
             for offset in self.offsets[0]
         ]
         self.planes = list(zip(planes[::2], planes[1::2], strict=True))
-        rows = (2 * whole[0] * whole[1], whole[2] * whole[3])
-        self.layers = [
-            torch.frombuffer(self.memory, dtype=dtype, count=2 * num_items, offset=offset).view(
-                rows
-            )
-            for offset in self.offsets[0][::2]
-        ]
-        self.clock = 0
-        self.written = np.zeros(whole[0], dtype=np.int64)
         super().__init__(
             [
                 [
@@ -102,12 +87,3 @@ class TorchKVCache(list[LaneCache]):
                 for lane in range(num_lanes)
             ]
         )
-
-    def mark_written(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Say that blocks are written now; whoever writes must, or copies of them go stale.
-
-        Args:
-            blocks: Ids over all lanes: block ``b`` of lane ``l`` is ``l * num_blocks + b``.
-        """
-        self.clock += 1
-        self.written[blocks] = self.clock

@@ -6,9 +6,7 @@ block may be read but not written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.host_blocks import HostBlocks
@@ -17,56 +15,13 @@ from kv_transfer.shared_region import RegionLayout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from kv_transfer.connector import KVDeviceIO
     from kv_transfer.layout import KVLayout
     from kv_transfer.shared_region import SharedRegion
     from replicas.generators.torch.kv_cache import TorchKVCache
-
-
-class _LaneBlocks(HostBlocks):
-    """A lane's blocks, which tells the cache of every write.
-
-    Owner: nothing; as `HostBlocks`.
-    """
-
-    def __init__(self, layout: KVLayout, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
-        super().__init__(layout, pieces)
-        self._cache: TorchKVCache | None = None
-        self._first = 0
-
-    def tell(self, cache: TorchKVCache, lane: int) -> None:
-        """Tell this cache from now on, whose lane it is."""
-        self._cache, self._first = cache, lane * cache.num_blocks
-
-    def write_rows(
-        self, block_ids: Sequence[int], first_row: int, data: npt.NDArray[np.uint8]
-    ) -> None:
-        """See `HostBlocks.write_rows`."""
-        super().write_rows(block_ids, first_row, data)
-        self._mark(block_ids)
-
-    def copy_from(
-        self,
-        source: HostBlocks,
-        source_ids: Sequence[int],
-        block_ids: Sequence[int],
-        digests: npt.NDArray[np.uint64] | None = None,
-    ) -> list[int]:
-        """See `HostBlocks.copy_from`."""
-        wrong = super().copy_from(source, source_ids, block_ids, digests)
-        self._mark(block_ids)
-        return wrong
-
-    def zero_tail(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """See `HostBlocks.zero_tail`."""
-        super().zero_tail(block_ids, num_tokens)
-        self._mark(block_ids)
-
-    def _mark(self, block_ids: Sequence[int]) -> None:
-        assert self._cache is not None
-        self._cache.mark_written(self._first + np.asarray(block_ids, dtype=np.int64))
 
 
 class TorchKVIO:
@@ -104,11 +59,9 @@ class TorchKVIO:
             )
         self._layout = layout
         self._host_blocks = tuple(
-            _LaneBlocks.within(layout, kv_cache.memory, offsets, kv_cache.num_blocks)
+            HostBlocks.within(layout, kv_cache.memory, offsets, kv_cache.num_blocks)
             for offsets in kv_cache.offsets
         )
-        for lane, blocks in enumerate(self._host_blocks):
-            cast("_LaneBlocks", blocks).tell(kv_cache, lane)
         self._shared_region = kv_cache.shared_region
         self._region_layout = RegionLayout(
             block_size=block_size,

@@ -1,4 +1,4 @@
-"""Products with a weight matrix: as the file has it, or packed for oneDNN.
+"""Products with a weight matrix: as the file has it, packed for oneDNN, or by a kernel of our own.
 
 In bfloat16 oneDNN reorders a weight matrix for its kernels at every call, unless it was given them
 reordered; then it also adds, multiplies or gates the product before it is rounded. Whether packing
@@ -10,14 +10,21 @@ Dimensions: T tokens, K features in, N features out.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch.nn import functional
 
+from replicas.generators.torch.kernels import kernels_for
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+FEW_ROWS = 4
+SMALL_WEIGHTS = 1 << 21
+"""Larger ones are read from memory, which takes longer than to find a kernel."""
 
 _PROBE_ROWS = 4
 _ROUNDING = 2.0**-7
@@ -130,6 +137,49 @@ class PackedLinear:
         return _product(x, self._packed, self._bias, "swish", [], "")
 
 
+class SmallLinear:
+    """A weight that is multiplied by a few rows sooner than oneDNN has found its kernel.
+
+    Args:
+        weight: (N, K), contiguous.
+        bias: (N,) or None.
+        more: The same for more rows.
+
+    Attributes:
+        more: As given.
+    """
+
+    __slots__ = ("_bias", "_kernels", "_weight", "more")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, more: Linear) -> None:
+        self._weight, self._bias, self.more = weight, bias, more
+        self._kernels = kernels_for(weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        if len(x) > FEW_ROWS:
+            return self.more(x)
+        return self._kernels.multiply(x, self._weight, self._bias)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.plus``."""
+        if len(x) > FEW_ROWS:
+            return self.more.plus(x, other)
+        return self._kernels.multiply(x, self._weight, self._bias, "plus", other)
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.times``."""
+        if len(x) > FEW_ROWS:
+            return self.more.times(x, other)
+        return self._kernels.multiply(x, self._weight, self._bias, "times", other)
+
+    def swish(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.swish``."""
+        if len(x) > FEW_ROWS:
+            return self.more.swish(x)
+        return self._kernels.multiply(x, self._weight, self._bias, "swish")
+
+
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Pack a weight if that is possible here and gives what the plain product gives.
 
@@ -140,13 +190,14 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     plain = PlainLinear(weight, bias)
     if weight.dtype != torch.bfloat16:
         return plain
-    with torch.inference_mode():
-        try:
-            packed = PackedLinear(weight, bias)
-            is_right = gives_the_same(packed, plain)
-        except RuntimeError:  # this processor or build does not have the kernels
-            return plain
-    return packed if is_right else plain
+    found: Linear = plain
+    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+        # It is raised where this processor or build does not have the kernels.
+        packed = PackedLinear(weight, bias)
+        found = packed if gives_the_same(packed, plain) else plain
+    if weight.numel() > SMALL_WEIGHTS:
+        return found
+    return SmallLinear(weight.contiguous(), bias, found)
 
 
 def gives_the_same(found: Linear, plain: PlainLinear) -> bool:

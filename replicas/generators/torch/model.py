@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.rope import RopeTable, rotate
+from replicas.generators.torch.kernels import TokenPlaces, kernels_for
+from replicas.generators.torch.rope import rope_table
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from replicas.generators.torch.attention import AttentionBackend
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
-    from replicas.generators.torch.loader import LayerWeights, ModelWeights
+    from replicas.generators.torch.loader import ModelWeights
 
 
 class PagedTransformer:
@@ -40,7 +41,9 @@ class PagedTransformer:
         self._config = config
         self._weights = weights
         self._attention = attention
-        self._rope = RopeTable(config.rope, config.head_dim, max_seq_len, weights.embedding.dtype)
+        dtype = weights.embedding.dtype
+        self._rope = rope_table(config.rope, config.head_dim, max_seq_len, dtype)
+        self._kernels = kernels_for(dtype)
 
     def forward(
         self,
@@ -60,63 +63,54 @@ class PagedTransformer:
         Returns:
             (len(batch.logits_indices), V) in the model's dtype.
         """
-        config, weights = self._config, self._weights
-        eps, head_dim = config.rms_norm_eps, config.head_dim
+        config, weights, kernels = self._config, self._weights, self._kernels
+        eps = config.rms_norm_eps
+        self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
-        cos, sin = self._rope.at(batch.positions)
-        kv_rows = _kv_rows(batch.kv_positions, cache)
+        places = TokenPlaces(*self._rope, batch.positions, batch.kv_positions)
         attend = self._attention.prepare(batch, cache)
-        cache.mark_written(batch.kv_positions.numpy() // cache.block_size)
         for index, layer in enumerate(weights.layers):
-            q, kv = self._project(_rms_norm(x, layer.input_norm, eps), layer, cos, sin)
+            heads = layer.qkv(kernels.rms_norm(x, layer.input_norm, eps))
+            heads = heads.view(len(x), -1, config.head_dim)
             if before_layer is not None:
                 before_layer(index)
-            cache.layers[index].view(-1, head_dim).index_copy_(0, kv_rows, kv.view(-1, head_dim))
-            attended = attend(index, q, kv).flatten(1)
+            kernels.rotate_and_store(heads, places, cache.planes[index], layer.qk_norm, eps)
+            queries, kv = heads.tensor_split((config.num_attention_heads,), dim=1)
+            attended = attend(index, queries, kv).flatten(1)
             if after_layer is not None:
                 after_layer(index)
             if index == len(weights.layers) - 1:
                 # Nothing reads the other tokens any more.
                 attended, x = (_wanted(part, batch.logits_indices) for part in (attended, x))
             x = layer.o.plus(attended, x)
-            normed = _rms_norm(x, layer.post_norm, eps)
+            normed = kernels.rms_norm(x, layer.post_norm, eps)
             x = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), x)
-        last = _rms_norm(x, weights.final_norm, eps)
+        last = kernels.rms_norm(x, weights.final_norm, eps)
         # Made outside inference mode: callers may then change their logits in place.
         with torch.inference_mode(mode=False), torch.no_grad():
             return weights.lm_head(last)
 
-    def _project(
-        self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries (T, H, D) and keys, then values (T, 2 * G, D); queries, keys rotated."""
-        config = self._config
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, config.head_dim)
-        qk = heads[:, : num_heads + num_kv_heads]
-        plain = qk
-        if layer.qk_norm is not None:
-            plain = _rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-        rotate(plain, cos, sin, out=qk)
-        return heads[:, :num_heads], heads[:, num_heads:].contiguous()
+    def _check(self, batch: PagedBatch, cache: TorchKVCache) -> None:
+        """Kernels read and write where they are told to.
+
+        Raises:
+            IndexError: A position or a block does not exist.
+        """
+        num_blocks = len(cache.planes[0][0])
+        limits = (
+            ("position", batch.positions.numpy(), len(self._rope[0])),
+            ("KV position", batch.kv_positions.numpy(), num_blocks * cache.block_size),
+            ("block", batch.block_table, num_blocks),
+        )
+        for name, found, limit in limits:
+            if found.min() < 0 or found.max() >= limit:
+                raise IndexError(f"{name} {found.min()} to {found.max()}, of {limit}")
+        held = batch.block_table.shape[1] * cache.block_size
+        if batch.seq_lens.min() < 1 or batch.seq_lens.max() > held:
+            raise IndexError(f"sequences of {batch.seq_lens} tokens in blocks for {held}")
 
 
 def _wanted(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if len(indices) == len(rows) and torch.equal(indices, torch.arange(len(rows))):
         return rows
     return rows.index_select(0, indices)
-
-
-def _kv_rows(kv_positions: torch.Tensor, cache: TorchKVCache) -> torch.Tensor:
-    """Rows (T * 2 * G,) of a layer seen as (2 * P * G * S, D) that tokens' keys and values are."""
-    num_blocks, num_kv_heads, block_size, _ = cache.planes[0][0].shape
-    blocks = kv_positions // block_size
-    offsets = kv_positions - blocks * block_size
-    heads = torch.arange(num_kv_heads)
-    rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-    return torch.cat((rows, rows + num_blocks * num_kv_heads * block_size), dim=1).view(-1)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension; rounded before the weight is applied, as transformers does."""
-    return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies, the cosine and sine table, and the rotation.
+"""Rotary position embeddings: frequencies, and the table of cosines and sines.
 
 Every rounding step of the table follows transformers, bit for bit in float32; in float64 the angles
 are computed in float64 from the same float32 frequencies.
@@ -46,33 +46,13 @@ def cos_and_sin(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-class RopeTable:
-    """Cosines and sines of every position, computed once.
+def rope_table(
+    rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position as the two halves of a head need them.
 
-    Owner: two tensors (max_seq_len, head_dim) in the model's dtype: each cosine twice, each sine
-    with a minus, then without, as the two halves of a head need them.
+    Returns:
+        Two tensors (max_seq_len, head_dim): each cosine twice; each sine negated, then as it is.
     """
-
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
-    ) -> None:
-        """Fill the table for positions 0..max_seq_len-1."""
-        cos, sin = cos_and_sin(rope, head_dim, max_seq_len, dtype)
-        self._cos = torch.cat((cos, cos), dim=-1)
-        self._sin = torch.cat((-sin, sin), dim=-1)
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), each (T, 1, head_dim), for int64 positions (T,)."""
-        return (
-            self._cos.index_select(0, positions).unsqueeze(1),
-            self._sin.index_select(0, positions).unsqueeze(1),
-        )
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotate heads (T, heads, head_dim) into ``out``, which may be ``x`` itself.
-
-    Channel i is paired with i + head_dim / 2.
-    """
-    turned = x.roll(x.shape[-1] // 2, -1)
-    torch.mul(x, cos, out=out).addcmul_(turned, sin)
+    cos, sin = cos_and_sin(rope, head_dim, max_seq_len, dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

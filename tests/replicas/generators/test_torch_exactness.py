@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from replicas.generators.torch import attention
-from replicas.generators.torch.model import _rms_norm
+from replicas.generators.torch.kernels import kernels_for
 from replicas.generators.torch.rope import inverse_frequencies
 from tests.replicas.generators.conftest import NUM_NEW, PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -162,11 +162,16 @@ def test_prompts_in_the_fused_kernel_or_one_by_one_give_the_same(tiny, monkeypat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_norm_rounds_where_that_of_transformers_does(dtype):
     stream = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 3, 96, generator=stream).to(dtype)
+    x = torch.randn(50, 96, generator=stream).to(dtype)
     weight = torch.randn(96, generator=stream).to(dtype)
     wide = x.to(torch.promote_types(dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    assert torch.equal(_rms_norm(x, weight, 1e-5), weight * normed.to(dtype))
+    found, wanted = kernels_for(dtype).rms_norm(x, weight, 1e-5), weight * normed.to(dtype)
+    # Sums in another order differ in the last bit; few of them are rounded to another bfloat16,
+    # while rounding once instead of twice would change every fourth.
+    assert torch.allclose(found, wanted, rtol=2.0**-7 if dtype is torch.bfloat16 else 1e-6)
+    if dtype is torch.bfloat16:
+        assert (found != wanted).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

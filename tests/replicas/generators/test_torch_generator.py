@@ -1,8 +1,10 @@
 """The torch generator's side of the contract: lanes, padding rows, warm-up, refusals."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from replicas.errors import ConfigError
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch import generator
 from replicas.generators.torch.generator import TorchGenerator
+from replicas.generators.torch.inputs import from_decode
 from tests.replicas.generators.conformance import check_generator
 from tests.replicas.generators.conftest import PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -311,18 +314,52 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def threads_of_a_pass(loop):
+def threads_of_passes(loop):
+    """Of a prompt, and of a decode after it."""
     seen = []
     loop.generator.set_layer_callbacks(lambda _: seen.append(torch.get_num_threads()), None)
-    loop.step_prefill([loop.add(PROMPTS[0], 1)])
+    sequence = loop.add(PROMPTS[0], 2)
+    loop.step_prefill([sequence])
+    loop.step_decode([sequence])
     assert torch.get_num_threads() == 2
-    return set(seen)
+    num_layers = len(loop.cache.planes)
+    assert len(seen) == 2 * num_layers
+    return set(seen[:num_layers]), set(seen[num_layers:])
 
 
-def test_a_short_pass_takes_one_thread_and_a_long_one_all(config, two_threads, monkeypatch):
-    assert threads_of_a_pass(make_loop(config)) == {1}
-    monkeypatch.setattr(generator, "LONG_PRODUCTS", 1000)
-    assert threads_of_a_pass(make_loop(config)) == {2}
-    monkeypatch.undo()
-    monkeypatch.setattr(generator, "LONG_WEIGHTS", 1000)
-    assert threads_of_a_pass(make_loop(config)) == {2}
+@pytest.mark.parametrize(
+    ("name", "value", "threads"),
+    [
+        ("LONG_PRODUCTS", 1000, ({2}, {2})),
+        ("LONG_WEIGHTS", 1000, ({2}, {2})),
+        ("ATTENDED", 10**9, ({1}, {2})),
+    ],
+)
+def test_a_short_pass_takes_one_thread_and_a_long_one_all(
+    config, two_threads, monkeypatch, name, value, threads
+):
+    assert threads_of_passes(make_loop(config)) == ({1}, {1})
+    monkeypatch.setattr(generator, name, value)
+    assert threads_of_passes(make_loop(config)) == threads
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("positions", 10**6, "position"),
+        ("positions", -1, "position"),
+        ("kv_positions", 10**6, "KV position"),
+        ("block_table", 10**6, "block"),
+        ("block_table", -1, "block"),
+        ("seq_lens", 10**6, "sequences of"),
+        ("seq_lens", 0, "sequences of"),
+    ],
+)
+def test_what_does_not_exist_is_neither_read_nor_written(config, field, value, said):
+    loop = make_loop(config)
+    batch = from_decode(*(np.array(v) for v in ([5], [[1]], [3], [0])), loop.cache.block_size)
+    changed = getattr(batch, field) * 0 + value
+    before = kv_bytes(loop.cache)
+    with pytest.raises(IndexError, match=said):
+        loop.generator._forward(replace(batch, **{field: changed}), loop.cache)
+    assert all(map(torch.equal, kv_bytes(loop.cache), before))

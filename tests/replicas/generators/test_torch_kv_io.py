@@ -251,21 +251,3 @@ def test_a_moved_sequence_decodes_as_if_it_had_stayed(tiny):
     for _ in range(11):
         two.step_decode([moved])
     assert moved.output == model.outputs[0]
-
-
-@pytest.mark.parametrize("how", ["io", "rows", "copy", "tail"])
-def test_whoever_writes_blocks_the_cache_is_told(how):
-    """Or a dense copy of what they held before would be taken for what they hold."""
-    cache = make_cache(2, 6)
-    io = TorchKVIO(cache, make_layout())
-    before = cache.clock
-    blocks, data = io.host_blocks[1], io.read_rows(0, [2, 3], 0, 2)
-    if how == "io":
-        io.write_rows(1, [4, 2], 0, data)
-    elif how == "rows":
-        blocks.write_rows([4, 2], 0, data)
-    elif how == "copy":
-        blocks.copy_from(io.host_blocks[0], [2, 3], [4, 2])
-    else:
-        blocks.zero_tail([4, 2], SIZE + 3)
-    assert np.flatnonzero(cache.written > before).tolist() == [6 + 2, 6 + 4]

@@ -7,6 +7,7 @@ from replicas.generators.torch import linear
 from replicas.generators.torch.linear import (
     PackedLinear,
     PlainLinear,
+    SmallLinear,
     gives_the_same,
     make_linear,
 )
@@ -23,11 +24,14 @@ def drawn(*shape):
 
 @needs_packing
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 300])
-def test_packed_products_are_within_rounding_of_exact_ones(num_tokens, has_bias):
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 300])
+@pytest.mark.parametrize("kind", [PackedLinear, SmallLinear])
+def test_products_are_within_rounding_of_exact_ones(monkeypatch, kind, num_tokens, has_bias):
+    if kind is PackedLinear:
+        monkeypatch.setattr(linear, "SMALL_WEIGHTS", 0)
     weight, bias = drawn(96, 64), drawn(96) if has_bias else None
     found = make_linear(weight, bias)
-    assert isinstance(found, PackedLinear)
+    assert isinstance(found, kind)
     x, other = drawn(num_tokens, 64), drawn(num_tokens, 96)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     wanted = (exact, exact + other.double(), exact * other.double(), exact * exact.sigmoid())
@@ -37,8 +41,9 @@ def test_packed_products_are_within_rounding_of_exact_ones(num_tokens, has_bias)
         torch.testing.assert_close(result.double(), value, rtol=2**-8, atol=1e-3)
 
 
-def test_operands_stay_as_they_are():
-    weight, x, other = drawn(96, 64), drawn(5, 64), drawn(5, 96)
+@pytest.mark.parametrize("num_tokens", [4, 5])
+def test_operands_stay_as_they_are(num_tokens):
+    weight, x, other = drawn(96, 64), drawn(num_tokens, 64), drawn(num_tokens, 96)
     copies = x.clone(), other.clone()
     found = make_linear(weight, None)
     found.plus(x, other)
@@ -72,4 +77,6 @@ def test_where_packing_fails_the_plain_product_is_taken(monkeypatch):
 
     monkeypatch.setattr(linear, "_product", refuse)
     monkeypatch.setattr(linear, "_product_with", refuse)
+    assert isinstance(make_linear(drawn(8, 4), None).more, PlainLinear)
+    monkeypatch.setattr(linear, "SMALL_WEIGHTS", 0)
     assert isinstance(make_linear(drawn(8, 4), None), PlainLinear)

@@ -1,0 +1,414 @@
+"""Kernels as numba compiles them: functions of one block of int64.
+
+The first number of a block is the next unit of work, which threads take one after another, the
+second how many there are; the others are sizes and addresses, as `kernels.py` beside this file
+says, which alone calls them. They compute in float32, or float64 for float64, and round where the
+operations of transformers do. Addresses are believed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic, overload
+
+# Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN.
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+
+OUTPUTS = 16
+PLUS, TIMES, SWISH = 1, 2, 3
+"""What `multiply` does with a product."""
+
+
+# --- what numba cannot say -----------------------------------------------------------------------
+
+
+def _bitcast(source, target, llvm_type):
+    @intrinsic
+    def cast(_context, _value):
+        def generate(_context, builder, _signature, values):
+            return builder.bitcast(values[0], llvm_type)
+
+        return target(source), generate
+
+    return cast
+
+
+_float_of = _bitcast(types.uint32, types.float32, ir.FloatType())
+_bits_of = _bitcast(types.float32, types.uint32, ir.IntType(32))
+_double_of = _bitcast(types.int64, types.float64, ir.DoubleType())
+
+
+@intrinsic
+def _pointer(_context, _address, item):
+    """An address as a pointer to items of a type."""
+
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(item.dtype)(types.int64, item), generate
+
+
+@intrinsic
+def _take(_context, _block):
+    """The next unit: what the first number of a block was before it is one more."""
+
+    def generate(_context, builder, _signature, values):
+        integer = ir.IntType(64)
+        counter = builder.bitcast(values[0], integer.as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(integer, 1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+def _widen(x):
+    raise NotImplementedError
+
+
+@overload(_widen)
+def _(x):
+    if x == types.uint16:
+        return lambda x: _float_of(np.uint32(x) << np.uint32(16))
+    return lambda x: x
+
+
+def _put(array, index, x):
+    raise NotImplementedError
+
+
+@overload(_put)
+def _(array, index, x):
+    if array.dtype == types.uint16:
+
+        def put(array, index, x):
+            bits = _bits_of(x)
+            half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            rounded = np.uint16((bits + half) >> np.uint32(16))
+            # A NaN must not be rounded into a number.
+            array[np.uintp(index)] = rounded if x == x else np.uint16(0x7FC0)
+
+        return put
+
+    def put(array, index, x):
+        array[np.uintp(index)] = x
+
+    return put
+
+
+@njit
+def _get(array, index):
+    # Unsigned, or every read would ask whether it counts from the end.
+    return _widen(array[np.uintp(index)])
+
+
+def _same(like, x):
+    raise NotImplementedError
+
+
+@overload(_same)
+def _(like, x):
+    number = np.float64 if like == types.float64 else np.float32
+    return lambda like, x: number(x)
+
+
+def _exp(x):
+    raise NotImplementedError
+
+
+@overload(_exp)
+def _(x):
+    if x == types.float64:
+
+        def exp(x):
+            return np.exp(x)
+
+    else:
+
+        def exp(x):
+            return _exp32(x)
+
+    return exp
+
+
+@njit(fastmath=FASTMATH)
+def _exp32(x):
+    """Of x <= 0, a polynomial that vectors of numbers go through at once.
+
+    Source: Cephes expf; its error is below 2 units in the last place.
+    """
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # and not `max`: NaN stays
+    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    found = np.float32(1.9875691500e-4)
+    found = found * rest + np.float32(1.3981999507e-3)
+    found = found * rest + np.float32(8.3334519073e-3)
+    found = found * rest + np.float32(4.1665795894e-2)
+    found = found * rest + np.float32(1.6666665459e-1)
+    found = found * rest + np.float32(5.0000001201e-1)
+    found = found * rest * rest + rest + np.float32(1.0)
+    return found * _float_of(np.uint32((np.int32(power) + np.int32(127)) << np.int32(23)))
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def rms_norm(item):
+    """Rows of x, normalised and weighted; a unit is a row."""
+    wide = _wide(item)
+
+    def kernel(block):
+        a = carray(block, (8,), np.int64)
+        size, stride = a[2], a[4]
+        x = carray(_pointer(a[3], item), (1,))
+        weight = carray(_pointer(a[5], item), (1,))
+        out = carray(_pointer(a[6], item), (1,))
+        eps = wide(_double_of(a[7]))
+        unit = _take(block)
+        while unit < a[1]:
+            _normalise(x, unit * stride, weight, 0, out, unit * size, size, eps)
+            unit = _take(block)
+
+    return kernel
+
+
+@njit(fastmath=FASTMATH)
+def _normalise(x, first, weight, first_weight, out, first_out, size, eps):
+    """Rounded before the weight is applied, as transformers does."""
+    total = eps - eps
+    for i in range(size):
+        value = _get(x, first + i)
+        total += value * value
+    # Wider than the numbers, then as wide.
+    scale = _same(eps, 1 / np.sqrt(total / size + eps))
+    for i in range(size):
+        _put(out, first_out + i, _get(x, first + i) * scale)
+    for i in range(size):
+        _put(out, first_out + i, _get(out, first_out + i) * _get(weight, first_weight + i))
+
+
+def rotate_and_store(item):
+    """Queries and keys rotated in place; keys, values also to their blocks; a unit is a token."""
+    wide = _wide(item)
+
+    def kernel(block):
+        a = carray(block, (16,), np.int64)
+        num_heads, num_kv_heads, head_dim, block_size = a[2], a[3], a[4], a[5]
+        heads = carray(_pointer(a[6], item), (1,))
+        cos = carray(_pointer(a[7], item), (1,))
+        sin = carray(_pointer(a[8], item), (1,))
+        positions = carray(_pointer(a[9], types.int64), (1,))
+        kv_positions = carray(_pointer(a[10], types.int64), (1,))
+        k_plane = carray(_pointer(a[11], item), (1,))
+        v_plane = carray(_pointer(a[12], item), (1,))
+        norm = carray(_pointer(a[13], item), (1,))
+        has_norm, eps = a[13] != 0, wide(_double_of(a[14]))
+        unit = _take(block)
+        while unit < a[1]:
+            first = unit * (num_heads + 2 * num_kv_heads) * head_dim
+            angle = positions[unit] * head_dim
+            for head in range(num_heads + num_kv_heads):
+                at = first + head * head_dim
+                if has_norm:
+                    _normalise(heads, at, norm, head * head_dim, heads, at, head_dim, eps)
+                _rotate(heads, at, cos, sin, angle, head_dim)
+            first += num_heads * head_dim
+            into, offset = divmod(kv_positions[unit], block_size)
+            for head in range(num_kv_heads):
+                target = ((into * num_kv_heads + head) * block_size + offset) * head_dim
+                for d in range(head_dim):
+                    at = first + head * head_dim + d
+                    k_plane[np.uintp(target + d)] = heads[np.uintp(at)]
+                    v_plane[np.uintp(target + d)] = heads[np.uintp(at + num_kv_heads * head_dim)]
+            unit = _take(block)
+
+    return kernel
+
+
+@njit(fastmath=FASTMATH)
+def _rotate(heads, at, cos, sin, angle, head_dim):
+    half = head_dim // 2
+    for d in range(half):
+        left, right = _get(heads, at + d), _get(heads, at + half + d)
+        turned = left * _get(cos, angle + d) + right * _get(sin, angle + d)
+        other = right * _get(cos, angle + half + d) + left * _get(sin, angle + half + d)
+        _put(heads, at + d, turned)
+        _put(heads, at + half + d, other)
+
+
+def attend_decodes(item):
+    """One query token a row over the row's blocks; a unit is the query heads of a KV head."""
+    wide = _wide(item)
+
+    def kernel(block):
+        a = carray(block, (17,), np.int64)
+        num_kv_heads, share, head_dim, block_size, width = a[2], a[3], a[4], a[5], a[6]
+        q = carray(_pointer(a[7], item), (1,))
+        out = carray(_pointer(a[9], item), (1,))
+        k_plane = carray(_pointer(a[11], item), (1,))
+        v_plane = carray(_pointer(a[12], item), (1,))
+        tokens = carray(_pointer(a[13], types.int64), (1,))
+        tables = carray(_pointer(a[14], types.int64), (1,))
+        lengths = carray(_pointer(a[15], types.int64), (1,))
+        scale = wide(head_dim**-0.5)
+        queries = np.empty(share * head_dim, wide)
+        found = np.empty(share * head_dim, wide)
+        scores = np.empty(share * block_size, wide)
+        tops = np.empty(share, wide)
+        totals = np.empty(share, wide)
+        unit = _take(block)
+        while unit < a[1]:
+            row, head = divmod(unit, num_kv_heads)
+            token = tokens[row]
+            first = head * share * head_dim
+            for d in range(share * head_dim):
+                queries[d] = _get(q, token * a[8] + first + d) * scale
+            found[:] = 0
+            tops[:] = -np.inf
+            totals[:] = 0
+            for index in range(-(-lengths[row] // block_size)):
+                at = (tables[row * width + index] * num_kv_heads + head) * block_size * head_dim
+                count = min(lengths[row] - index * block_size, block_size)
+                _score(queries, k_plane, at, count, head_dim, scores, block_size)
+                _soften(scores, block_size, count, tops, totals, found, head_dim)
+                _add_weighted(scores, block_size, v_plane, at, count, found, head_dim)
+            for h in range(share):
+                share_of = 1 / totals[h]
+                for d in range(h * head_dim, (h + 1) * head_dim):
+                    _put(out, token * a[10] + first + d, found[d] * wide(share_of))
+            unit = _take(block)
+
+    return kernel
+
+
+@njit(fastmath=FASTMATH)
+def _score(queries, keys, at, count, head_dim, scores, stride):
+    """Products of each query and each key; four keys at once, so that a query is read once."""
+    zero = _same(queries[0], 0)
+    for h in range(len(queries) // head_dim):
+        query = queries[h * head_dim : (h + 1) * head_dim]
+        for t in range(0, count - 3, 4):
+            one = two = three = four = zero
+            key = at + t * head_dim
+            for d in range(head_dim):
+                value = query[d]
+                one += value * _get(keys, key + d)
+                two += value * _get(keys, key + head_dim + d)
+                three += value * _get(keys, key + 2 * head_dim + d)
+                four += value * _get(keys, key + 3 * head_dim + d)
+            place = h * stride + t
+            scores[place], scores[place + 1] = one, two
+            scores[place + 2], scores[place + 3] = three, four
+        for t in range(count - count % 4, count):
+            one = zero
+            for d in range(head_dim):
+                one += query[d] * _get(keys, at + t * head_dim + d)
+            scores[h * stride + t] = one
+
+
+@njit(fastmath=FASTMATH)
+def _soften(scores, stride, count, tops, totals, found, head_dim):
+    """Scores to weights relative to the greatest so far; what was found before fades with it."""
+    for h in range(len(tops)):
+        here = scores[h * stride : h * stride + count]
+        top = tops[h]
+        for t in range(count):
+            top = here[t] if here[t] > top else top
+        # Nothing was before the first block: there is nothing to fade.
+        fade = _exp(tops[h] - top)
+        total = _same(top, 0)
+        for t in range(count):
+            weight = _exp(here[t] - top)
+            here[t] = weight
+            total += weight
+        tops[h], totals[h] = top, totals[h] * fade + total
+        for d in range(h * head_dim, (h + 1) * head_dim):
+            found[d] *= fade
+
+
+@njit(fastmath=FASTMATH)
+def _add_weighted(weights, stride, values, at, count, found, head_dim):
+    """The weighted sum of values; four at once, so that a sum is written once."""
+    for h in range(len(found) // head_dim):
+        mine = found[h * head_dim : (h + 1) * head_dim]
+        for t in range(0, count - 3, 4):
+            place, value = h * stride + t, at + t * head_dim
+            one, two = weights[place], weights[place + 1]
+            three, four = weights[place + 2], weights[place + 3]
+            for d in range(head_dim):
+                mine[d] += (
+                    one * _get(values, value + d) + two * _get(values, value + head_dim + d)
+                ) + (
+                    three * _get(values, value + 2 * head_dim + d)
+                    + four * _get(values, value + 3 * head_dim + d)
+                )
+        for t in range(count - count % 4, count):
+            one = weights[h * stride + t]
+            for d in range(head_dim):
+                mine[d] += one * _get(values, at + t * head_dim + d)
+
+
+def multiply(item):
+    """Rows times a weight matrix, and what is done with the product; a unit is 16 outputs."""
+    wide = _wide(item)
+
+    def kernel(block):
+        a = carray(block, (12,), np.int64)
+        num_rows, size, num_outputs = a[2], a[3], a[4]
+        x = carray(_pointer(a[5], item), (1,))
+        weight = carray(_pointer(a[6], item), (1,))
+        bias = carray(_pointer(a[7], item), (1,))
+        other = carray(_pointer(a[8], item), (1,))
+        out = carray(_pointer(a[9], item), (1,))
+        sums = np.empty(4, wide)
+        unit = _take(block)
+        while unit < a[1]:
+            for n in range(unit * OUTPUTS, min((unit + 1) * OUTPUTS, num_outputs), 4):
+                count = min(4, num_outputs - n)
+                for row in range(num_rows):
+                    _dots(x, row * size, weight, n * size, size, count, sums)
+                    for i in range(count):
+                        value = sums[i]
+                        if a[7]:
+                            value += _get(bias, n + i)
+                        place = row * num_outputs + n + i
+                        if a[10] == PLUS:
+                            value += _get(other, place)
+                        elif a[10] == TIMES:
+                            value *= _get(other, place)
+                        elif a[10] == SWISH:
+                            value *= _sigmoid(value)
+                        _put(out, place, value)
+            unit = _take(block)
+
+    return kernel
+
+
+@njit(fastmath=FASTMATH)
+def _dots(x, first, weight, at, size, count, sums):
+    """Products of a row and up to four columns; four at once, so that the row is read once."""
+    if count < 4:
+        for i in range(count):
+            sums[i] = 0
+            for k in range(size):
+                sums[i] += _get(x, first + k) * _get(weight, at + i * size + k)
+        return
+    one = two = three = four = _same(sums[0], 0)
+    for k in range(size):
+        value = _get(x, first + k)
+        one += value * _get(weight, at + k)
+        two += value * _get(weight, at + size + k)
+        three += value * _get(weight, at + 2 * size + k)
+        four += value * _get(weight, at + 3 * size + k)
+    sums[0], sums[1], sums[2], sums[3] = one, two, three, four
+
+
+@njit(fastmath=FASTMATH)
+def _sigmoid(x):
+    raised = _exp(-abs(x))
+    return (_same(x, 1) if x >= 0 else raised) / (_same(x, 1) + raised)
+
+
+def _wide(item):
+    return np.float64 if item == types.float64 else np.float32

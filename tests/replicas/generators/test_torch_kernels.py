@@ -1,0 +1,174 @@
+"""Each compiled kernel gives what its formula in PyTorch gives, on one thread as on several."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from replicas.generators.torch.kernels import DecodeRows, TokenPlaces, kernels_for
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
+BLOCK = 16
+
+dtypes = st.sampled_from(list(DTYPES))
+seeds = st.integers(0, 2**20)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True, scope="module")
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_near(found, wanted, dtype):
+    limit = DTYPES[dtype] * (1 + wanted.double().abs())
+    assert ((found.double() - wanted.double()).abs() <= limit).all()
+
+
+def draw(seed):
+    stream = torch.Generator().manual_seed(seed)
+    return lambda *shape, dtype: torch.randn(*shape, generator=stream, dtype=torch.float64).to(
+        dtype
+    )
+
+
+@given(dtypes, st.integers(1, 40), st.integers(1, 70), seeds)
+def test_norm(dtype, num_rows, size, seed):
+    make = draw(seed)
+    x, weight = make(num_rows, size, dtype=dtype), make(size, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    wanted = functional.rms_norm(x.to(wide), (size,), eps=1e-5).to(dtype) * weight
+    assert_near(kernels_for(dtype).rms_norm(x, weight, 1e-5), wanted, dtype)
+
+
+@given(dtypes, st.integers(1, 6), st.sampled_from([1, 3]), st.sampled_from([2, 16, 34]), seeds)
+def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
+    dtype, num_tokens, num_kv_heads, head_dim, seed
+):
+    make, rng = draw(seed), np.random.default_rng(seed)
+    num_heads, has_norm = 2 * num_kv_heads, bool(seed % 2)
+    heads = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    norm = make(num_heads + num_kv_heads, head_dim, dtype=dtype) if has_norm else None
+    cos, sin = make(9, head_dim, dtype=dtype), make(9, head_dim, dtype=dtype)
+    positions = torch.from_numpy(rng.integers(0, 9, num_tokens))
+    kv_positions = torch.from_numpy(rng.permutation(3 * BLOCK)[:num_tokens].copy())
+    planes = tuple(make(3, num_kv_heads, BLOCK, head_dim, dtype=dtype) for _ in range(2))
+    before, given_heads = [plane.clone() for plane in planes], heads.clone()
+    places = TokenPlaces(cos, sin, positions, kv_positions)
+    kernels_for(dtype).rotate_and_store(heads, places, planes, norm, 1e-5)
+
+    plain = given_heads[:, : num_heads + num_kv_heads].to(torch.float64)
+    if norm is not None:
+        plain = functional.rms_norm(plain, (head_dim,), eps=1e-5).to(dtype) * norm
+        plain = plain.to(torch.float64)
+    cosines, sines = cos[positions, None].double(), sin[positions, None].double()
+    turned = plain * cosines + plain.roll(head_dim // 2, -1) * sines
+    size = turned.abs().amax() if dtype is torch.bfloat16 else 1
+    assert_near(heads[:, : num_heads + num_kv_heads] / size, (turned / size).to(dtype), dtype)
+    values = heads[:, num_heads + num_kv_heads :]
+    assert torch.equal(values, given_heads[:, num_heads + num_kv_heads :])
+    blocks, offsets = kv_positions // BLOCK, kv_positions % BLOCK
+    for plane, old, new in zip(
+        planes, before, (heads[:, num_heads:-num_kv_heads], values), strict=True
+    ):
+        old[blocks, :, offsets] = new
+        assert torch.equal(plane, old)
+
+
+@given(
+    dtypes,
+    st.lists(st.integers(1, 4 * BLOCK), min_size=1, max_size=5),
+    st.sampled_from([(1, 1, 8), (2, 2, 32), (1, 3, 20), (3, 1, 64)]),
+    seeds,
+)
+def test_decodes_attend_to_their_blocks_and_to_nothing_behind_their_end(
+    dtype, lengths, shape, seed
+):
+    make, rng = draw(seed), np.random.default_rng(seed)
+    (num_kv_heads, share, head_dim), count = shape, len(lengths)
+    k_plane, v_plane = (make(21, num_kv_heads, BLOCK, head_dim, dtype=dtype) for _ in range(2))
+    tables = rng.permutation(20)[: 4 * count].reshape(count, 4) + 1
+    k, v = (plane[tables].transpose(1, 2).flatten(2, 3).double() for plane in (k_plane, v_plane))
+    k_plane[0] = v_plane[0] = torch.nan
+    for table, length in zip(tables, lengths, strict=True):
+        for plane in (k_plane, v_plane):
+            plane[table[-(-length // BLOCK) :]] = torch.nan
+            if length % BLOCK:
+                plane[table[length // BLOCK], :, length % BLOCK :] = torch.nan
+    num_heads = num_kv_heads * share
+    # Other tokens lie between, and queries are part of a wider tensor.
+    q = make(2 * count, num_heads + 3, head_dim, dtype=dtype)[:, :num_heads]
+    out = torch.zeros(2 * count, num_heads, head_dim, dtype=dtype)
+    tokens = rng.permutation(2 * count)[:count].astype(np.int64)
+    rows = DecodeRows(tokens, tables.astype(np.int64), np.array(lengths, dtype=np.int64))
+    kernels_for(dtype).attend_decodes(q, rows, (k_plane, v_plane), out)
+
+    for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
+        queries = q[token].double().view(num_kv_heads, share, head_dim)
+        scores = queries @ k[row, :, :length].transpose(1, 2) * head_dim**-0.5
+        wanted = (scores.softmax(-1) @ v[row, :, :length]).reshape(num_heads, head_dim)
+        assert_near(out[token], wanted, dtype)
+    others = np.setdiff1d(np.arange(2 * count), tokens)
+    assert not out[others].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e4])
+def test_great_scores_leave_one_token(dtype, scale):
+    k_plane = torch.zeros(2, 1, BLOCK, 4, dtype=dtype)
+    k_plane[1, 0, 5] = scale
+    v_plane = torch.arange(2 * BLOCK * 4).view(2, 1, BLOCK, 4).to(dtype)
+    q = torch.full((1, 1, 4), scale, dtype=dtype)
+    out = torch.empty_like(q)
+    rows = DecodeRows(np.array([0]), np.array([[1]]), np.array([BLOCK]))
+    kernels_for(dtype).attend_decodes(q, rows, (k_plane, v_plane), out)
+    if scale > 1:
+        assert torch.equal(out[0, 0], v_plane[1, 0, 5])
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_that_is_none_stays_so(dtype):
+    kernels = kernels_for(dtype)
+    x = torch.ones(1, 8, dtype=dtype)
+    x[0, 3] = torch.nan
+    ones = torch.ones(8, 8, dtype=dtype)
+    assert kernels.rms_norm(x, ones[0], 1e-5).isnan().all()
+    assert kernels.multiply(x, ones, None, "swish").isnan().all()
+    planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
+    out = torch.zeros(1, 1, 8, dtype=dtype)
+    rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([3]))
+    kernels.attend_decodes(x.view(1, 1, 8), rows, planes, out)
+    assert out.isnan().all()
+
+
+@given(
+    dtypes,
+    st.integers(1, 4),
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from(["nothing", "plus", "times", "swish"]),
+    seeds,
+)
+def test_product(dtype, num_rows, size, num_outputs, has_bias, then, seed):
+    make = draw(seed)
+    x, weight = make(num_rows, size, dtype=dtype), make(num_outputs, size, dtype=dtype)
+    bias = make(num_outputs, dtype=dtype) if has_bias else None
+    other = make(num_rows, num_outputs, dtype=dtype)
+    given_other = other if then in {"plus", "times"} else None
+    found = kernels_for(dtype).multiply(x, weight, bias, then, given_other)
+    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    match then:
+        case "plus":
+            wanted = wanted + other.double()
+        case "times":
+            wanted = wanted * other.double()
+        case "swish":
+            wanted = functional.silu(wanted)
+    scale = max(1.0, size**0.5)
+    assert_near(found.double() / scale, wanted / scale, dtype)
