@@ -76,7 +76,7 @@ def test_an_answer_that_is_not_whole_ends_the_benchmark(answer, said):
 
 def test_a_server_that_ends_by_itself_ends_the_benchmark():
     dead = Server("dead", (sys.executable, "-c", "pass"), {})
-    with pytest.raises(SystemExit, match="not ready"), running(dead):
+    with pytest.raises(SystemExit, match="ended with 0"), running(dead):
         pass
 
 
