@@ -15,23 +15,23 @@ serve: $(VENV)/.installed
 
 # Exit code 5: none of the asked tests is of this kind.
 PYTEST = $(VENV)/bin/python -m pytest -q $(1) || [ $$? = 5 ]
-# Two processes, as a laptop or a CI machine has two cores at least. Each starts with half of the
-# tests in their order, so that what the tests of a file share is mostly made once, and takes over
-# from the other at the end.
-TWO := -n 2 --dist worksteal
+# A laptop or a CI machine has two cores at least; a third process computes while others wait for an
+# engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
+# so that what the tests of a file share is mostly made once, and takes over from others at the end.
+SHARED := --dist worksteal
 # What was asked for, or the files that have tests of a kind: to import all the others takes long.
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
 # TESTS=tests/kv_transfer runs a part.
 test: $(VENV)/.installed-dev
-	$(call PYTEST,$(TWO) -m "not ray and not slow" $(TESTS))
+	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
 	@# Those that start Ray look for what they leave behind on the whole host, and a host has room
 	@# for one cluster: they run alone.
 	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
 
 # What `make test` leaves out: quicker tests show most of it, and only CI has the time.
 test-slow: $(VENV)/.installed-dev
-	$(call PYTEST,$(TWO) -m "slow and not ray" $(call FILES,slow))
+	$(call PYTEST,-n 2 $(SHARED) -m "slow and not ray" $(call FILES,slow))
 	$(call PYTEST,-m "slow and ray" $(call FILES,slow))
 
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.

@@ -249,10 +249,10 @@ def test_a_slow_engine_is_left_alone():
 
 @pytest.mark.process
 def test_a_start_that_gets_nowhere_fails():
-    gets_nowhere = config(generator="HangsInStart", start_timeout_s=8.0)
+    gets_nowhere = config(generator="HangsInStart", start_timeout_s=4.0)
     with pytest.raises(
         EngineStartError,
-        match=r"hung in its start \(.*\): no progress within 8 s, its start_timeout_s",
+        match=r"hung in its start \(.*\): no progress within 4 s, its start_timeout_s",
     ):
         start_engine(gets_nowhere)
 
