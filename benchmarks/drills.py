@@ -428,7 +428,7 @@ def num_held(metrics: EngineMetrics) -> int:
         + transfer.num_reserved_blocks
         + transfer.num_quarantined_blocks
         + sum(g.num_slots - g.num_empty_slots for g in metrics.groups)
-        + sum(g.num_blocks - g.num_free_blocks for g in metrics.groups)
+        + sum(sum(g.num_blocks) - sum(g.num_free_blocks) for g in metrics.groups)
     )
 
 

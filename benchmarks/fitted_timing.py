@@ -304,13 +304,14 @@ class FittedTiming:
 def fit_timing(record: EngineRecord, block_size: int) -> FittedTiming:
     """Fit an engine's timing on its record."""
     assert record.facts is not None
+    [kv_group] = record.facts.kv_groups
     idle_s = [t.end_s - t.start_s - t.copy_s for t in record.turns if not t.chunks and not t.rows]
     host_s = float(np.median(idle_s)) if idle_s else 0.0
     return FittedTiming(
         decode=fit_steps(record.turns, host_s, chunks=False),
         mixed=fit_steps(record.turns, host_s, chunks=True),
         host_s=host_s,
-        bytes_per_token=record.facts.bytes_per_block // block_size,
+        bytes_per_token=kv_group.bytes_per_block // block_size,
         link=fit_link(record.copies),
     )
 

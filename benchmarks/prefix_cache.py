@@ -34,6 +34,7 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence
 from replicas.engine.step import StepResult
+from replicas.kv_groups import KVGroup
 from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 
@@ -141,9 +142,15 @@ class Queue:
             mixed_batches=True,
         )
         self._num_requests = 0
+        kv_group = KVGroup(
+            layers=(0,),
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_CACHED + (NUM_EVICTED + 3 * BLOCK_SIZE if evicts else 4 * 75) + 4,
+            bytes_per_block=1,
+        )
         self._scheduler = Scheduler(
             config,
-            num_blocks=NUM_CACHED + (NUM_EVICTED + 3 * BLOCK_SIZE if evicts else 4 * 75) + 4,
+            kv_groups=(kv_group,),
             prefix_cache_key=KEY,
             max_model_len=40_000,
             eos_token_ids=frozenset(),

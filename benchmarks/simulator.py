@@ -34,6 +34,7 @@ from cluster.lab.simulation.simulator import Simulation
 from cluster.lab.simulation.summary import summarise
 from cluster.lab.workloads.load import load_workload
 from replicas.config import EngineConfig
+from replicas.kv_groups import KVGroup
 from replicas.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
@@ -84,12 +85,14 @@ def simulate(workload: Workload, replicas: int, policy: PolicyName) -> Simulatio
         max_num_waiting=0,
         max_model_len=MAX_LEN,
     )
+    group = KVGroup(
+        layers=(0,), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS + 1, bytes_per_block=1
+    )
     facts = ModelFacts(
         max_position_embeddings=MAX_LEN,
         vocab_size=4096,
         eos_token_ids=[0],
-        num_blocks=NUM_BLOCKS + 1,
-        bytes_per_block=1,
+        kv_groups=(group,),
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,

@@ -8,8 +8,12 @@ At start::
 
     connector = load_connector("p2p")
     worker = connector.create_worker(settings, notify)
-    worker.register_kv_caches(io)                 # binds; worker.endpoints go into `describe`
-    scheduler = connector.create_scheduler(settings, io.layout)
+    worker.register_kv_caches(ios)                # binds; worker.endpoints go into `describe`
+    scheduler = connector.create_scheduler(settings, [io.layout for io in ios])
+
+Layers that share one block table are a *KV group*. What an engine gives has an entry for each of
+its KV groups, in an order that never changes: ``ios``, layouts, every ``block_ids``. A connector
+that moves the KV of one group alone, as those here do, refuses an engine with several at start.
 
 When a request arrives: ``on_new_request``; on the decode side, when its ticket does. While it waits
 to be admitted: ``get_num_new_matched_tokens``, then blocks are allocated for the whole prompt, then
@@ -40,7 +44,7 @@ import bisect
 import importlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 from msgspec import Struct, field
@@ -59,8 +63,31 @@ if TYPE_CHECKING:
     from kv_transfer.shared_region import RegionLayout, SharedRegion
 
 
+BlockTables = tuple[tuple[int, ...], ...]
+"""For each KV group a request's block table, from position 0."""
+
+_T = TypeVar("_T")
+
+
+def only_kv_group(of_groups: Sequence[_T]) -> _T:
+    """Return what there is of the one KV group, for who moves the KV of one alone.
+
+    Args:
+        of_groups: Something of each KV group.
+
+    Raises:
+        TransferError: When there are several.
+    """
+    if len(of_groups) != 1:
+        raise TransferError(
+            f"this KV connector moves the KV of one KV group and the engine has {len(of_groups)}: "
+            f"leave kv_connector out, or serve another model"
+        )
+    return of_groups[0]
+
+
 class KVDeviceIO(Protocol):
-    """Read and write the KV blocks of one engine as rows of bytes; on its core thread only.
+    """Read and write the blocks of one KV group as rows of bytes; on the core thread only.
 
     ``block_ids`` is always a request's block table from position 0, so that row r of the request
     is in block ``block_ids[r // layout.rows_per_block]``.
@@ -179,13 +206,13 @@ class SaveProgress(Struct, frozen=True, array_like=True):
     Attributes:
         request_id: The request.
         lane: Lane of its blocks.
-        block_ids: Its block table so far, from position 0 (prefix hits included).
+        block_ids: Its block tables so far (prefix hits included).
         num_computed_tokens: Tokens whose KV these blocks hold after the forward of this step.
     """
 
     request_id: str
     lane: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTables
     num_computed_tokens: int
 
 
@@ -196,14 +223,14 @@ class LoadSpec(Struct, frozen=True, array_like=True):
         ticket: What to fetch, and where.
         sealed: The ticket as it came, for the producer.
         lane: Lane of the destination blocks.
-        block_ids: The request's block table, from position 0.
+        block_ids: The request's block tables.
         start_row: First row to fetch; those before it are there already.
     """
 
     ticket: Ticket
     sealed: bytes
     lane: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTables
     start_row: int
 
 
@@ -426,18 +453,22 @@ class KVConnectorScheduler(Protocol):
         """
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         """Take the blocks that were allocated for a load; calling it twice changes nothing.
 
         Args:
             request_id: The request.
             lane: Lane of the blocks.
-            block_ids: Its whole block table, local prefix hits included.
+            block_ids: For each KV group its whole block table, local prefix hits included.
             num_external_tokens: What ``get_num_new_matched_tokens`` said.
 
         Raises:
-            TransferError: When the table is too short for the tokens.
+            TransferError: When a table is too short for the tokens.
         """
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> ConnectorMeta:
@@ -458,7 +489,7 @@ class KVConnectorScheduler(Protocol):
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
         """Tell whether the blocks of a finished request must stay allocated (delayed free).
 
         A request that finishes before all of its KV was computed (producer) or loaded (consumer)
@@ -466,7 +497,7 @@ class KVConnectorScheduler(Protocol):
 
         Args:
             request_id: The request; unknown ones are fine.
-            block_ids: Its blocks.
+            block_ids: For each KV group its blocks; empty if it holds none.
 
         Returns:
             True when results will name the request later; free its blocks then, not now.
@@ -498,11 +529,14 @@ class KVConnectorWorker(Protocol):
     def endpoints(self) -> tuple[str, ...]:
         """Where other engines reach this one; valid after ``register_kv_caches``."""
 
-    def register_kv_caches(self, io: KVDeviceIO) -> None:
+    def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
         """Take the cache and start listening; once, after the cache is allocated.
 
+        Args:
+            ios: One for each KV group.
+
         Raises:
-            TransferError: When the address cannot be bound.
+            TransferError: When the address cannot be bound, or there are too many KV groups.
         """
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
@@ -540,9 +574,17 @@ class KVConnector(Protocol):
     """A way to move KV: makes the two sides. What ``load_connector`` returns."""
 
     def create_scheduler(
-        self, settings: ConnectorSettings, layout: KVLayout
+        self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> KVConnectorScheduler:
-        """Make the scheduler side of one engine."""
+        """Make the scheduler side of one engine.
+
+        Args:
+            settings: The engine's settings.
+            layouts: One for each KV group.
+
+        Raises:
+            TransferError: When there are too many KV groups.
+        """
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

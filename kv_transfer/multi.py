@@ -20,6 +20,7 @@ from msgspec import field
 
 from kv_transfer.connector import (
     STAGES,
+    BlockTables,
     ConnectorMeta,
     ConnectorSettings,
     Failure,
@@ -31,6 +32,7 @@ from kv_transfer.connector import (
     TransferRequest,
     TransferResults,
     TransferStats,
+    only_kv_group,
 )
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import KVLayout
@@ -79,7 +81,7 @@ class _Fetching:
 
     num_tokens: int
     lane: int = 0
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockTables = ()
     num_local: int = 0
     """Leading tokens that are in its blocks without the other engine."""
     is_allocated: bool = False
@@ -141,7 +143,11 @@ class MultiConnectorScheduler:
         return self._pooled.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         """Take the blocks that were allocated for a load."""
         fetching = self._fetching.get(request_id)
@@ -149,12 +155,13 @@ class MultiConnectorScheduler:
             self._pooled.update_state_after_alloc(request_id, lane, block_ids, num_external_tokens)
         elif not fetching.is_allocated:
             num_blocks = self._layout.num_blocks(fetching.num_tokens)
-            if len(block_ids) < num_blocks:
+            table = only_kv_group(block_ids)
+            if len(table) < num_blocks:
                 raise TransferError(
-                    f"request {request_id}: {len(block_ids)} blocks allocated, {num_blocks} needed "
+                    f"request {request_id}: {len(table)} blocks allocated, {num_blocks} needed "
                     f"for the {fetching.num_tokens} tokens of its ticket"
                 )
-            fetching.lane, fetching.block_ids = lane, tuple(block_ids)
+            fetching.lane, fetching.block_ids = lane, (tuple(table),)
             fetching.num_local = fetching.num_tokens - num_external_tokens
             fetching.is_allocated = True
             self._go_on(request_id, fetching)
@@ -201,7 +208,7 @@ class MultiConnectorScheduler:
         self._p2p.request_preempted(request_id)
         self._pooled.request_preempted(request_id)
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
         """Tell whether the blocks of a finished request must stay allocated."""
         if not self._p2p.request_finished(request_id, block_ids):
             self._late.pop(request_id, None)
@@ -267,10 +274,10 @@ class MultiConnectorWorker:
         """Where other engines reach this one."""
         return self._p2p.endpoints
 
-    def register_kv_caches(self, io: KVDeviceIO) -> None:
+    def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
         """Take the cache, start listening and open the store."""
-        self._pooled.register_kv_caches(io)
-        self._p2p.register_kv_caches(io)
+        self._pooled.register_kv_caches(ios)
+        self._p2p.register_kv_caches(ios)
 
     def close(self, deadline_s: float) -> None:
         """Stop both; each gets half of the time. Idempotent."""
@@ -326,17 +333,18 @@ class MultiConnector:
     """The built-in connector ``"multi"`` (see ``KVConnector``)."""
 
     def create_scheduler(
-        self, settings: ConnectorSettings, layout: KVLayout
+        self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> MultiConnectorScheduler:
         """Make the scheduler side of one engine.
 
         Raises:
-            TransferError: When the engine converts KV, or no store is set.
+            TransferError: When the engine converts KV, no store is set, or there are several KV
+                groups.
         """
         _refuse_conversion(settings)
-        p2p = P2PConnector().create_scheduler(settings, layout)
-        pooled = PooledConnector().create_scheduler(settings, layout)
-        return MultiConnectorScheduler(p2p, pooled, layout)
+        p2p = P2PConnector().create_scheduler(settings, layouts)
+        pooled = PooledConnector().create_scheduler(settings, layouts)
+        return MultiConnectorScheduler(p2p, pooled, only_kv_group(layouts))
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

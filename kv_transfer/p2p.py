@@ -16,6 +16,7 @@ from kv_transfer.connector import (
     TransferRequest,
     TransferResults,
     TransportFactory,
+    only_kv_group,
 )
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import LayoutMismatchError, TransferError
@@ -101,7 +102,11 @@ class P2PConnectorScheduler:
         return num_external, num_external > 0
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         """Take the blocks that were allocated for a load."""
         transfer = self._transfers.get(request_id)
@@ -109,17 +114,20 @@ class P2PConnectorScheduler:
             return
         num_tokens = transfer.ticket.num_tokens
         num_blocks = self._layout.num_blocks(num_tokens)
-        if len(block_ids) < num_blocks:
+        table = only_kv_group(block_ids)
+        if len(table) < num_blocks:
             raise TransferError(
-                f"request {request_id}: {len(block_ids)} blocks allocated, {num_blocks} needed "
+                f"request {request_id}: {len(table)} blocks allocated, {num_blocks} needed "
                 f"for the {num_tokens} tokens of its ticket"
             )
         start_row = (num_tokens - num_external_tokens) // ROW_TOKENS
         if num_external_tokens == 0:
             start_row = self._layout.num_rows(num_tokens)
         transfer.is_loading = True
-        table = tuple(block_ids[:num_blocks])
-        self._loads[request_id] = LoadSpec(transfer.ticket, transfer.sealed, lane, table, start_row)
+        tables = (tuple(table[:num_blocks]),)
+        self._loads[request_id] = LoadSpec(
+            transfer.ticket, transfer.sealed, lane, tables, start_row
+        )
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
         """Hand over everything that is new; drains."""
@@ -156,7 +164,7 @@ class P2PConnectorScheduler:
             transfer.num_saved_tokens = 0
             self._preempted.append(request_id)
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
         """Tell whether the blocks of a finished request must stay allocated."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
@@ -179,10 +187,10 @@ class P2PConnector:
     """The built-in connector ``"p2p"`` (see ``KVConnector``)."""
 
     def create_scheduler(
-        self, settings: ConnectorSettings, layout: KVLayout
+        self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> P2PConnectorScheduler:
         """Make the scheduler side of one engine."""
-        return P2PConnectorScheduler(settings, layout)
+        return P2PConnectorScheduler(settings, only_kv_group(layouts))
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

@@ -7,7 +7,7 @@ keeps.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +27,7 @@ from kv_transfer.connector import (
     TransferStats,
     TransportFactory,
     count_failure,
+    only_kv_group,
 )
 from kv_transfer.dtypes import acceptable_layouts, convert_rows
 from kv_transfer.errors import FailureReason, TransferError
@@ -226,10 +227,11 @@ class P2PConnectorWorker:
         """Where other engines reach this one."""
         return self._require_transport().endpoints
 
-    def register_kv_caches(self, io: KVDeviceIO) -> None:
+    def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
         """Take the cache and start listening."""
         if self._io is not None:
             raise TransferError("register_kv_caches was called before")
+        io = only_kv_group(ios)
         self._layouts = acceptable_layouts(io.layout, self._settings.accept_dtypes)
         self._transport = self._make_transport(self._settings, io, self._notify)
         self._io = io
@@ -375,7 +377,7 @@ class P2PConnectorWorker:
             spec.ticket,
             layout,
             spec.lane,
-            spec.block_ids,
+            only_kv_group(spec.block_ids),
             spec.start_row,
             num_rows,
             now_s,
@@ -421,7 +423,8 @@ class P2PConnectorWorker:
         if is_whole and sending.ready < sending.num_rows:
             sending.computed_s = self._now_s
         sending.lane = save.lane
-        sending.block_ids = save.block_ids[: layout.num_blocks(sending.ticket.num_tokens)]
+        table = only_kv_group(save.block_ids)
+        sending.block_ids = table[: layout.num_blocks(sending.ticket.num_tokens)]
         sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
         self._commands.append(Ready(sending.ticket.transfer_id, sending.ready))
 

@@ -17,6 +17,7 @@ from kv_transfer.connector import (
     SaveProgress,
     TransferRequest,
     TransferResults,
+    only_kv_group,
 )
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import ROW_TOKENS, KVLayout
@@ -192,7 +193,11 @@ class PooledConnectorScheduler:
         return num_external, num_external > 0
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         """Take the blocks that were allocated for a load."""
         request = self._requests.get(request_id)
@@ -205,9 +210,10 @@ class PooledConnectorScheduler:
                 f"{num_external_tokens} tokens to load, of which the pool has {end}: use what "
                 f"get_num_new_matched_tokens said"
             )
-        if len(block_ids) < self._layout.num_blocks(end):
+        table = only_kv_group(block_ids)
+        if len(table) < self._layout.num_blocks(end):
             raise TransferError(
-                f"request {request_id}: {len(block_ids)} blocks allocated, "
+                f"request {request_id}: {len(table)} blocks allocated, "
                 f"{self._layout.num_blocks(end)} needed for {end} tokens from the pool"
             )
         unit_tokens = self._store.unit_tokens
@@ -216,7 +222,7 @@ class PooledConnectorScheduler:
         self._loads[request_id] = PoolLoadSpec(
             request_id,
             lane,
-            tuple(block_ids),
+            (tuple(table),),
             first_unit,
             request.keys[first_unit:stop_unit],
             num_computed // ROW_TOKENS,
@@ -274,7 +280,7 @@ class PooledConnectorScheduler:
             request.num_settled = 0
             self._look_up(request_id, request)
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
         """Tell whether the blocks must stay allocated: while they are written, or read for a save.
 
         A load under way is cancelled by this call; saves are not.
@@ -390,10 +396,10 @@ class PooledConnector:
     """The built-in connector ``"pooled"`` (see ``KVConnector``)."""
 
     def create_scheduler(
-        self, settings: ConnectorSettings, layout: KVLayout
+        self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> PooledConnectorScheduler:
         """Make the scheduler side of one engine."""
-        return PooledConnectorScheduler(settings, layout)
+        return PooledConnectorScheduler(settings, only_kv_group(layouts))
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

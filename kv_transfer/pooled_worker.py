@@ -8,7 +8,7 @@ with are dropped.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kv_transfer.connector import (
+    BlockTables,
     ConnectorMeta,
     ConnectorSettings,
     Failure,
@@ -26,6 +27,7 @@ from kv_transfer.connector import (
     TransferResults,
     TransferStats,
     count_failure,
+    only_kv_group,
 )
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.layout import ROW_TOKENS
@@ -69,7 +71,7 @@ class PoolLoadSpec(Struct, frozen=True, array_like=True):
     Attributes:
         request_id: The request.
         lane: Lane of the destination blocks.
-        block_ids: The request's block table, from position 0.
+        block_ids: The request's block tables.
         first_unit: Number of the first unit to get.
         keys: Keys of the units to get.
         start_row: First row to write; those before it are there already. In the first unit.
@@ -78,7 +80,7 @@ class PoolLoadSpec(Struct, frozen=True, array_like=True):
 
     request_id: str
     lane: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTables
     first_unit: int
     keys: tuple[bytes, ...]
     start_row: int
@@ -91,14 +93,14 @@ class PoolSaveSpec(Struct, frozen=True, array_like=True):
     Attributes:
         request_id: The request.
         lane: Lane of its blocks.
-        block_ids: Its block table, from position 0.
+        block_ids: Its block tables.
         first_unit: Number of the first of these units.
         keys: Their keys.
     """
 
     request_id: str
     lane: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTables
     first_unit: int
     keys: tuple[bytes, ...]
 
@@ -258,14 +260,16 @@ class PooledConnectorWorker:
         """Nothing: other engines do not reach this one."""
         return ()
 
-    def register_kv_caches(self, io: KVDeviceIO) -> None:
+    def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
         """Take the cache and open the store.
 
         Raises:
-            TransferError: When the store's backend is unknown or not installed.
+            TransferError: When the store's backend is unknown or not installed, or there are
+                several KV groups.
         """
         if self._io is not None:
             raise TransferError("register_kv_caches was called before")
+        io = only_kv_group(ios)
         # Where nobody named the store: engines whose KV differs have no use for each other's.
         name = self._store.name or io.layout.content_hash()[:_NAME_DIGITS]
         self._executor = self._make_executor(replace(self._store, name=name), self._notify)
@@ -517,7 +521,8 @@ class PooledConnectorWorker:
         end = min(load.next_row + self._chunk_rows, first + self._unit_rows, spec.end_row)
         rows = lease.value[CHECKSUM_BYTES:].reshape(self._unit_rows, layout.row_bytes)
         wanted = rows[load.next_row - first : end - first]
-        self._require_io().write_rows(spec.lane, spec.block_ids, load.next_row, wanted)
+        table = only_kv_group(spec.block_ids)
+        self._require_io().write_rows(spec.lane, table, load.next_row, wanted)
         load.next_row = end
         load.progress_s = load.last_s = now_s
         if load.first_s is None:
@@ -566,10 +571,10 @@ class PooledConnectorWorker:
 
     def _announce(self, spec: PoolSaveSpec) -> None:
         """Queue units to be read; their blocks stay what they are until that was reported."""
-        unit_rows = self._unit_rows
+        unit_rows, table = self._unit_rows, only_kv_group(spec.block_ids)
         for number, key in enumerate(spec.keys, spec.first_unit):
             start, end = number * unit_rows, (number + 1) * unit_rows
-            self._saves.append(_Save(spec.request_id, spec.lane, spec.block_ids, key, start, end))
+            self._saves.append(_Save(spec.request_id, spec.lane, table, key, start, end))
         self._num_unread[spec.request_id] += len(spec.keys)
         self._saved.discard(spec.request_id)
 

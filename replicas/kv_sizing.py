@@ -15,9 +15,12 @@ from replicas.generators.ttnn.budget import (
     num_blocks,
 )
 from replicas.generators.ttnn.profiles import profile
+from replicas.kv_groups import KVGroup
 from replicas.meshes import lane_shape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replicas.config import EngineConfig, MeshConfig
     from replicas.generators.model_config import ModelConfig
 
@@ -62,6 +65,28 @@ def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
     if config.mesh is not None:
         return elements * TILE_BYTES[profile(config.mesh.optimizations).kv_dtype] // 1024
     return elements * DTYPE_BYTES[resolve_dtype(config, model)]
+
+
+def kv_groups(
+    config: EngineConfig, model: ModelConfig, token_budget: int | None = None
+) -> tuple[KVGroup, ...]:
+    """The KV groups of a model: one, as every layer of the models here caches every token.
+
+    Args:
+        config: The engine's configuration.
+        model: Of the served model's config.json.
+        token_budget: See `num_blocks_per_lane`.
+
+    Raises:
+        ConfigError: See `num_blocks_per_lane`.
+    """
+    group = KVGroup(
+        layers=tuple(range(model.num_hidden_layers)),
+        block_size=config.block_size,
+        num_blocks=num_blocks_per_lane(config, model, token_budget),
+        bytes_per_block=bytes_per_block(config, model),
+    )
+    return (group,)
 
 
 def num_blocks_per_lane(
@@ -161,20 +186,21 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     is_unknown = (
         config.mesh is not None and not config.uses_native_generator and not config.num_blocks
     )
-    count = None if is_unknown else num_blocks_per_lane(config, model)
-    longest = derive_max_model_len(config, position_limit(config, model), count)
-    if config.mesh is not None and config.uses_native_generator and count is not None:
-        check_cache(count, decode_table_width(longest, config.block_size))
+    groups = () if is_unknown else kv_groups(config, model)
+    longest = derive_max_model_len(config, position_limit(config, model), groups)
+    if config.mesh is not None and config.uses_native_generator:
+        for group in groups:
+            check_cache(group.num_blocks, decode_table_width(longest, group.block_size))
     return longest
 
 
-def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int | None) -> int:
+def derive_max_model_len(config: EngineConfig, model_limit: int, groups: Sequence[KVGroup]) -> int:
     """Longest sequence that the model and one lane's KV cache allow.
 
     Args:
         config: The engine's configuration.
         model_limit: Positions that the model was made for.
-        num_blocks: KV blocks of a lane, null block included; None if that is not known yet.
+        groups: The model's KV groups; none if it is not known yet how many blocks they have.
 
     Raises:
         ConfigError: The asked length exceeds what the model or the KV cache holds; both numbers.
@@ -185,8 +211,8 @@ def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int
             f"max_model_len {asked} exceeds the model's limit of {model_limit} positions; "
             "lower max_model_len"
         )
-    if num_blocks is not None:
-        _check_room(config, asked, num_blocks)
+    for group in groups:
+        _check_room(config, asked, group)
     if config.enable_chunked_prefill is False and config.max_num_batched_tokens < asked:
         raise ConfigError(
             f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len "
@@ -195,12 +221,13 @@ def derive_max_model_len(config: EngineConfig, model_limit: int, num_blocks: int
     return asked
 
 
-def _check_room(config: EngineConfig, asked: int, num_blocks: int) -> None:
-    room = (num_blocks - 1) * config.block_size
-    if asked > room:
+def _check_room(config: EngineConfig, asked: int, group: KVGroup) -> None:
+    num_blocks = group.num_usable_blocks
+    room = num_blocks * group.block_size
+    if group.num_blocks_for(asked) > num_blocks:
         raise ConfigError(
             f"max_model_len {asked} does not fit the KV cache, which holds {room} tokens per lane "
-            f"({num_blocks - 1} blocks of {config.block_size}); {_more_memory(config)} or lower "
+            f"({num_blocks} blocks of {group.block_size}); {_more_memory(config)} or lower "
             "max_model_len"
         )
 

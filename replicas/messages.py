@@ -13,9 +13,10 @@ from kv_transfer.connector import TransferInfo, TransferStats
 from kv_transfer.store import StoreCounters
 from replicas.config import Role
 from replicas.errors import InvalidRequestError
+from replicas.kv_groups import KVGroup
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_REQUEST_ID_CHARS = 256
 """An engine refuses a request whose id is longer."""
@@ -316,14 +317,14 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         num_empty_slots: Decode positions that are free.
-        num_free_blocks: KV blocks that are free or evictable.
+        num_free_blocks: For each KV group the blocks that are free or evictable.
         num_running: Sequences that hold a slot and run.
         num_reserved: Sequences that hold a slot and wait for their KV.
         num_waiting: Queued sequences that will run in this group.
     """
 
     num_empty_slots: int
-    num_free_blocks: int
+    num_free_blocks: list[int]
     num_running: int
     num_reserved: int
     num_waiting: int
@@ -381,15 +382,13 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         kv_endpoints: Where its KV connector listens, in order of preference; None without one.
         kv_layout_hash: Equal on two engines whose KV may move between them as it is, whatever
             their block sizes; None without a connector.
-        bytes_per_block: Bytes of one KV block over all layers.
+        kv_groups: The model's KV groups, with the blocks of each DP group.
         model: Folder that it serves.
         max_model_len: Longest sequence.
         vocab_size: Token ids are below this.
         eos_token_ids: The model's end tokens.
-        block_size: Tokens per block.
         dp_groups: Number of DP groups.
         slots_per_group: Decode slots of each.
-        blocks_per_group: Usable KV blocks of each (null block not counted).
         max_num_batched_tokens: Token budget of a step.
         pid: Process id on its host.
     """
@@ -400,28 +399,26 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     output_endpoint: str
     kv_endpoints: tuple[str, ...] | None
     kv_layout_hash: str | None
-    bytes_per_block: int
+    kv_groups: tuple[KVGroup, ...]
     model: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    block_size: int
     dp_groups: int
     slots_per_group: int
-    blocks_per_group: int
     max_num_batched_tokens: int
     pid: int
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):
-    """Counters and gauges of one DP group since the engine started."""
+    """Counters and gauges of one DP group since the engine started; of blocks for each KV group."""
 
     num_running: int = 0
     num_reserved: int = 0
     num_slots: int = 0
     num_empty_slots: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
+    num_blocks: list[int] = []
+    num_free_blocks: list[int] = []
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_cache_queries: int = 0

@@ -116,8 +116,8 @@ class ConnectorEnd:
         self._commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         connector = load_connector("p2p")
         self._worker = connector.create_worker(settings, self._notified.set)
-        self._worker.register_kv_caches(self._io)
-        self._scheduler = connector.create_scheduler(settings, arguments.layout)
+        self._worker.register_kv_caches([self._io])
+        self._scheduler = connector.create_scheduler(settings, [arguments.layout])
         self._progress: list[SaveProgress] = []
         self._running: dict[str, tuple[float, float]] = {}
         self._is_frozen = False
@@ -172,10 +172,10 @@ class ConnectorEnd:
         request = TransferRequest(request_id, range(self._num_tokens), ticket)
         self._scheduler.on_new_request(request, time.monotonic())
         if self._role == "source":
-            self._progress.append(SaveProgress(request_id, 0, self._table, self._num_tokens))
+            self._progress.append(SaveProgress(request_id, 0, (self._table,), self._num_tokens))
             return
         num_tokens, _ = self._scheduler.get_num_new_matched_tokens(request_id, 0)
-        self._scheduler.update_state_after_alloc(request_id, 0, self._table, num_tokens or 0)
+        self._scheduler.update_state_after_alloc(request_id, 0, [self._table], num_tokens or 0)
 
     def _step(self) -> None:
         meta = self._scheduler.build_connector_meta(self._progress)

@@ -10,6 +10,7 @@ from kv_transfer.block_hash import extend_block_hashes, prefix_root
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from replicas.kv_groups import KVGroup
     from replicas.messages import EngineRequest
 
 
@@ -62,9 +63,9 @@ class Demand:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
 
-    def num_blocks(self, block_size: int) -> int:
+    def num_blocks(self, kv_group: KVGroup) -> int:
         """KV blocks that it takes to begin: for the prompt and the first output token."""
-        return -(-(len(self.prompt_token_ids) + 1) // block_size)
+        return kv_group.num_blocks_for(len(self.prompt_token_ids) + 1)
 
     def block_hashes(self, block_size: int, key: bytes) -> Sequence[bytes]:
         """Chain hashes of the prompt's full blocks, as engines of this block size index them.

@@ -216,7 +216,20 @@ def _alone(value: Callable[[_Engine], float], engine: _Engine) -> _Samples:
 
 
 def _kv_usage(group: GroupCounters) -> float:
-    return 1.0 - group.num_free_blocks / group.num_blocks
+    """Of the KV group that has fewest left."""
+    blocks = zip(group.num_free_blocks, group.num_blocks, strict=True)
+    return 1.0 - min(num_free / num_blocks for num_free, num_blocks in blocks)
+
+
+def _each_kv_group(field: str, engine: _Engine) -> _Samples:
+    for index, group in enumerate(engine.metrics.groups):
+        for kv_group, value in enumerate(getattr(group, field)):
+            yield (str(index), str(kv_group)), value
+
+
+def _block_bytes(engine: _Engine) -> _Samples:
+    for index, kv_group in enumerate(engine.member.description.kv_groups):
+        yield (str(index),), kv_group.bytes_per_block
 
 
 def _finished(engine: _Engine) -> _Samples:
@@ -289,8 +302,14 @@ _FAMILIES = (
         ("ttserve_slots", "Decode slots", "num_slots"),
         ("ttserve_empty_slots", "Decode slots that are free", "num_empty_slots"),
         ("ttserve_reserved_slots", "Decode slots that wait for their KV", "num_reserved"),
-        ("ttserve_kv_blocks", "Usable KV blocks", "num_blocks"),
-        ("ttserve_kv_free_blocks", "KV blocks that are free or evictable", "num_free_blocks"),
+    ),
+    _Family(
+        GaugeMetricFamily, "ttserve_kv_blocks", "Usable KV blocks",
+        partial(_each_kv_group, "num_blocks"), ("dp_group", "kv_group"),
+    ),
+    _Family(
+        GaugeMetricFamily, "ttserve_kv_free_blocks", "KV blocks that are free or evictable",
+        partial(_each_kv_group, "num_free_blocks"), ("dp_group", "kv_group"),
     ),
     _Family(
         CounterMetricFamily, "vllm:request_success", "Sequences that ended",
@@ -370,8 +389,8 @@ _FAMILIES = (
         ("ttserve_kv_recompute_tokens",
          "Prompt tokens computed because their KV did not come", "kv_recompute_tokens"),
     ),
-    *_of_engines(
-        GaugeMetricFamily, "member.description",
-        ("ttserve_kv_block_bytes", "Bytes of one KV block", "bytes_per_block"),
+    _Family(
+        GaugeMetricFamily, "ttserve_kv_block_bytes", "Bytes of one KV block",
+        _block_bytes, ("kv_group",),
     ),
 )  # fmt: skip

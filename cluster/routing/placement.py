@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from replicas.config import Role
+from replicas.kv_groups import KVGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -36,9 +37,9 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         incarnation: The engine that has it.
         dp_group: Its index there, or `ANY_GROUP`.
         role: What the engine takes now.
-        block_size: Tokens of its KV blocks.
+        kv_groups: KV groups of the model.
         num_empty_slots: Decode positions that are free.
-        num_free_blocks: KV blocks that are free or evictable.
+        num_free_blocks: For each KV group the blocks that are free or evictable.
         num_active: Requests that it holds or was sent.
         num_queued_tokens: Prompt tokens that its engine has not started on.
         step_s: Seconds of the engine's latest decode step; 0 before the first.
@@ -48,9 +49,9 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     incarnation: str
     dp_group: int
     role: Role
-    block_size: int
+    kv_groups: tuple[KVGroup, ...]
     num_empty_slots: int
-    num_free_blocks: int
+    num_free_blocks: list[int]
     num_active: int
     num_queued_tokens: int
     step_s: float
@@ -103,14 +104,18 @@ def place(
 
 def fits(demand: Demand, view: GroupView) -> bool:
     """Whether a request can begin there at once; an engine as a whole has a queue of its own."""
-    return view.dp_group == ANY_GROUP or (
-        view.num_empty_slots >= demand.num_choices
-        and view.num_free_blocks >= demand.num_blocks(view.block_size)
-    )
+    if view.dp_group == ANY_GROUP:
+        return True
+    if view.num_empty_slots < demand.num_choices:
+        return False
+    for kv_group, num_free in zip(view.kv_groups, view.num_free_blocks, strict=True):
+        if demand.num_blocks(kv_group) > num_free:
+            return False
+    return True
 
 
 class MostEmptySlots:
-    """The emptiest DP group: most empty slots, then most free blocks.
+    """The emptiest DP group: most empty slots, then most free blocks of the KV group with fewest.
 
     Ties go to the lowest (incarnation, dp_group), so that equal views give equal placements.
     """
@@ -118,7 +123,8 @@ class MostEmptySlots:
     def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
         """See `PlacementPolicy`."""
         del demand
-        return -view.num_empty_slots, -view.num_free_blocks, view.incarnation, view.dp_group
+        num_free = min(view.num_free_blocks)
+        return -view.num_empty_slots, -num_free, view.incarnation, view.dp_group
 
     def placed(self, demand: Demand, view: GroupView) -> None:
         """Remembers nothing."""

@@ -183,7 +183,7 @@ class PoolState:
             assert kept == views.get(self._replicas)
             for view in kept:
                 assert view.num_empty_slots >= 0
-                assert view.num_free_blocks >= 0
+                assert min(view.num_free_blocks) >= 0
 
     def _change(self, incarnation: str) -> None:
         self.num_changes += 1
@@ -253,21 +253,22 @@ def _group_views(
     incarnation: str, replica: _Replica, snapshot: EngineSnapshot, first: int
 ) -> list[GroupView]:
     """One view for each DP group."""
-    block_size = replica.member.description.block_size
+    kv_groups = replica.member.description.kv_groups
     slots = [0] * len(snapshot.groups)
-    blocks = [0] * len(snapshot.groups)
+    free_blocks = [list(group.num_free_blocks) for group in snapshot.groups]
     for dp_group, demand in replica.holds.values():
         if dp_group != ANY_GROUP:
             slots[dp_group] += demand.num_choices
-            blocks[dp_group] += demand.num_blocks(block_size)
+            for index, kv_group in enumerate(kv_groups):
+                free_blocks[dp_group][index] -= demand.num_blocks(kv_group)
     return [
         GroupView(
             incarnation,
             index,
             snapshot.role,
-            block_size,
+            kv_groups,
             max(group.num_empty_slots - group.num_waiting - slots[index], 0),
-            max(group.num_free_blocks - blocks[index], 0),
+            [max(num_free, 0) for num_free in free_blocks[index]],
             group.num_running + group.num_reserved + group.num_waiting + slots[index],
             snapshot.num_waiting_tokens,
             snapshot.step_s,
@@ -288,9 +289,9 @@ def _engine_view(
             incarnation,
             ANY_GROUP,
             snapshot.role,
-            replica.member.description.block_size,
+            replica.member.description.kv_groups,
             sum(group.num_empty_slots for group in groups),
-            sum(group.num_free_blocks for group in groups),
+            [sum(free) for free in zip(*(g.num_free_blocks for g in groups), strict=True)],
             sum(group.num_running for group in groups) + snapshot.num_waiting + len(replica.holds),
             snapshot.num_waiting_tokens + held,
             snapshot.step_s,

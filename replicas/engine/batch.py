@@ -6,8 +6,8 @@ forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes 
 two padded forms of Tenstorrent's generator interface.
 Source of the flat form: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`.
 
-Dimensions: B slots; M longest sequence; K blocks per sequence; R scheduled requests; T their
-tokens.
+Dimensions: G KV groups; B slots; M longest sequence; K blocks per sequence, in the group in which
+it has most; R scheduled requests; T their tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy as np
 from replicas.generators.protocol import FlatBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from replicas.engine.step import NewSequence, ScheduledBatch
@@ -31,14 +33,14 @@ class PrefillInputs:
 
     Attributes:
         tokens: int32 (N, max(prompt_lens)), zero padded on the right.
-        page_table: int32 (N, K), padded with the null block.
+        page_tables: int32 (G, N, K), padded with the null block.
         start_pos: int32 (N,), tokens already in the cache.
         prompt_lens: int64 (N,), end position of this chunk.
         empty_slots: The N global slots.
     """
 
     tokens: npt.NDArray[np.int32]
-    page_table: npt.NDArray[np.int32]
+    page_tables: npt.NDArray[np.int32]
     start_pos: npt.NDArray[np.int32]
     prompt_lens: npt.NDArray[np.int64]
     empty_slots: list[int]
@@ -51,13 +53,13 @@ class DecodeInputs:
     Attributes:
         tokens: int32 (B, 1), 0 in rows that do not decode.
         start_pos: int32 (B,), -1 in rows that do not decode.
-        page_table: int32 (B, K); all null in rows that do not decode. The batch's own: the next
-            changes are written into it, so it may be read only during the call.
+        page_tables: int32 (G, B, K); all null in rows that do not decode. The batch's own: the next
+            changes are written into them, so they may be read only during the call.
     """
 
     tokens: npt.NDArray[np.int32]
     start_pos: npt.NDArray[np.int32]
-    page_table: npt.NDArray[np.int32]
+    page_tables: npt.NDArray[np.int32]
 
 
 class PersistentBatch:
@@ -66,34 +68,35 @@ class PersistentBatch:
     Args:
         max_batch_size: B.
         max_model_len: M, in tokens.
-        block_size: Tokens per block.
-        table_width: K; None takes ceil(M / block_size).
+        block_sizes: Tokens per block of each KV group.
+        table_width: K; None takes ceil(M / smallest block size).
     """
 
     def __init__(
         self,
         max_batch_size: int,
         max_model_len: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         table_width: int | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.block_sizes = block_sizes
         self.max_model_len = max_model_len
-        width = -(-max_model_len // block_size)
+        width = -(-max_model_len // min(block_sizes))
         self.table_width = width if table_width is None else table_width
         assert self.table_width >= width, f"{table_width=} is less than {width}"
         self.token_ids = np.zeros((max_batch_size, max_model_len), dtype=np.int32)
-        self.block_table = np.zeros((max_batch_size, self.table_width), dtype=np.int32)
+        shape = (len(block_sizes), max_batch_size, self.table_width)
+        self.block_table = np.zeros(shape, dtype=np.int32)
         self.num_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_batch_size, dtype=np.int32)
-        self.num_blocks = np.zeros(max_batch_size, dtype=np.int32)
+        self.num_blocks = np.zeros(shape[:2], dtype=np.int32)
         self.dp_groups = np.zeros(max_batch_size, dtype=np.int32)
         self.temperature = np.zeros(max_batch_size, dtype=np.float32)
         self.top_k = np.zeros(max_batch_size, dtype=np.int32)
         self.top_p = np.ones(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
-        # The page table of decode calls, and which rows of it hold their sequence's blocks.
+        # The page tables of decode calls, and which rows of them hold their sequence's blocks.
         self._decode_table = np.zeros_like(self.block_table)
         self._is_decoding = np.zeros(max_batch_size, dtype=np.bool_)
 
@@ -154,7 +157,7 @@ class PersistentBatch:
         return done
 
     def flat_inputs(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> FlatBatch:
-        """The flat form of a step.
+        """The flat form of a step, of a model with one KV group.
 
         Args:
             slots: (R,) rows that run, in order.
@@ -169,16 +172,17 @@ class PersistentBatch:
         shifts = np.repeat(computed - query_start_loc[:-1], counts)
         positions = np.arange(len(shifts), dtype=np.int64) + shifts
         rows = slots[request_indices]
-        columns, offsets = np.divmod(positions, self.block_size)
-        block_numbers = self.block_table[rows, columns].astype(np.int64)
+        [block_size], [block_table] = self.block_sizes, self.block_table
+        columns, offsets = np.divmod(positions, block_size)
+        block_numbers = block_table[rows, columns].astype(np.int64)
         return FlatBatch(
             request_indices=request_indices,
             input_ids=self.token_ids[rows, positions],
             positions=positions,
-            slot_mapping=block_numbers * self.block_size + offsets,
+            slot_mapping=block_numbers * block_size + offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_table=self.block_table[slots, : -(-int(seq_lens.max()) // self.block_size)],
+            block_table=block_table[slots, : -(-int(seq_lens.max()) // block_size)],
             dp_groups=self.dp_groups[slots],
             logits_indices=(ends[self.samples(slots, counts)] - 1).astype(np.int64),
         )
@@ -193,7 +197,7 @@ class PersistentBatch:
         tokens = self.token_ids[slots, :width]
         tokens[np.arange(width)[None, :] >= prompt_lens[:, None]] = 0
         return PrefillInputs(
-            tokens, self.block_table[slots], start_pos, prompt_lens, slots.tolist()
+            tokens, self.block_table.take(slots, axis=1), start_pos, prompt_lens, slots.tolist()
         )
 
     def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
@@ -219,9 +223,9 @@ class PersistentBatch:
         changed = is_decoding != self._is_decoding
         if changed.any():
             # The rows that come and go alone: those that stay have been written as they grew.
-            self._decode_table[changed & ~is_decoding] = 0
+            self._decode_table[:, changed & ~is_decoding] = 0
             coming = changed & is_decoding
-            self._decode_table[coming] = self.block_table[coming]
+            self._decode_table[:, coming] = self.block_table[:, coming]
             self._is_decoding = is_decoding
 
     def _put(self, seq: NewSequence) -> None:
@@ -230,10 +234,10 @@ class PersistentBatch:
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = seq.num_prompt_tokens
         self.num_computed_tokens[slot] = seq.num_computed_tokens
-        self.block_table[slot] = 0
-        self.num_blocks[slot] = 0
+        self.block_table[:, slot] = 0
+        self.num_blocks[:, slot] = 0
         if self._is_decoding[slot]:
-            self._decode_table[slot] = 0
+            self._decode_table[:, slot] = 0
             self._is_decoding[slot] = False
         self._append_blocks(slot, seq.block_ids)
         self.dp_groups[slot] = seq.dp_group
@@ -242,10 +246,12 @@ class PersistentBatch:
         self.top_p[slot] = seq.top_p
         self.seed[slot] = seq.seed
 
-    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        start = int(self.num_blocks[slot])
-        end = start + len(block_ids)
-        self.block_table[slot, start:end] = block_ids
-        if self._is_decoding[slot]:
-            self._decode_table[slot, start:end] = block_ids
-        self.num_blocks[slot] = end
+    def _append_blocks(self, slot: int, appended: list[list[int]]) -> None:
+        is_decoding = self._is_decoding[slot]
+        for group, block_ids in enumerate(appended):
+            start = int(self.num_blocks[group, slot])
+            end = start + len(block_ids)
+            self.block_table[group, slot, start:end] = block_ids
+            if is_decoding:
+                self._decode_table[group, slot, start:end] = block_ids
+            self.num_blocks[group, slot] = end

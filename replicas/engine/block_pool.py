@@ -1,4 +1,4 @@
-"""KV blocks of one DP group: ids, reference counts, free order and the prefix index.
+"""KV blocks of one KV group in one DP group: ids, reference counts, free order, prefix index.
 
 Owner: the scheduler, on the engine's core thread. Pure: it moves numbers, never KV bytes.
 A block is in exactly one of three states: held (reference count > 0), cached (count 0, found by
@@ -45,14 +45,15 @@ class PrefixWalk:
         """How many they are."""
         return len(self.found)
 
-    @property
-    def num_evictable(self) -> int:
-        """How many of them count as free now and would stop doing so once shared."""
-        return len(self.unheld)
+    def num_evictable(self, num_blocks: int) -> int:
+        """How many of the first so many count as free now and would stop doing so once shared."""
+        if num_blocks == len(self.found):
+            return len(self.unheld)
+        return sum(b in self.unheld for b in islice(self.found, num_blocks))
 
 
 class BlockPool:
-    """Hands out, shares, finds and takes back the blocks of one DP group.
+    """Hands out, shares, finds and takes back the blocks of one KV group in one DP group.
 
     Args:
         num_blocks: Blocks including the null block, >= 2.

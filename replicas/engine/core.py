@@ -154,18 +154,20 @@ class EngineCore:
         self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
         config = self.config = _resolve_capabilities(config, self.facts)
         self.max_model_len = derive_max_model_len(
-            config, self.facts.max_position_embeddings, self.facts.num_blocks
+            config, self.facts.max_position_embeddings, self.facts.kv_groups
         )
-        listening: tuple[tuple[str, ...], KVLayout] | None = self._executor.collective_rpc(
-            "initialize_kv_cache", self.facts.num_blocks, self.max_model_len
-        )[0]
+        listening: tuple[tuple[str, ...], tuple[KVLayout, ...]] | None = (
+            self._executor.collective_rpc(
+                "initialize_kv_cache", self.facts.kv_groups, self.max_model_len
+            )[0]
+        )
         started = time.perf_counter()
         self._executor.collective_rpc("warm_up")
         self.warm_up_s = time.perf_counter() - started
         self.kv_endpoints: tuple[str, ...] | None
-        self.kv_layout: KVLayout | None
-        self.kv_endpoints, self.kv_layout = listening or (None, None)
-        self._connector = _create_connector(config, self.kv_layout, incarnation, unix_now_s)
+        self.kv_layouts: tuple[KVLayout, ...]
+        self.kv_endpoints, self.kv_layouts = listening or (None, ())
+        self._connector = _create_connector(config, self.kv_layouts, incarnation, unix_now_s)
         self._scheduler = _make_scheduler(config, self.facts, self.max_model_len, self._connector)
         self._checks = RequestChecks(
             num_groups=config.tt_data_parallel,
@@ -459,7 +461,9 @@ class EngineCore:
         progress = []
         if batch is not None:
             progress = [
-                SaveProgress(seq.request_id, seq.dp_group, tuple(seq.block_ids), num_tokens)
+                SaveProgress(
+                    seq.request_id, seq.dp_group, tuple(map(tuple, seq.block_ids)), num_tokens
+                )
                 for seq, num_tokens in self._scheduler.progress(batch)
             ]
         if not progress and not self._has_transfers():
@@ -539,7 +543,7 @@ def _make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         config,
-        num_blocks=facts.num_blocks,
+        kv_groups=facts.kv_groups,
         prefix_cache_key=_prefix_cache_key(config.keys),
         max_model_len=max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
@@ -551,14 +555,14 @@ def _make_scheduler(
 
 def _create_connector(
     config: EngineConfig,
-    layout: KVLayout | None,
+    layouts: tuple[KVLayout, ...],
     incarnation: str,
     unix_now_s: Callable[[], float],
 ) -> KVConnectorScheduler | None:
-    if config.kv_connector is None or layout is None:
+    if config.kv_connector is None or not layouts:
         return None
     settings = connector_settings(config, incarnation, unix_now_s, time.monotonic)
-    return load_connector(config.kv_connector).create_scheduler(settings, layout)
+    return load_connector(config.kv_connector).create_scheduler(settings, layouts)
 
 
 def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Sequence:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.connector import ConnectorSettings
 from replicas.engine.step import ModelFacts
-from replicas.kv_sizing import bytes_per_block, num_blocks_per_lane, position_limit
+from replicas.kv_sizing import kv_groups, position_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ def model_facts(
         config: The engine's configuration.
         model: Of the served model's config.json.
         capabilities: What the generator says that it can; what it does not name, it cannot.
-        token_budget: See `num_blocks_per_lane`.
+        token_budget: See `kv_groups`.
 
     Raises:
         ConfigError: No KV block fits, or the mesh cannot be; says the numbers.
@@ -40,8 +40,7 @@ def model_facts(
         max_position_embeddings=position_limit(config, model),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_id),
-        num_blocks=num_blocks_per_lane(config, model, token_budget),
-        bytes_per_block=bytes_per_block(config, model),
+        kv_groups=kv_groups(config, model, token_budget),
         supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),

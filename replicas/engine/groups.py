@@ -1,12 +1,16 @@
 """DP groups: slots, KV blocks and prefix index that sequences are admitted to, with totals.
 
 Owner: the scheduler, on the engine's core thread. It knows how a sequence gets and gives back what
-it needs, never when: that is the scheduler's policy. Slots are global, block ids are a group's own.
+it needs, never when: that is the scheduler's policy. Slots are global. Each DP group has a pool of
+blocks for each KV group of the model, and block ids are a pool's own: a sequence gets and gives
+back blocks in all KV groups at once, or in none.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import gcd, lcm
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,10 +21,28 @@ from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Sequence as SequenceOf
 
     from replicas.config import EngineConfig
     from replicas.engine.sequence import Sequence
+    from replicas.kv_groups import KVGroup
+
+_T = TypeVar("_T")
+
+
+class Place(NamedTuple):
+    """Where a sequence has room.
+
+    Attributes:
+        dp_group: The DP group.
+        hits: For each KV group the cached blocks that the sequence hits there.
+        num_tokens: Tokens that these hold: as many in each KV group.
+    """
+
+    dp_group: int
+    hits: list[list[int]]
+    num_tokens: int
 
 
 class DPGroups:
@@ -28,21 +50,32 @@ class DPGroups:
 
     Args:
         config: The engine's configuration.
-        num_blocks: Blocks of each group, null block included.
+        kv_groups: The model's KV groups.
         prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
 
     Attributes:
+        block_multiple: Every multiple of so many tokens fills whole blocks in each KV group.
+        block_divisor: Only multiples of so many tokens fill a block in any of them.
         stats: Totals of each group, counted by whoever knows; its gauges are not kept.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, prefix_cache_key: bytes) -> None:
+    def __init__(
+        self, config: EngineConfig, kv_groups: SequenceOf[KVGroup], prefix_cache_key: bytes
+    ) -> None:
         count = config.tt_data_parallel
         self._prefix_cache_key = prefix_cache_key
-        self._block_size = config.block_size
+        self._kv_groups = kv_groups
+        self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
+        self.block_multiple = lcm(*self._block_sizes)
+        self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
         self._enable_prefix_caching = bool(config.enable_prefix_caching)
+        # For each DP group one of each KV group.
         self._pools = [
-            BlockPool(num_blocks, enable_prefix_caching=self._enable_prefix_caching)
+            [
+                BlockPool(g.num_blocks, enable_prefix_caching=self._enable_prefix_caching)
+                for g in kv_groups
+            ]
             for _ in range(count)
         ]
         self._slots = SlotTable(count, config.slots_per_group)
@@ -73,34 +106,39 @@ class DPGroups:
         asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
         return max(
             (g for g in asked if g not in full_groups and self._slots.num_empty(g)),
-            key=lambda g: (self._slots.num_empty(g), self._pools[g].num_free_blocks, -g),
+            key=lambda g: (self._slots.num_empty(g), self._num_free_tokens(g), -g),
             default=None,
         )
 
     def place(
         self, seq: Sequence, num_tokens: int, full_groups: Collection[int] = ()
-    ) -> tuple[int, list[int]] | None:
-        """The first group, in the order of `choose`, with blocks for so many tokens.
-
-        Returns:
-            The group and the cached blocks that the sequence hits there, or None.
-        """
+    ) -> Place | None:
+        """The first group, in the order of `choose`, with blocks for so many tokens."""
         tried = set(full_groups)
         while (group := self.choose(seq, tried)) is not None:
-            walk = self._find_prefix(seq, group)
-            if self._fits(group, num_tokens, walk):
-                return group, walk.block_ids
+            walks = self._find_prefix(seq, group)
+            num_found = [w.num_blocks * s for w, s in zip(walks, self._block_sizes, strict=True)]
+            num_hit = min(num_found) // self.block_multiple * self.block_multiple
+            if self._fits(group, num_tokens, walks, num_hit):
+                hits = [
+                    w.block_ids[: num_hit // s]
+                    for w, s in zip(walks, self._block_sizes, strict=True)
+                ]
+                return Place(group, hits, num_hit)
             tried.add(group)
         return None
 
-    def admit(self, seq: Sequence, group: int, hits: list[int], num_tokens: int) -> None:
+    def admit(self, seq: Sequence, place: Place, num_tokens: int) -> None:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
-        pool = self._pools[group]
-        pool.share(hits)
+        group = place.dp_group
         seq.walks.clear()
-        seq.block_ids = [*hits, *pool.allocate(self._num_blocks_for(num_tokens) - len(hits))]
-        seq.num_cached_blocks = len(hits)
-        seq.num_computed_tokens = len(hits) * self._block_size
+        seq.block_ids = []
+        for kv_group, pool, hits in self._each_kv_group(group, place.hits):
+            pool.share(hits)
+            num_new = kv_group.num_blocks_for(num_tokens) - len(hits)
+            seq.block_ids.append([*hits, *pool.allocate(num_new)])
+        seq.capacity = self._capacity(seq)
+        seq.num_indexed_tokens = seq.num_computed_tokens = place.num_tokens
         seq.dp_group = group
         seq.slot = self._slots.take(group)
         if seq.num_cached_tokens < 0:
@@ -108,29 +146,29 @@ class DPGroups:
             self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
             self.stats[group].prefix_cache_hits += seq.num_computed_tokens
 
-    def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Append the blocks that a sequence lacks for `num_tokens`.
+    def grow(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[list[int]]] | None:
+        """Append the blocks that sequences lack, each for its number of tokens.
 
         Returns:
-            Those blocks; None, and nothing has changed, if its group has not so many.
+            For each sequence: for each KV group those blocks, nothing if it lacks none. None, and
+            nothing has changed, if their DP groups have not so many.
         """
-        num_missing = self._num_blocks_for(num_tokens) - len(seq.block_ids)
-        if num_missing <= 0:
-            return []
-        pool = self._pools[seq.dp_group]
-        if num_missing > pool.num_free_blocks:
-            return None
-        block_ids = pool.allocate(num_missing)
-        seq.block_ids.extend(block_ids)
-        return block_ids
-
-    def can_grow_all(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether each of these could `grow` to its number of tokens, one after the other."""
-        num_missing = [0] * len(self._pools)
-        for seq, num_tokens in wanted:
-            missing = self._num_blocks_for(num_tokens) - len(seq.block_ids)
-            num_missing[seq.dp_group] += max(missing, 0)
-        return all(n <= p.num_free_blocks for n, p in zip(num_missing, self._pools, strict=True))
+        missing: list[list[int]] = []
+        for index, kv_group in enumerate(self._kv_groups):
+            nums, sums = [], [0] * len(self._pools)
+            for seq, num_tokens in wanted:
+                num = max(kv_group.num_blocks_for(num_tokens) - len(seq.block_ids[index]), 0)
+                nums.append(num)
+                sums[seq.dp_group] += num
+            for group, num in enumerate(sums):
+                if num > self._pools[group][index].num_free_blocks:
+                    return None
+            missing.append(nums)
+        rows = zip(wanted, *missing, strict=True)
+        return [
+            self._append_blocks(seq, nums) if num_tokens > seq.capacity else []
+            for (seq, num_tokens), *nums in rows
+        ]
 
     def cache_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
         """Index the blocks that have just become full.
@@ -143,14 +181,15 @@ class DPGroups:
         """
         if seq.is_converted or not self._enable_prefix_caching:
             return
-        full = num_final_tokens // self._block_size
-        if full <= seq.num_cached_blocks:
+        num_indexed, divisor = seq.num_indexed_tokens, self.block_divisor
+        if num_final_tokens // divisor <= num_indexed // divisor:
             return
         self._extend_hashes(seq)
-        pool = self._pools[seq.dp_group]
-        for i in range(seq.num_cached_blocks, full):
-            pool.cache(seq.block_ids[i], seq.block_hashes[i])
-        seq.num_cached_blocks = full
+        for index, pool in enumerate(self._pools[seq.dp_group]):
+            size, hashes = self._block_sizes[index], seq.block_hashes[index]
+            for i in range(num_indexed // size, num_final_tokens // size):
+                pool.cache(seq.block_ids[index][i], hashes[i])
+        seq.num_indexed_tokens = num_final_tokens
 
     def give_back_slot(self, seq: Sequence) -> None:
         """Take the slot from a sequence; its blocks stay. Idempotent."""
@@ -161,17 +200,19 @@ class DPGroups:
 
     def give_back_blocks(self, seq: Sequence) -> None:
         """Take the blocks from a sequence; it keeps its tokens. Idempotent."""
-        if seq.block_ids:
-            self._pools[seq.dp_group].free(seq.block_ids)
+        for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=False):
+            pool.free(block_ids)
         seq.block_ids = []
+        seq.capacity = 0
         seq.num_computed_tokens = 0
-        seq.num_cached_blocks = 0
+        seq.num_indexed_tokens = 0
         seq.is_converted = False
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; held ones stay held."""
-        for pool in self._pools:
-            pool.reset_prefix_cache()
+        for pools in self._pools:
+            for pool in pools:
+                pool.reset_prefix_cache()
 
     def snapshot(self, group: int, running: int, reserved: int, waiting: int) -> GroupSnapshot:
         """What a group has left.
@@ -182,22 +223,22 @@ class DPGroups:
             reserved: Sequences that wait for their KV in it.
             waiting: Queued sequences that ask for it.
         """
-        num_free_blocks = self._pools[group].num_free_blocks
+        num_free_blocks = [pool.num_free_blocks for pool in self._pools[group]]
         return GroupSnapshot(
             self._slots.num_empty(group), num_free_blocks, running, reserved, waiting
         )
 
     def counters(self, group: int, running: int, reserved: int) -> GroupCounters:
         """Totals and gauges of a group."""
-        pool, totals = self._pools[group], self.stats[group]
+        pools, totals = self._pools[group], self.stats[group]
         return msgspec.structs.replace(
             totals,
             num_running=running,
             num_reserved=reserved,
             num_slots=self._slots_per_group,
             num_empty_slots=self._slots.num_empty(group),
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free_blocks,
+            num_blocks=[pool.num_blocks for pool in pools],
+            num_free_blocks=[pool.num_free_blocks for pool in pools],
             requests_finished=dict(totals.requests_finished),
         )
 
@@ -211,33 +252,74 @@ class DPGroups:
         slots = [s.slot for s in sequences if s.slot >= 0]
         assert len(set(slots)) == len(slots)
         assert self.num_empty_slots + len(slots) == self._slots_per_group * len(self._pools)
-        for group, pool in enumerate(self._pools):
-            pool.check_invariants()
-            used = {b for s in sequences if s.dp_group == group for b in s.block_ids}
-            assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
-        for seq in (s for s in sequences if s.status is not SequenceStatus.FINISHED):
-            unwritten = seq.block_ids[seq.num_computed_tokens // self._block_size :]
-            shared = [b for b in unwritten if not self._pools[seq.dp_group].is_private(b)]
-            assert not shared, f"{seq.request_id} writes to blocks {shared} that others may read"
+        for group, pools in enumerate(self._pools):
+            tables = [s.block_ids for s in sequences if s.dp_group == group and s.block_ids]
+            for index, pool in enumerate(pools):
+                pool.check_invariants()
+                used = {b for block_ids in tables for b in block_ids[index]}
+                assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
+        for seq in (s for s in sequences if s.block_ids):
+            assert seq.capacity == self._capacity(seq)
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            for kv_group, pool, table in self._each_kv_group(seq.dp_group, seq.block_ids):
+                unwritten = table[seq.num_computed_tokens // kv_group.block_size :]
+                shared = [b for b in unwritten if not pool.is_private(b)]
+                assert not shared, f"{seq.request_id} writes to blocks {shared} others may read"
 
-    def _find_prefix(self, seq: Sequence, group: int) -> PrefixWalk:
+    def _each_kv_group(
+        self, group: int, values: Iterable[_T]
+    ) -> Iterator[tuple[KVGroup, BlockPool, _T]]:
+        """Every KV group with its pool in a DP group, and something of each."""
+        return zip(self._kv_groups, self._pools[group], values, strict=True)
+
+    def _find_prefix(self, seq: Sequence, group: int) -> list[PrefixWalk]:
         """Cached leading blocks; at least one token is left to compute, for its logits."""
-        walk = seq.walks.setdefault(group, PrefixWalk())
+        walks = seq.walks.get(group)
+        if walks is None:
+            walks = seq.walks[group] = [PrefixWalk() for _ in self._kv_groups]
         if self._enable_prefix_caching:
             self._extend_hashes(seq)
-            limit = (seq.num_tokens - 1) // self._block_size
-            self._pools[group].bring_up_to_date(walk, seq.block_hashes, limit)
-        return walk
+            found = zip(walks, seq.block_hashes, strict=True)
+            for kv_group, pool, (walk, hashes) in self._each_kv_group(group, found):
+                limit = (seq.num_tokens - 1) // kv_group.block_size
+                pool.bring_up_to_date(walk, hashes, limit)
+        return walks
 
-    def _fits(self, group: int, num_tokens: int, walk: PrefixWalk) -> bool:
+    def _fits(self, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int) -> bool:
         """Whether a group has blocks for so many tokens, the first of them found already."""
-        num_new_blocks = self._num_blocks_for(num_tokens) - walk.num_blocks
-        return num_new_blocks + walk.num_evictable <= self._pools[group].num_free_blocks
+        for kv_group, pool, walk in self._each_kv_group(group, walks):
+            num_found = num_hit // kv_group.block_size
+            num_new_blocks = kv_group.num_blocks_for(num_tokens) - num_found
+            if num_new_blocks + walk.num_evictable(num_found) > pool.num_free_blocks:
+                return False
+        return True
 
     def _extend_hashes(self, seq: Sequence) -> None:
-        if len(seq.block_hashes) < seq.num_tokens // self._block_size:
-            root = prefix_root(self._prefix_cache_key, seq.request.cache_salt)
-            extend_block_hashes(seq.block_hashes, seq.token_ids, self._block_size, root)
+        if not seq.block_hashes:
+            seq.block_hashes = [[] for _ in self._kv_groups]
+        num_tokens = seq.num_tokens
+        for index, hashes in enumerate(seq.block_hashes):
+            size = self._block_sizes[index]
+            if len(hashes) < num_tokens // size:
+                root = prefix_root(self._prefix_cache_key, seq.request.cache_salt)
+                extend_block_hashes(hashes, seq.token_ids, size, root)
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
+        """Take so many blocks, which there are, in each KV group."""
+        appended = []
+        for index, pool in enumerate(self._pools[seq.dp_group]):
+            new = pool.allocate(nums[index])
+            seq.block_ids[index] += new
+            appended.append(new)
+        seq.capacity = self._capacity(seq)
+        return appended
+
+    def _capacity(self, seq: Sequence) -> int:
+        capacity: int = min(map(mul, map(len, seq.block_ids), self._block_sizes))
+        return capacity
+
+    def _num_free_tokens(self, group: int) -> int:
+        """Tokens for which a DP group has blocks."""
+        pools = zip(self._pools[group], self._block_sizes, strict=True)
+        return min(pool.num_free_blocks * size for pool, size in pools)

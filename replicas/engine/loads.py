@@ -210,7 +210,7 @@ class KVLoads:
             load.next = None
         else:
             load.failure = failure.reason.value
-            whole_blocks = failure.num_tokens - failure.num_tokens % self._config.block_size
+            whole_blocks = failure.num_tokens - failure.num_tokens % self._groups.block_multiple
             # More than was asked for counts not.
             end = min(whole_blocks if self._resumes_prefill else 0, load.end)
         num_new = max(0, end - seq.num_computed_tokens)
@@ -272,7 +272,7 @@ class KVLoads:
             assert num_awaiting == sum(s.dp_group == group for s in self.awaiting)
         for seq in self.awaiting:
             # Nothing that comes may lack a place, whatever else wants blocks meanwhile.
-            assert len(seq.block_ids) * self._config.block_size >= seq.num_prompt_tokens
+            assert seq.capacity >= seq.num_prompt_tokens
             expected = self._reserved if seq.status is SequenceStatus.RESERVED else self._loading
             assert expected[seq.request_id] is seq
         for seq in self._loading.values():

@@ -20,10 +20,13 @@ from replicas.engine.sequence import SequenceStatus
 from replicas.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import StepKind
+    from replicas.kv_groups import KVGroup
     from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
 
 
@@ -32,7 +35,7 @@ class Roster(ABC):
 
     Args:
         config: The engine's configuration, every None that depends on the generator decided.
-        num_blocks: Blocks of each DP group, null block included.
+        kv_groups: See `DPGroups`.
         prefix_cache_key: See `DPGroups`.
         connector: Scheduler side of the KV connector, if the engine has one.
         resumes_prefill: Whether the generator can compute a prompt from its middle on. One that
@@ -43,14 +46,14 @@ class Roster(ABC):
         self,
         config: EngineConfig,
         *,
-        num_blocks: int,
+        kv_groups: SequenceOf[KVGroup],
         prefix_cache_key: bytes,
         connector: KVConnectorScheduler | None = None,
         resumes_prefill: bool = True,
     ) -> None:
         self._config = config
         self._connector = connector
-        self._groups = DPGroups(config, num_blocks, prefix_cache_key)
+        self._groups = DPGroups(config, kv_groups, prefix_cache_key)
         self._loads = KVLoads(config, self._groups, connector, resumes_prefill=resumes_prefill)
         self._sequences: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(len(self._groups))
@@ -104,8 +107,7 @@ class Roster(ABC):
         place = self._groups.place(seq, seq.num_tokens + 1)
         if place is None:
             return "no_slot" if self._groups.choose(seq) is None else "no_blocks"
-        group, hits = place
-        self._groups.admit(seq, group, hits, seq.num_tokens + 1)
+        self._groups.admit(seq, place, seq.num_tokens + 1)
         self._sequences[seq.request_id] = seq
         self._loads.reserve(seq, now_s)
         return None

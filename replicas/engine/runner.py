@@ -102,6 +102,7 @@ class ModelRunner:
         generator: The model, loaded.
         kv_cache: What the generator allocated.
         config: The engine's configuration.
+        block_size: Tokens per block of the one KV group that `kv_cache` holds.
         max_model_len: Longest sequence in tokens.
         wait_for_event: Waits for one of the events that `read_decode_output` returns; a generator
             that does not run ahead returns none.
@@ -112,12 +113,13 @@ class ModelRunner:
         generator: Generator,
         kv_cache: KVCache,
         config: EngineConfig,
+        block_size: int,
         max_model_len: int,
         wait_for_event: Callable[[object], None] | None = None,
     ) -> None:
         self._generator = generator
         self._kv_cache = kv_cache
-        self._batch = PersistentBatch(config.max_batch_size, max_model_len, config.block_size)
+        self._batch = PersistentBatch(config.max_batch_size, max_model_len, (block_size,))
         self._wait_for_event = wait_for_event
         mesh = config.mesh
         capabilities = generator.model_capabilities
@@ -305,7 +307,7 @@ class ModelRunner:
         started = time.perf_counter()
         output = self._generator.prefill_forward(
             tokens=torch.from_numpy(inputs.tokens),
-            page_table=torch.from_numpy(inputs.page_table),
+            page_table=torch.from_numpy(inputs.page_tables[0]),
             kv_cache=self._kv_cache,
             enable_trace=self._traces_prefill,
             prompt_lens=torch.from_numpy(inputs.prompt_lens),
@@ -328,7 +330,7 @@ class ModelRunner:
             self._commands.num_steps_left = self._batch.max_model_len - 1 - last
             self._decode_inputs = (
                 torch.from_numpy(inputs.tokens),
-                torch.from_numpy(inputs.page_table),
+                torch.from_numpy(inputs.page_tables[0]),
                 torch.from_numpy(inputs.start_pos),
             )
         # Of a device that goes on by itself the first and the last are those that it began with.

@@ -23,10 +23,12 @@ from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from collections.abc import Sequence as SequenceOf
 
     from kv_transfer.connector import KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.step import StepKind
+    from replicas.kv_groups import KVGroup
     from replicas.messages import FinishReason
 
 
@@ -88,7 +90,7 @@ class _StepPlan:
         self.decodes = decodes
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
-        self.appended: list[tuple[int, list[int]]] = []
+        self.appended: list[tuple[int, list[list[int]]]] = []
         self.batch: ScheduledBatch | None = None
         # Rows that decode, and with this step fill a block or end for their length.
         self.looks: list[int] = []
@@ -108,8 +110,8 @@ class _StepPlan:
         self.counts.append(count)
         self.budget -= count
 
-    def note_blocks(self, seq: Sequence, block_ids: list[int]) -> None:
-        """Note what was appended to a block table, if the runner has that and not all of it."""
+    def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
+        """Note what was appended to block tables, if the runner has that and not all of it."""
         if block_ids and seq.is_known_to_runner:
             self.appended.append((seq.slot, block_ids))
 
@@ -135,7 +137,7 @@ class Scheduler(Roster):
 
     Args:
         config: See `Roster`.
-        num_blocks: See `Roster`.
+        kv_groups: See `Roster`.
         prefix_cache_key: See `Roster`.
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
@@ -149,7 +151,7 @@ class Scheduler(Roster):
         self,
         config: EngineConfig,
         *,
-        num_blocks: int,
+        kv_groups: SequenceOf[KVGroup],
         prefix_cache_key: bytes,
         max_model_len: int,
         eos_token_ids: frozenset[int],
@@ -159,7 +161,7 @@ class Scheduler(Roster):
     ) -> None:
         super().__init__(
             config,
-            num_blocks=num_blocks,
+            kv_groups=kv_groups,
             prefix_cache_key=prefix_cache_key,
             connector=connector,
             resumes_prefill=resumes_prefill,
@@ -337,10 +339,8 @@ class Scheduler(Roster):
             return False
         growing = [(s, s.num_computed_tokens + 1) for s in short]
         growing += [(s, s.num_tokens) for s in others]
-        if not self._groups.can_grow_all(growing):
+        if growing and not self._grow(plan, growing):
             return False
-        for seq, num_tokens in growing:
-            self._grow(plan, seq, num_tokens)
         plan.decodes, plan.budget = decodes, budget
         for seq in others:
             plan.add(seq, seq.num_new_tokens)
@@ -355,7 +355,7 @@ class Scheduler(Roster):
             count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
                 continue
-            while not self._grow(plan, seq, seq.num_computed_tokens + count):
+            while not self._grow(plan, [(seq, seq.num_computed_tokens + count)]):
                 victim = self._running.last_in(seq.dp_group)
                 self._preempt(victim)
                 preempted = True
@@ -365,14 +365,15 @@ class Scheduler(Roster):
                 plan.add(seq, count)
         return preempted
 
-    def _grow(self, plan: _StepPlan, seq: Sequence, num_tokens: int) -> bool:
-        """Give a running sequence the blocks that it lacks, if there are so many."""
-        block_ids = self._groups.grow(seq, num_tokens)
-        if block_ids is None:
+    def _grow(self, plan: _StepPlan, wanted: list[tuple[Sequence, int]]) -> bool:
+        """Give running sequences the blocks that they lack, if there are enough for all of them."""
+        appended = self._groups.grow(wanted)
+        if appended is None:
             return False
-        if block_ids:
-            self._running.short.pop(seq.slot, None)
-            plan.note_blocks(seq, block_ids)
+        for (seq, _), block_ids in zip(wanted, appended, strict=True):
+            if block_ids:
+                self._running.short.pop(seq.slot, None)
+                plan.note_blocks(seq, block_ids)
         return True
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
@@ -401,19 +402,17 @@ class Scheduler(Roster):
         place = self._groups.place(seq, seq.num_tokens, full_groups)
         if place is None:
             return _Admission.NO_ROOM
-        group, hits = place
-        num_local = len(hits) * self._config.block_size
-        num_external = self._loads.num_external(seq, num_local)
+        num_external = self._loads.num_external(seq, place.num_tokens)
         if num_external is None:
             return _Admission.ASKING
         if num_external:
-            self._groups.admit(seq, group, hits, seq.num_tokens)
+            self._groups.admit(seq, place, seq.num_tokens)
             self._loads.start(seq, num_external)
             return _Admission.ADMITTED
-        count = self._clip(num_local, seq.num_tokens, plan.budget)
+        count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
         if count == 0:
             return _Admission.NO_ROOM
-        self._groups.admit(seq, group, hits, seq.num_tokens)
+        self._groups.admit(seq, place, seq.num_tokens)
         seq.status = SequenceStatus.RUNNING
         self._running.add(seq)
         plan.add(seq, count)
@@ -487,11 +486,11 @@ class Scheduler(Roster):
 
     def _decode_on(self, seq: Sequence) -> None:
         """Let a sequence decode until it has to be looked at."""
-        sampling, block_size = seq.request.sampling, self._config.block_size
-        num_computed = seq.num_computed_tokens
-        block_end = num_computed - num_computed % block_size + block_size
+        sampling, num_computed = seq.request.sampling, seq.num_computed_tokens
+        divisor = self._groups.block_divisor
+        block_end = num_computed - num_computed % divisor + divisor
         seq.look_at = min(block_end, self._longest(seq) - 1)
-        if num_computed == len(seq.block_ids) * block_size:
+        if num_computed == seq.capacity:
             self._running.short[seq.slot] = seq
         if not seq.is_decoding:
             seq.stop_ids = sampling.stop_token_ids
@@ -539,7 +538,7 @@ def _new_sequence(seq: Sequence) -> NewSequence:
         token_ids=list(seq.token_ids),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=seq.num_computed_tokens,
-        block_ids=list(seq.block_ids),
+        block_ids=[list(block_ids) for block_ids in seq.block_ids],
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,

@@ -66,10 +66,14 @@ class Sequence:
         client: Opaque id of the client that gets its outputs.
         token_ids: Prompt, then output.
         num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
-        block_ids: Block table: the block of token t is `block_ids[t // block_size]`.
-        block_hashes: Chain hashes of the full blocks of `token_ids`.
-        walks: Until it is admitted: what of its prefix each DP group was found to have.
-        num_cached_blocks: Leading blocks that the prefix index already knows.
+        block_ids: For each KV group its block table, in which the block of token t is number
+            `t // block_size` of that group; empty without blocks.
+        capacity: Tokens for which it has blocks in every KV group.
+        block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty before
+            anybody asked for them.
+        walks: Until it is admitted: what of its prefix each DP group was found to have, in
+            each KV group.
+        num_indexed_tokens: Leading tokens whose full blocks the prefix index already knows.
         dp_group: Its DP group; the asked one or -1 until admitted.
         slot: Its slot, or -1.
         num_cached_tokens: Prompt tokens found when it was first admitted, in the prefix cache or by
@@ -98,10 +102,11 @@ class Sequence:
     dp_group: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
-    walks: dict[int, PrefixWalk] = field(default_factory=dict)
-    num_cached_blocks: int = 0
+    block_ids: list[list[int]] = field(default_factory=list)
+    capacity: int = 0
+    block_hashes: list[list[bytes]] = field(default_factory=list)
+    walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)
+    num_indexed_tokens: int = 0
     slot: int = -1
     num_cached_tokens: int = -1
     transfer: TransferRequest | None = None

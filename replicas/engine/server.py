@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_transfer.connector import only_kv_group
 from kv_transfer.curve import server_public_key
 from replicas.messages import (
     PROTOCOL_VERSION,
@@ -164,16 +165,14 @@ def describe(
         input_endpoint=input_endpoint,
         output_endpoint=output_endpoint,
         kv_endpoints=core.kv_endpoints,
-        kv_layout_hash=core.kv_layout.content_hash() if core.kv_layout is not None else None,
-        bytes_per_block=core.facts.bytes_per_block,
+        kv_layout_hash=only_kv_group(core.kv_layouts).content_hash() if core.kv_layouts else None,
+        kv_groups=core.facts.kv_groups,
         model=core.config.model,
         max_model_len=core.max_model_len,
         vocab_size=core.facts.vocab_size,
         eos_token_ids=core.facts.eos_token_ids,
-        block_size=core.config.block_size,
         dp_groups=core.config.tt_data_parallel,
         slots_per_group=core.config.slots_per_group,
-        blocks_per_group=core.facts.num_blocks - 1,
         max_num_batched_tokens=core.config.max_num_batched_tokens,
         pid=pid,
     )

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from replicas.kv_groups import KVGroup
+
 StepKind = Literal["mixed", "prefill", "decode"]
 """mixed: chunks and decodes in one flat pass. prefill, decode: a TT generator's two calls."""
 
@@ -21,7 +23,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
         token_ids: Prompt and output so far.
         num_prompt_tokens: How many of them are the prompt.
         num_computed_tokens: How many have their KV in the cache.
-        block_ids: Its block table.
+        block_ids: For each KV group its block table.
         temperature: See `SamplingParams`; below 1e-5 is greedy.
         top_k: 0 is off.
         top_p: 1 is off.
@@ -33,7 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
     temperature: float
     top_k: int
     top_p: float
@@ -48,14 +50,14 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         slots: Rows that run, in scheduling order.
         num_scheduled_tokens: Tokens to compute for each of `slots`.
         new: Sequences to take over first; all their slots are in `slots`.
-        appended_blocks: For rows known already: (slot, block ids to append).
+        appended_blocks: For rows known already: (slot, for each KV group the block ids to append).
     """
 
     kind: StepKind
     slots: list[int]
     num_scheduled_tokens: list[int]
     new: list[NewSequence]
-    appended_blocks: list[tuple[int, list[int]]]
+    appended_blocks: list[tuple[int, list[list[int]]]]
 
     @property
     def num_tokens(self) -> int:
@@ -83,8 +85,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         max_position_embeddings: Positions that the model was made for.
         vocab_size: Token ids are below this.
         eos_token_ids: End tokens of the model's configuration.
-        num_blocks: KV blocks per lane that fit, null block included.
-        bytes_per_block: Bytes of one block over all layers, K and V.
+        kv_groups: Its KV groups, with as many blocks as fit.
         supports_mixed_batch: Prefill chunks and decodes may share a pass.
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
@@ -96,8 +97,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     vocab_size: int
     eos_token_ids: list[int]
-    num_blocks: int
-    bytes_per_block: int
+    kv_groups: tuple[KVGroup, ...]
     supports_mixed_batch: bool
     supports_chunked_prefill: bool
     supports_prefix_caching: bool

@@ -19,6 +19,7 @@ from replicas.engine.step import ModelFacts, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache
+from replicas.kv_groups import only_kv_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from replicas.engine.step import NewSequence, ScheduledBatch
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
+    from replicas.kv_groups import KVGroup
 
 MIN_TURN_S = 1e-6
 """A turn that did something takes at least this long, or one instant could last for ever."""
@@ -94,7 +96,7 @@ class _Row:
         self.num_prompt = seq.num_prompt_tokens
         self.num_computed = seq.num_computed_tokens
         self.seed = seq.seed
-        self.block_ids = list(seq.block_ids) if keeps_tokens else []
+        self.block_ids = [list(block_ids) for block_ids in seq.block_ids] if keeps_tokens else []
         self.tokens = list(seq.token_ids) if keeps_tokens else []
 
 
@@ -162,23 +164,22 @@ class VirtualWorker:
         return self._facts
 
     def initialize_kv_cache(
-        self, num_blocks: int, max_model_len: int
-    ) -> tuple[tuple[str, ...], KVLayout] | None:
+        self, kv_groups: Sequence[KVGroup], max_model_len: int
+    ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
         """See `Worker.initialize_kv_cache`."""
-        config = self._config
+        config, group = self._config, only_kv_group(kv_groups, "a simulated mesh")
         if self._models_kv:
-            self._cache = PagedKVCache(config.tt_data_parallel, num_blocks, config.block_size)
+            self._cache = PagedKVCache(config.tt_data_parallel, group.num_blocks, group.block_size)
             self._next_token = NextToken(self._facts.vocab_size, self._facts.eos_token_ids)
         if config.kv_connector is None:
             return None
-        layout = simulated_kv_layout(config.block_size, "virtual")
+        layout = simulated_kv_layout(group.block_size, "virtual")
         self._connector = P2PConnectorWorker(self._settings, self._notify, self._make_transport)
         # Without rows a cache of one block answers for all of them.
-        cache = self._cache or PagedKVCache(1, 2, config.block_size)
-        self._connector.register_kv_caches(
-            SimulatedKVIO(cache, layout, self._timing, self._clock, keeps_rows=self._models_kv)
-        )
-        return self._connector.endpoints, layout
+        cache = self._cache or PagedKVCache(1, 2, group.block_size)
+        io = SimulatedKVIO(cache, layout, self._timing, self._clock, keeps_rows=self._models_kv)
+        self._connector.register_kv_caches((io,))
+        return self._connector.endpoints, (layout,)
 
     def warm_up(self) -> None:
         """Takes time before the engine is there; see `StepTiming.warm_up_s`."""
@@ -285,8 +286,9 @@ class VirtualWorker:
         for seq in batch.new:
             self._rows[seq.slot] = _Row(seq, keeps_tokens=self._models_kv)
         if self._models_kv:
-            for slot, block_ids in batch.appended_blocks:
-                self._row(slot).block_ids.extend(block_ids)
+            for slot, appended in batch.appended_blocks:
+                for block_ids, new in zip(self._row(slot).block_ids, appended, strict=True):
+                    block_ids.extend(new)
 
     def _step_s(self, batch: ScheduledBatch) -> float:
         chunks: list[tuple[int, int, int]] = []
@@ -312,8 +314,9 @@ class VirtualWorker:
             row = self._row(slot)
             if self._cache is not None:
                 start = row.num_computed
+                [block_ids] = row.block_ids
                 self._cache.write_tokens(
-                    row.lane, row.block_ids, row.tokens[start : start + count], start
+                    row.lane, block_ids, row.tokens[start : start + count], start
                 )
             row.num_computed += count
             samples = row.num_computed == row.num_tokens
@@ -344,10 +347,11 @@ class VirtualWorker:
         return [_FIRST_TOKEN + (i * 0x9E3779B1 >> 7) % span for i in range(first, first + count)]
 
     def _tokens_of_context(self, cache: PagedKVCache, rows: Sequence[_Row]) -> list[int]:
-        width = max(len(row.block_ids) for row in rows)
+        width = max(len(row.block_ids[0]) for row in rows)
         tables = np.zeros((len(rows), width), dtype=np.int64)
         for i, row in enumerate(rows):
-            tables[i, : len(row.block_ids)] = row.block_ids
+            [block_ids] = row.block_ids
+            tables[i, : len(block_ids)] = block_ids
         sums = cache.context_sums(
             np.array([row.lane for row in rows]),
             tables,

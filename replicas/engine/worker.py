@@ -32,10 +32,11 @@ from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, 
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
+from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import longest_sequence, resolve_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.connector import (
         ConnectorMeta,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         SupportsTokenBudget,
     )
     from replicas.generators.ttnn.mesh import TTMesh
+    from replicas.kv_groups import KVGroup
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MESH_DTYPE = torch.bfloat16
@@ -159,24 +161,31 @@ class Worker:
         return model_facts(config, hf, capabilities, budget)
 
     def initialize_kv_cache(
-        self, num_blocks: int, max_model_len: int
-    ) -> tuple[tuple[str, ...], KVLayout] | None:
+        self, kv_groups: Sequence[KVGroup], max_model_len: int
+    ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
         """Allocate the KV caches and, with a connector, start listening.
 
         Args:
-            num_blocks: Blocks per lane, null block included.
+            kv_groups: As `load_model` said.
             max_model_len: Longest sequence in tokens.
 
         Returns:
-            The connector's endpoints and the layout of its blocks, or None without a connector.
+            The connector's endpoints and the layout of the blocks of each KV group, or None without
+            a connector.
+
+        Raises:
+            ConfigError: There are several KV groups.
         """
         hf, config = self._hf_config, self._config
-        shape = (num_blocks, hf.num_key_value_heads, config.block_size, hf.head_dim)
+        group = only_kv_group(kv_groups, f"generator {self._generator_class.__qualname__}")
+        shape = (group.num_blocks, hf.num_key_value_heads, group.block_size, hf.head_dim)
         assert self._generator is not None
-        kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, hf.num_hidden_layers)
+        kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, len(group.layers))
         device = self._device
         wait = device.wait if isinstance(device, SimulatedMesh) else _wait
-        self._runner = ModelRunner(self._generator, kv_cache, config, max_model_len, wait)
+        self._runner = ModelRunner(
+            self._generator, kv_cache, config, group.block_size, max_model_len, wait
+        )
         if config.kv_connector is None:
             return None
         step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
@@ -186,10 +195,10 @@ class Worker:
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         io = self._kv_io(kv_cache)
-        self._connector.register_kv_caches(io)
+        self._connector.register_kv_caches((io,))
         if self._generator.model_capabilities.get("supports_layer_callbacks"):
             self._layers = cast("SupportsLayerCallbacks", self._generator)
-        return self._connector.endpoints, io.layout
+        return self._connector.endpoints, (io.layout,)
 
     def warm_up(self) -> None:
         """Run every shape once before the first request does."""

@@ -20,14 +20,14 @@ from benchmarks.fitted_timing import (
     terms,
 )
 from replicas.engine.step import ModelFacts
+from tests.kv_groups import one_kv_group
 
 BLOCK = 32
 FACTS = ModelFacts(
     max_position_embeddings=2048,
     vocab_size=4096,
     eos_token_ids=[1],
-    num_blocks=100,
-    bytes_per_block=BLOCK * 3072,
+    kv_groups=one_kv_group(100, BLOCK, BLOCK * 3072),
     supports_mixed_batch=True,
     supports_chunked_prefill=True,
     supports_prefix_caching=True,

@@ -47,6 +47,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 from tests.streams import pulled
 
 if TYPE_CHECKING:
@@ -320,15 +321,13 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
         "output_endpoint": "tcp://127.0.0.1:1",
         "kv_endpoints": ("tcp://127.0.0.1:1",),
         "kv_layout_hash": "0" * 16,
-        "bytes_per_block": 1024,
+        "kv_groups": one_kv_group(65, BLOCK_SIZE, 1024),
         "model": "/models/tiny",
         "max_model_len": MAX_MODEL_LEN,
         "vocab_size": 258,
         "eos_token_ids": [1],
-        "block_size": BLOCK_SIZE,
         "dp_groups": 1,
         "slots_per_group": 4,
-        "blocks_per_group": 64,
         "max_num_batched_tokens": 128,
         "pid": 0,
     }
@@ -422,7 +421,7 @@ class ScriptedEngine:
     ) -> EngineSnapshot:
         """The next snapshot of one group."""
         self._seq += 1
-        group = GroupSnapshot(num_empty_slots, num_free_blocks, 0, 0, 0)
+        group = GroupSnapshot(num_empty_slots, [num_free_blocks], 0, 0, 0)
         return EngineSnapshot(self._seq, draining, 0, 0, 0, [group], self.role)
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:

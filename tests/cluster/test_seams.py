@@ -88,8 +88,10 @@ class Reader:
         fields = {f.name: getattr(demand, f.name) for f in dataclasses.fields(demand)}
         fields |= {
             "num_prompt_tokens": demand.num_prompt_tokens,
-            "num_blocks": demand.num_blocks(view.block_size),
-            "block_hashes": demand.block_hashes(view.block_size, KEYS.derive(PREFIX_CACHE)[0]),
+            "num_blocks": demand.num_blocks(view.kv_groups[0]),
+            "block_hashes": demand.block_hashes(
+                view.kv_groups[0].block_size, KEYS.derive(PREFIX_CACHE)[0]
+            ),
         }
         self.seen.append((fields, {f: getattr(view, f) for f in view.__struct_fields__}))
         return (view.index,)
@@ -108,7 +110,7 @@ def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
             ScriptedEngine("decode", "d", decodes) as second,
             serving(first, second) as (ingress, _),
         ):
-            groups = [GroupSnapshot(3, 60, 1, 2, 0)]
+            groups = [GroupSnapshot(3, [60], 1, 2, 0)]
             await second.send(snapshot=EngineSnapshot(9, False, 0, 77, 5, groups, "decode", 0.25))
             pools = ingress.fleet.pools
             await until(lambda: pools.decode_views()[0].num_empty_slots == 3, "its load is known")
@@ -133,7 +135,8 @@ def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
     assert asked["priority"] == -1
     assert now_s + 30.0 <= asked["deadline_s"] <= now_s + 31.0
     assert (view["incarnation"], view["dp_group"], view["role"]) == ("d", 0, "decode")
-    assert (view["block_size"], view["num_empty_slots"], view["num_free_blocks"]) == (32, 3, 60)
+    assert [kv_group.block_size for kv_group in view["kv_groups"]] == [32]
+    assert (view["num_empty_slots"], view["num_free_blocks"]) == (3, [60])
     assert (view["num_active"], view["num_queued_tokens"], view["step_s"]) == (3, 77, 0.25)
     [(of_prefill, engine)] = prefill.seen
     assert of_prefill["request_id"] == asked["request_id"]

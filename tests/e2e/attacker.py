@@ -79,9 +79,8 @@ def _speak(keys: KeyRing, port: int) -> int:
     description = EngineDescription(
         incarnation="guessed", public_key=server_public_key(OTHER, "guessed"),
         input_endpoint=endpoint, output_endpoint=endpoint, kv_endpoints=None, kv_layout_hash=None,
-        bytes_per_block=1, model="", max_model_len=1, vocab_size=1, eos_token_ids=[],
-        block_size=32, dp_groups=1, slots_per_group=1, blocks_per_group=1,
-        max_num_batched_tokens=1, pid=0,
+        kv_groups=(), model="", max_model_len=1, vocab_size=1, eos_token_ids=[],
+        dp_groups=1, slots_per_group=1, max_num_batched_tokens=1, pid=0,
     )  # fmt: skip
     return speak(Knowledge(description, keys, ["cmpl-1"]))
 

@@ -193,7 +193,10 @@ def test_another_rope_order_is_refused_and_computed_again(make_pair, monkeypatch
 
     monkeypatch.setattr(replicas.engine.worker, "KVLayout", layout)
     pair = make_pair(config(num_shards=SHARDED2), config(num_shards=SHARDED2))
-    assert [pair.prefill.core.kv_layout.rope, pair.decode.core.kv_layout.rope] == ["meta", "hf"]
+    assert [pair.prefill.core.kv_layouts[0].rope, pair.decode.core.kv_layouts[0].rope] == [
+        "meta",
+        "hf",
+    ]
     assert generate_refused(pair, range(len(PROMPTS))) == aggregated()
 
 

@@ -204,7 +204,7 @@ class FakeEngine:
 
     def save(self, request_id: str, block_ids: Iterable[int], num_tokens: int) -> None:
         """Announce what the next step computes."""
-        self.progress.append(SaveProgress(request_id, 0, tuple(block_ids), num_tokens))
+        self.progress.append(SaveProgress(request_id, 0, (tuple(block_ids),), num_tokens))
 
     def add(self, ticket: Ticket) -> None:
         """Take a request that brings a ticket."""
@@ -217,7 +217,7 @@ class FakeEngine:
         self.add(ticket)
         num_external, _ = self.scheduler.get_num_new_matched_tokens(ticket.request_id, num_cached)
         assert num_external is not None
-        self.scheduler.update_state_after_alloc(ticket.request_id, 0, block_ids, num_external)
+        self.scheduler.update_state_after_alloc(ticket.request_id, 0, [block_ids], num_external)
 
 
 def ticks() -> Callable[[], float]:
@@ -252,8 +252,8 @@ def make_engine(
     notified = threading.Event()
     connector = P2PConnector()
     worker = connector.create_worker(told, notified.set)
-    worker.register_kv_caches(io)
-    scheduler = connector.create_scheduler(told, io.layout)
+    worker.register_kv_caches([io])
+    scheduler = connector.create_scheduler(told, [io.layout])
     return FakeEngine(name, io, scheduler, worker, notified, time.monotonic)
 
 
@@ -501,6 +501,6 @@ def make_loopback_engine(
     told = make_settings(name, config=config or chunks, **{"unix_now_s": network.clock, **settings})
     notified = threading.Event()
     worker = P2PConnectorWorker(told, notified.set, functools.partial(LoopbackTransport, network))
-    worker.register_kv_caches(io)
+    worker.register_kv_caches([io])
     scheduler = P2PConnectorScheduler(told, io.layout)
     return FakeEngine(name, io, scheduler, worker, notified, network.clock)

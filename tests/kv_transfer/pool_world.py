@@ -144,7 +144,7 @@ class PoolEngine:
     ) -> None:
         self.scheduler, self.worker, self.layout, self.clock = scheduler, worker, layout, clock
         self.io = PoolIO(layout, num_blocks)
-        worker.register_kv_caches(self.io)
+        worker.register_kv_caches([self.io])
         self.free = list(range(num_blocks))
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
@@ -233,7 +233,7 @@ class PoolEngine:
                 rows = kv_rows(job.token_ids, 0, num_cached)
                 self.io.blocks.write_rows(job.block_ids, 0, rows)
             job.num_computed = job.num_local
-            self.scheduler.update_state_after_alloc(job.request_id, 0, job.block_ids, num_new)
+            self.scheduler.update_state_after_alloc(job.request_id, 0, [job.block_ids], num_new)
             if num_new or job.mode == "consumer":
                 job.state, job.asked = "loading", num_new
                 first = job.num_local // self.layout.block_size
@@ -252,7 +252,7 @@ class PoolEngine:
         if job.state != "running" or job.num_computed >= len(job.token_ids):
             return None
         num_tokens = min(job.num_computed + self.chunk_tokens, len(job.token_ids))
-        return SaveProgress(job.request_id, 0, tuple(job.block_ids), num_tokens)
+        return SaveProgress(job.request_id, 0, (tuple(job.block_ids),), num_tokens)
 
     def _compute(self, job: Job, num_tokens: int) -> None:
         first, end = job.num_computed // ROW_TOKENS, num_tokens // ROW_TOKENS
@@ -272,7 +272,7 @@ class PoolEngine:
         del self.jobs[job.request_id]
         self.over.append(job)
         state, job.state = job.state, "over"
-        if self.scheduler.request_finished(job.request_id, job.block_ids):
+        if self.scheduler.request_finished(job.request_id, [job.block_ids]):
             assert state != "waiting" or job.asked == -1 or job.mode != "local"
             self.held[job.request_id] = job
         else:

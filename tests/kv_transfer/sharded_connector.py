@@ -92,8 +92,8 @@ class ShardedConnector(P2PConnector):
         worker = super().create_worker(settings, notify)
         register = worker.register_kv_caches
 
-        def register_sharded(io: KVDeviceIO) -> None:
-            register(shards_of_cache(io, self.num_shards))
+        def register_sharded(ios: Sequence[KVDeviceIO]) -> None:
+            register([shards_of_cache(io, self.num_shards) for io in ios])
 
         worker.register_kv_caches = register_sharded  # type: ignore[method-assign]
         return worker

@@ -384,7 +384,7 @@ def test_the_blocks_must_hold_the_whole_prompt() -> None:
     _, fetches = world.pair(tokens(2 * UNIT, 1))
     scheduler = world.consumer.scheduler
     with pytest.raises(TransferError, match="blocks allocated"):
-        scheduler.update_state_after_alloc(fetches.request_id, 0, [1], 2 * UNIT)
+        scheduler.update_state_after_alloc(fetches.request_id, 0, [[1]], 2 * UNIT)
 
 
 def test_the_parts_of_another_connector_are_refused() -> None:
@@ -397,10 +397,24 @@ def test_it_is_there_by_name() -> None:
     world = World()
     made = make_settings("E", store=world.store)
     connector = load_connector("multi")
-    scheduler = connector.create_scheduler(made, LAYOUT)
+    scheduler = connector.create_scheduler(made, [LAYOUT])
     scheduler.on_new_request(TransferRequest("r", tokens(UNIT + 1, 1)), 0.0)
     assert scheduler.get_num_new_matched_tokens("r", 0) == (None, True)
     worker = connector.create_worker(made, functools.partial(int))
+    worker.close(1.0)
+
+
+@pytest.mark.parametrize("name", ["p2p", "pooled", "multi"])
+def test_an_engine_with_several_kv_groups_is_refused(name: str) -> None:
+    world = World()
+    made = make_settings("E", store=world.store)
+    connector = load_connector(name)
+    with pytest.raises(TransferError, match=r"one KV group .* has 2: leave kv_connector out"):
+        connector.create_scheduler(made, [LAYOUT, LAYOUT])
+    worker = connector.create_worker(made, functools.partial(int))
+    io = world.producer.io
+    with pytest.raises(TransferError, match=r"one KV group .* has 2: leave kv_connector out"):
+        worker.register_kv_caches([io, io])
     worker.close(1.0)
 
 
@@ -431,7 +445,7 @@ def test_converted_kv_is_kept_out_of_the_pool() -> None:
     made = make_settings("E", store=World().store, accept_dtypes=("float16",))
     connector = load_connector("multi")
     with pytest.raises(TransferError, match="leave kv_accept_dtypes empty"):
-        connector.create_scheduler(made, LAYOUT)
+        connector.create_scheduler(made, [LAYOUT])
     with pytest.raises(TransferError, match="leave kv_accept_dtypes empty"):
         connector.create_worker(made, functools.partial(int))
 

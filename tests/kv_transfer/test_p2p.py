@@ -102,7 +102,7 @@ def test_a_lease_that_nobody_fetches_expires_and_frees_the_blocks(path: str) -> 
     pair.producer.add(pair.ticket)
     pair.prefill()
     pair.steps(2)
-    assert pair.producer.scheduler.request_finished("r", SOURCE)
+    assert pair.producer.scheduler.request_finished("r", [SOURCE])
     pair.finish(pair.producer)
     assert pair.producer.reasons == {"r": FailureReason.EXPIRED}
     assert pair.producer.stats.send_failures == {"expired": 1}
@@ -170,7 +170,7 @@ def test_an_abort_of_the_consumer_ends_both_sides(path: str, num_steps: int) -> 
     pair.start()
     pair.prefill(NUM_TOKENS if path == "inline" else 100)
     pair.steps(num_steps)
-    assert pair.consumer.scheduler.request_finished("r", TARGET)
+    assert pair.consumer.scheduler.request_finished("r", [TARGET])
     pair.consumer.step()
     canary = pair.consumer.io.cache.copy()
     pair.network.advance()
@@ -218,7 +218,7 @@ def test_a_prefill_that_ends_early_cancels_its_transfer(path: str) -> None:
     pair.start()
     pair.prefill(64)
     pair.steps(3)
-    assert pair.producer.scheduler.request_finished("r", SOURCE[:2])
+    assert pair.producer.scheduler.request_finished("r", [SOURCE[:2]])
     pair.steps(2)
     assert pair.consumer.reasons == pair.producer.reasons == {"r": FailureReason.CANCELLED}
 
@@ -300,7 +300,7 @@ def request(ticket) -> TransferRequest:
 
 @pytest.fixture
 def scheduler() -> P2PConnectorScheduler:
-    return P2PConnector().create_scheduler(make_settings("D"), LAYOUT)
+    return P2PConnector().create_scheduler(make_settings("D"), [LAYOUT])
 
 
 def test_asking_for_matched_tokens_changes_nothing(scheduler: P2PConnectorScheduler) -> None:
@@ -315,13 +315,13 @@ def test_asking_for_matched_tokens_changes_nothing(scheduler: P2PConnectorSchedu
 def test_a_load_is_handed_over_once(scheduler: P2PConnectorScheduler) -> None:
     scheduler.on_new_request(request(make_ticket("r", "tcp://p:1", 70)), 0.0)
     for _ in range(2):
-        scheduler.update_state_after_alloc("r", 1, (4, 5, 6, 7), 38)
+        scheduler.update_state_after_alloc("r", 1, [(4, 5, 6, 7)], 38)
     assert scheduler.has_pending_work()
     (load,) = scheduler.build_connector_meta().loads
-    assert (load.lane, load.block_ids, load.start_row) == (1, (4, 5, 6), 1)
-    scheduler.update_state_after_alloc("r", 1, (4, 5, 6, 7), 38)
+    assert (load.lane, load.block_ids, load.start_row) == (1, ((4, 5, 6),), 1)
+    scheduler.update_state_after_alloc("r", 1, [(4, 5, 6, 7)], 38)
     assert scheduler.build_connector_meta().loads == ()
-    assert scheduler.request_finished("r", (4, 5, 6, 7))
+    assert scheduler.request_finished("r", [(4, 5, 6, 7)])
     assert scheduler.build_connector_meta().cancels == ("r",)
 
 
@@ -356,7 +356,7 @@ def test_wrong_tickets_are_refused_before_anything_is_kept(
 def test_too_few_blocks_are_refused_with_both_numbers(scheduler: P2PConnectorScheduler) -> None:
     scheduler.on_new_request(request(make_ticket("r", "tcp://p:1", 70)), 0.0)
     with pytest.raises(TransferError, match="2 blocks allocated, 3 needed"):
-        scheduler.update_state_after_alloc("r", 0, (1, 2), 70)
+        scheduler.update_state_after_alloc("r", 0, [(1, 2)], 70)
 
 
 def test_connectors_are_found_by_name_or_module_and_class() -> None:

@@ -514,13 +514,13 @@ def test_units_must_be_whole_blocks() -> None:
     world = World(32)
     made = make_settings("E", store=world.store)
     with pytest.raises(TransferError, match="no multiple of block_size"):
-        load_connector("pooled").create_scheduler(made, layout_of(256))
+        load_connector("pooled").create_scheduler(made, [layout_of(256)])
 
 
 def test_a_pool_must_be_set() -> None:
     made = make_settings("E")
     with pytest.raises(TransferError, match="kv_store"):
-        load_connector("pooled").create_scheduler(made, LAYOUT)
+        load_connector("pooled").create_scheduler(made, [LAYOUT])
     with pytest.raises(TransferError, match="kv_store"):
         load_connector("pooled").create_worker(made, lambda: None)
 
@@ -542,9 +542,9 @@ def test_the_blocks_must_hold_the_load() -> None:
     world.steps(2)
     assert scheduler.get_num_new_matched_tokens("r", 0) == (2 * UNIT, True)
     with pytest.raises(TransferError, match="blocks allocated"):
-        scheduler.update_state_after_alloc("r", 0, [1, 2], 2 * UNIT)
+        scheduler.update_state_after_alloc("r", 0, [[1, 2]], 2 * UNIT)
     with pytest.raises(TransferError, match="to load"):
-        scheduler.update_state_after_alloc("r", 0, list(range(9)), 3 * UNIT)
+        scheduler.update_state_after_alloc("r", 0, [list(range(9))], 3 * UNIT)
     scheduler.cancel("nobody")
     scheduler.request_preempted("nobody")
     assert scheduler.request_finished("nobody", []) is False
@@ -695,7 +695,7 @@ class ThreadedWorld:
         connector = load_connector("pooled")
         self.notified = threading.Event()
         self.engine = PoolEngine(
-            connector.create_scheduler(made, LAYOUT),
+            connector.create_scheduler(made, [LAYOUT]),
             connector.create_worker(made, self.notified.set),
             LAYOUT,
             time.monotonic,

@@ -49,7 +49,7 @@ class Pair:
         settings = make_settings(name, config=IMPATIENT)
         notified, io = threading.Event(), FakeIO(10, seed=seed)
         worker = P2PConnectorWorker(settings, notified.set, Wire(self.net, name).make)
-        worker.register_kv_caches(io)
+        worker.register_kv_caches([io])
         scheduler = P2PConnectorScheduler(settings, LAYOUT)
         return FakeEngine(name, io, scheduler, worker, notified, lambda: self.net.now_s)
 

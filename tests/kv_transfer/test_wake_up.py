@@ -147,7 +147,7 @@ def test_a_load_that_waits_for_admission_needs_no_step(path: str) -> None:
     pair = Pair(path)
     pair.consumer.add(pair.ticket)
     assert not pair.consumer.scheduler.has_pending_work()
-    pair.consumer.scheduler.update_state_after_alloc("r", 0, pair.target, NUM_TOKENS)
+    pair.consumer.scheduler.update_state_after_alloc("r", 0, [pair.target], NUM_TOKENS)
     assert pair.consumer.scheduler.has_pending_work()
     pair.consumer.step()
     assert not pair.consumer.scheduler.has_pending_work()

@@ -217,7 +217,7 @@ def test_a_cancel_by_the_consumer_frees_the_producer_and_stops_writes() -> None:
     with engines("P", "D") as (producer, consumer):
         start(producer, consumer, num_ready=100)
         run_until(lambda: len(consumer.io.changed()) == 3, [producer, consumer])
-        assert consumer.scheduler.request_finished("r", TARGET)
+        assert consumer.scheduler.request_finished("r", [TARGET])
         consumer.step()
         assert consumer.reasons == {"r": FailureReason.CANCELLED}
         canary = consumer.io.cache.copy()

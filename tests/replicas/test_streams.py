@@ -21,11 +21,12 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingParams
 from replicas.streams import StreamTable
+from tests.kv_groups import one_kv_group
 
 DESCRIPTION = EngineDescription(
     incarnation="e.1", public_key="", input_endpoint="", output_endpoint="", kv_endpoints=None,
-    kv_layout_hash=None, bytes_per_block=1, model="none", max_model_len=9, vocab_size=9,
-    eos_token_ids=[0], block_size=1, dp_groups=1, slots_per_group=1, blocks_per_group=9,
+    kv_layout_hash=None, kv_groups=one_kv_group(10, 1), model="none", max_model_len=9, vocab_size=9,
+    eos_token_ids=[0], dp_groups=1, slots_per_group=1,
     max_num_batched_tokens=9, pid=0,
 )  # fmt: skip
 SNAPSHOT = EngineSnapshot(3, False, 0, 0, 0, [])

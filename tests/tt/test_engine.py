@@ -88,8 +88,8 @@ def outputs(config, sampling):
 @pytest.mark.parametrize("sampling", [GREEDY, NARROW, WIDE], ids=["greedy", "top-k 8", "no top-k"])
 def test_one_lane_on_one_chip(config, sample_on_device, sampling):
     facts = outputs(config(mesh={"sample_on_device": sample_on_device}), sampling)
-    assert (facts.chunk_alignment, facts.num_blocks) == (64, 24)
-    assert facts.bytes_per_block == 2 * 8 * 32 * 64 * 1088 // 1024
+    assert (facts.chunk_alignment, facts.kv_groups[0].num_blocks) == (64, 24)
+    assert facts.kv_groups[0].bytes_per_block == 2 * 8 * 32 * 64 * 1088 // 1024
 
 
 @pytest.mark.board("N300")
@@ -139,9 +139,9 @@ def test_the_cache_has_the_blocks_that_the_budget_says(config):
         model = load_hf_config(whole.model)
         sizes = {"block_size": 64, "num_slots": 4, "max_seq_len": 256}
         budget = native_token_budget(model, whole.mesh.spec, whole.mesh, 1, **sizes)
-        assert core.facts.num_blocks == -(-(budget + 64 * 4) // 64) > 1000
+        assert core.facts.kv_groups[0].num_blocks == -(-(budget + 64 * 4) // 64) > 1000
         keys = core._executor._worker._generator._cache[0][0][0]
-        assert keys.shape[0] == core.facts.num_blocks
+        assert keys.shape[0] == core.facts.kv_groups[0].num_blocks
 
 
 @pytest.mark.board("N300")
@@ -163,7 +163,7 @@ def test_kv_goes_between_a_mesh_and_a_cpu(config, computes, optimizations, dtype
     pair = Pair(mesh, cpu) if computes == "prefill" else Pair(cpu, mesh)
     try:
         on_mesh = getattr(pair, computes).core
-        assert (on_mesh.kv_layout.dtype, on_mesh.kv_layout.rope) == (dtype, "hf")
+        assert (on_mesh.kv_layouts[0].dtype, on_mesh.kv_layouts[0].rope) == (dtype, "hf")
         found = pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))
         assert pair.failures == pair.errors == {}
     finally:

@@ -182,8 +182,8 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     groups = snapshot.groups
     if host.role == "prefill":
         num_active = snapshot.num_waiting + sum(g.num_running for g in groups)
-        truth: list[tuple[int, ...]] = [(snapshot.num_waiting_tokens, num_active)]
-        believed: list[tuple[int, ...]] = [
+        truth: list[tuple[object, ...]] = [(snapshot.num_waiting_tokens, num_active)]
+        believed: list[tuple[object, ...]] = [
             (v.num_queued_tokens, v.num_active)
             for v in pools.prefill_views()
             if v.incarnation == host.incarnation

@@ -25,6 +25,7 @@ from kv_transfer.config import TransferConfig
 from replicas.config import EngineConfig
 from replicas.faults import INGRESS, Fault, FaultKind, FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
+from replicas.kv_groups import KVGroup
 from replicas.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
@@ -283,12 +284,17 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         step_timeout_s=pool.step_timeout_s,
         steps_in_flight=pool.steps_in_flight,
     )
+    group = KVGroup(
+        layers=(0,),
+        block_size=engine.block_size,
+        num_blocks=pool.num_blocks,
+        bytes_per_block=_BYTES_PER_BLOCK,
+    )
     facts = ModelFacts(
         max_position_embeddings=4096,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=list(EOS_TOKEN_IDS),
-        num_blocks=pool.num_blocks,
-        bytes_per_block=_BYTES_PER_BLOCK,
+        kv_groups=(group,),
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,

@@ -8,6 +8,7 @@ from cluster.routing.demand import Demand
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 
 KEY = b"of the deployment's prefix caches"
 
@@ -31,7 +32,7 @@ def test_hashes_are_those_of_the_engines_for_each_block_size(prompt, block_size,
     [(31, 32, 1), (32, 32, 2), (63, 64, 1), (1, 1, 2), (127, 64, 2)],
 )
 def test_blocks_are_for_the_prompt_and_one_token(num_tokens, block_size, num_blocks):
-    assert Demand("r", [7] * num_tokens).num_blocks(block_size) == num_blocks
+    assert Demand("r", [7] * num_tokens).num_blocks(*one_kv_group(9, block_size)) == num_blocks
 
 
 def test_a_request_is_taken_over_whole():

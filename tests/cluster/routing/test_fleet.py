@@ -29,7 +29,7 @@ class Connections:
         self.say(name)
 
     def say(self, name, seq=0, *, draining=False):
-        groups = [GroupSnapshot(4, 64, 0, 0, 0)]
+        groups = [GroupSnapshot(4, [64], 0, 0, 0)]
         self.on_snapshot(name, EngineSnapshot(seq, draining, 0, 0, 0, groups))
 
     def lose(self, name):

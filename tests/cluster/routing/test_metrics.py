@@ -8,8 +8,10 @@ from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from kv_transfer.store import StoreCounters
 from replicas.messages import EngineMetrics, GroupCounters
 from tests.cluster.engines import make_member
+from tests.kv_groups import one_kv_group
 
 BLOCK_BYTES = 1024
+KV_GROUPS = (*one_kv_group(41, 32, BLOCK_BYTES), *one_kv_group(21, 64, 2 * BLOCK_BYTES))
 ROW_BYTES = 512
 
 
@@ -19,8 +21,8 @@ def group(scale):
         num_reserved=2 * scale,
         num_slots=16,
         num_empty_slots=16 - 3 * scale,
-        num_blocks=40,
-        num_free_blocks=30,
+        num_blocks=[40, 20],
+        num_free_blocks=[30, 18],
         prompt_tokens=100 * scale,
         generation_tokens=200 * scale,
         prefix_cache_queries=300 * scale,
@@ -89,9 +91,12 @@ def samples():
         store=StoreCounters(hits=1, misses=2, puts=3, drops=4, errors=5),
     )
     engines = [
-        (make_member("prefill", "p", bytes_per_block=BLOCK_BYTES), engine([group(1)], sent)),
         (
-            make_member("decode", "d", bytes_per_block=BLOCK_BYTES),
+            make_member("prefill", "p", kv_groups=KV_GROUPS),
+            engine([group(1)], sent),
+        ),
+        (
+            make_member("decode", "d", kv_groups=KV_GROUPS),
             engine([group(2), group(4)], received, num_recomputed=160),
         ),
     ]
@@ -127,14 +132,19 @@ def test_every_group_of_every_engine_has_its_series(samples):
         ("ttserve_slots", "num_slots"),
         ("ttserve_empty_slots", "num_empty_slots"),
         ("ttserve_reserved_slots", "num_reserved"),
-        ("ttserve_kv_blocks", "num_blocks"),
-        ("ttserve_kv_free_blocks", "num_free_blocks"),
     ):
         # Labels in the order of their names: dp_group, pool, replica.
         assert of(samples, name, model_name="tiny") == {
             ("0", "prefill", "prefill-p"): getattr(group(1), field),
             ("0", "decode", "decode-d"): getattr(group(2), field),
             ("1", "decode", "decode-d"): getattr(group(4), field),
+        }, name
+    for name, values in (("ttserve_kv_blocks", [40, 20]), ("ttserve_kv_free_blocks", [30, 18])):
+        # Labels in the order of their names: dp_group, kv_group, pool, replica.
+        assert of(samples, name, model_name="tiny", pool="decode") == {
+            (dp_group, str(kv_group), "decode-d"): values[kv_group]
+            for dp_group in "01"
+            for kv_group in range(2)
         }, name
     usage = of(samples, "vllm:kv_cache_usage_perc", pool="prefill")
     assert usage.popitem()[1] == pytest.approx(0.25)
@@ -212,12 +222,21 @@ def test_stages_are_histograms_with_cumulative_buckets(samples):
         ("store_drops_total", 0, 4),
         ("store_errors_total", 0, 5),
         ("recompute_tokens_total", 0, 160),
-        ("block_bytes", BLOCK_BYTES, BLOCK_BYTES),
     ],
 )
 def test_every_engine_has_its_numbers_of_kv_transfer(samples, name, prefill, decode):
     values = of(samples, f"ttserve_kv_{name}", model_name="tiny")
     assert values == {PREFILL: prefill, DECODE: decode}
+
+
+def test_every_kv_group_has_the_bytes_of_its_blocks(samples):
+    # Labels in the order of their names: kv_group, pool, replica.
+    found = of(samples, "ttserve_kv_block_bytes", model_name="tiny")
+    assert found == {
+        (kv_group, *engine): num_bytes
+        for engine in (PREFILL, DECODE)
+        for kv_group, num_bytes in (("0", BLOCK_BYTES), ("1", 2 * BLOCK_BYTES))
+    }
 
 
 def test_transfers_under_way_and_leases_are_shown_by_role_and_event(samples):
@@ -230,7 +249,7 @@ def test_transfers_under_way_and_leases_are_shown_by_role_and_event(samples):
 
 def test_no_series_names_a_peer_or_a_request(samples):
     labels = {key for name, keys in samples for key, _ in keys if name.startswith("ttserve_kv")}
-    known = {"model_name", "pool", "replica", "dp_group"}
+    known = {"model_name", "pool", "replica", "dp_group", "kv_group"}
     assert labels == known | {"role", "path", "outcome", "reason", "event", "stage", "le"}
 
 

@@ -12,13 +12,16 @@ from cluster.routing.placement import (
     MostEmptySlots,
     Placement,
     RoundRobin,
+    fits,
     make_policies,
     place,
 )
+from tests.kv_groups import one_kv_group
 
 INCARNATIONS = st.sampled_from(["a", "b", "c"])
 COUNTS = st.integers(0, 2)
 BLOCK_SIZE = 4
+KV_GROUPS = one_kv_group(9, BLOCK_SIZE)
 
 
 def needs(num_blocks):
@@ -29,14 +32,14 @@ def needs(num_blocks):
 def group_view(incarnation, dp_group, slots, blocks, active=0, index=0):
     """A DP group of a decode engine."""
     return GroupView(
-        incarnation, dp_group, "decode", BLOCK_SIZE, slots, blocks, active, 0, 0.0, index
+        incarnation, dp_group, "decode", KV_GROUPS, slots, [blocks], active, 0, 0.0, index
     )
 
 
 def prefill_view(incarnation, queued_tokens, active, index=0):
     """A prefill engine as a whole."""
     return GroupView(
-        incarnation, ANY_GROUP, "prefill", BLOCK_SIZE, 0, 0, active, queued_tokens, 0.0, index
+        incarnation, ANY_GROUP, "prefill", KV_GROUPS, 0, [0], active, queued_tokens, 0.0, index
     )
 
 
@@ -74,7 +77,7 @@ def test_decode_placement_fits_and_none_means_that_nothing_fits(num_blocks, view
     fitting = {
         Placement(v.incarnation, v.dp_group): v
         for v in views
-        if v.num_empty_slots >= 1 and v.num_free_blocks >= num_blocks
+        if v.num_empty_slots >= 1 and v.num_free_blocks >= [num_blocks]
     }
     allowed = {p: v for p, v in fitting.items() if p not in refused}
     placement = place_decode(num_blocks, views, refused)
@@ -190,7 +193,7 @@ def test_whatever_it_remembers_round_robin_finds_a_group_exactly_if_one_fits(cal
             chosen = {Placement(v.incarnation, v.dp_group): v for v in views}[placement]
             assert placement not in refused
             assert chosen.num_empty_slots >= 1
-            assert chosen.num_free_blocks >= num_blocks
+            assert chosen.num_free_blocks >= [num_blocks]
 
 
 @given(st.integers(1, 6), st.integers(0, 20))
@@ -220,10 +223,21 @@ def test_policies_have_names_and_memories_of_their_own(name, kinds):
 def test_need_is_counted_in_the_blocks_of_the_group_that_is_looked_at():
     """Four blocks of 32 tokens, or two of 64."""
     demand = Demand("r", [7] * 127)
-    small = GroupView("small", 0, "decode", 32, 1, 3, 0, 0, 0.0, 0)
-    large = GroupView("large", 0, "decode", 64, 1, 2, 0, 0, 0.0, 1)
+    small = GroupView("small", 0, "decode", one_kv_group(9, 32), 1, [3], 0, 0, 0.0, 0)
+    large = GroupView("large", 0, "decode", one_kv_group(9, 64), 1, [2], 0, 0, 0.0, 1)
     assert place(MostEmptySlots(), demand, [small]) is None
     assert place(MostEmptySlots(), demand, [small, large]) == Placement("large", 0)
+
+
+def test_a_request_needs_its_blocks_in_every_kv_group():
+    demand, both = Demand("r", [7] * 127), (*one_kv_group(9, 32), *one_kv_group(9, 64))
+    for free, fits_there in (([4, 2], True), ([3, 2], False), ([4, 1], False), ([9, 0], False)):
+        assert fits(demand, GroupView("e", 0, "decode", both, 1, free, 0, 0, 0.0, 0)) is fits_there
+    fewest = [
+        GroupView(n, 0, "decode", both, 1, f, 0, 0, 0.0, 0)
+        for n, f in (("a", [9, 4]), ("b", [5, 5]))
+    ]
+    assert place(MostEmptySlots(), demand, fewest) == Placement("b", 0), "no group is nearly full"
 
 
 def test_every_choice_takes_a_slot():

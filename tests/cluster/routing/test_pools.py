@@ -9,6 +9,7 @@ from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
 from replicas.messages import EngineSnapshot, GroupSnapshot
 from tests.cluster.engines import make_member
+from tests.kv_groups import one_kv_group
 
 BLOCK_SIZE = 32
 INCARNATIONS = ("p0", "p1", "d0", "d1", "b0")
@@ -26,7 +27,7 @@ def snapshot(seq, groups, *, role="decode", draining=False, num_waiting=0, num_w
 
 
 def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
-    return snapshot(seq, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)] * NUM_GROUPS, role=role)
+    return snapshot(seq, [GroupSnapshot(num_slots, [num_blocks], 0, 0, 0)] * NUM_GROUPS, role=role)
 
 
 def asks(request_id, num_blocks):
@@ -70,7 +71,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         incarnation=st.sampled_from(INCARNATIONS),
         seq=st.integers(0, 9),
         groups=st.lists(
-            st.builds(GroupSnapshot, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS),
+            st.builds(GroupSnapshot, COUNTS, COUNTS.map(lambda n: [n]), COUNTS, COUNTS, COUNTS),
             min_size=NUM_GROUPS,
             max_size=NUM_GROUPS,
         ),
@@ -126,7 +127,7 @@ class PoolStateMachine(RuleBasedStateMachine):
                 g,
                 taken.role,
                 max(group.num_empty_slots - group.num_waiting - len(sizes), 0),
-                max(group.num_free_blocks - sum(sizes), 0),
+                [max(num_free - sum(sizes), 0) for num_free in group.num_free_blocks],
                 group.num_running + group.num_reserved + group.num_waiting + len(sizes),
                 taken.num_waiting_tokens,
             )
@@ -202,13 +203,13 @@ def test_hold_counts_through_snapshots_until_it_is_released():
     hold_decode(pools, "r", Placement("d0", 1), 3)
     pools.take_snapshot("d0", idle(seq=1))
     assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, 8),
-        (1, 5),
+        (2, [8]),
+        (1, [5]),
     ]
     pools.release("r", "d0")
     assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, 8),
-        (2, 8),
+        (2, [8]),
+        (2, [8]),
     ]
 
 
@@ -277,7 +278,7 @@ def test_several_changes_between_two_looks_all_show():
     pools.take_snapshot("b0", idle(seq=1, num_blocks=5, role="both"))
     pools.release("r", "d0")
     assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, 8), (2, 8), (2, 5), (1, 3),
+        (2, [8]), (2, [8]), (2, [5]), (1, [3]),
     ]  # fmt: skip
 
 
@@ -308,11 +309,11 @@ def test_a_request_is_held_on_each_side_by_itself():
     assert [v.num_queued_tokens for v in pools.prefill_views()] == [77]
     pools.release("r", "p0")
     assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
-    assert [v.num_free_blocks for v in pools.decode_views()] == [4, 8, 8, 8]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [[4], [8], [8], [8]]
     pools.release("r", "d0")
     pools.release("r", "d0")
     pools.release("s", "p0")
-    assert [v.num_free_blocks for v in pools.decode_views()] == [7, 8, 8, 8]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [[7], [8], [8], [8]]
     pools.check_invariants()
 
 
@@ -322,10 +323,10 @@ def test_a_lost_replica_takes_its_holds_along_and_no_others():
     hold_prefill(pools, "r", "p0", 77)
     pools.remove("p0")
     pools.check_invariants()
-    assert [v.num_free_blocks for v in pools.decode_views()] == [5, 8, 8, 8]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [[5], [8], [8], [8]]
     pools.release("r", "p0")
     pools.release("r", "d0")
-    assert [v.num_free_blocks for v in pools.decode_views()] == [8, 8, 8, 8]
+    assert [v.num_free_blocks for v in pools.decode_views()] == [[8], [8], [8], [8]]
     assert pools.holds() == []
     pools.check_invariants()
 
@@ -350,12 +351,23 @@ def test_snapshots_are_counted_when_they_are_taken_over():
 def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
     pools = PoolState()
     for incarnation, block_size in (("small", 32), ("large", 64)):
-        pools.add(make_member("decode", incarnation, block_size=block_size))
+        pools.add(make_member("decode", incarnation, kv_groups=one_kv_group(9, block_size)))
         pools.take_snapshot(incarnation, idle())
         pools.hold(Demand("r", [7] * 127), Placement(incarnation, 0))
-    assert [(v.block_size, v.num_free_blocks) for v in pools.decode_views()] == [
-        (32, 4), (32, 8), (64, 6), (64, 8),
+    assert [(v.kv_groups[0].block_size, v.num_free_blocks) for v in pools.decode_views()] == [
+        (32, [4]), (32, [8]), (64, [6]), (64, [8]),
     ]  # fmt: skip
+
+
+def test_a_hold_takes_its_blocks_in_every_kv_group():
+    pools = PoolState()
+    both = (*one_kv_group(9, 32), *one_kv_group(9, 64))
+    pools.add(make_member("decode", "e", kv_groups=both))
+    pools.take_snapshot("e", snapshot(0, [GroupSnapshot(2, [8, 3], 0, 0, 0)]))
+    for request_id, free_blocks in (("r", [4, 1]), ("s", [0, 0])):
+        pools.hold(Demand(request_id, [7] * 127), Placement("e", 0))
+        assert [v.num_free_blocks for v in pools.decode_views()] == [free_blocks]
+    pools.check_invariants()
 
 
 def test_a_replica_that_changes_its_role_changes_sides():

@@ -101,7 +101,8 @@ async def transfers(made, *engines):
 
 def row_bytes(engine):
     """Bytes of the KV of 32 tokens."""
-    return engine.description.bytes_per_block * ROW_TOKENS // BLOCK_SIZE
+    [kv_group] = engine.description.kv_groups
+    return kv_group.bytes_per_block * ROW_TOKENS // BLOCK_SIZE
 
 
 def num_rows(prompt):
@@ -627,7 +628,7 @@ def test_newcomer_does_not_overtake_those_who_wait():
         async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
             await made.connect(engine.member)
             await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
-            await until(lambda: made.pools.decode_views()[0].num_free_blocks == 1, "little room")
+            await until(lambda: made.pools.decode_views()[0].num_free_blocks == [1], "little room")
             large = asyncio.ensure_future(made.tokens([1] * 40))
             await until(lambda: made.num_queued == 1, "queued")
             small = asyncio.ensure_future(made.tokens([2]))

@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 def snapshot(seq, num_slots=1, num_blocks=8):
-    return EngineSnapshot(seq, False, 0, 0, 0, [GroupSnapshot(num_slots, num_blocks, 0, 0, 0)])
+    return EngineSnapshot(seq, False, 0, 0, 0, [GroupSnapshot(num_slots, [num_blocks], 0, 0, 0)])
 
 
 def asks(request_id, num_blocks=1, **fields):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_transfer.connector import (
+    BlockTables,
     ConnectorMeta,
     SaveProgress,
     TransferRequest,
@@ -92,7 +93,7 @@ class FakeTransfer:
         is_load: Whether KV comes here.
         num_saved_tokens: Of what leaves: computed so far.
         lane: Of the blocks of a load.
-        block_ids: Of a load, once it has some.
+        block_ids: Of a load, once it has some: for each KV group.
         start: First token that comes.
     """
 
@@ -101,12 +102,15 @@ class FakeTransfer:
     is_load: bool
     num_saved_tokens: int = 0
     lane: int = -1
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockTables = ()
     start: int = 0
 
 
 class FakeConnector:
     """Scheduler side of a connector whose transfers end when a test says so.
+
+    Args:
+        block_sizes: Tokens per block of each KV group.
 
     Attributes:
         transfers: Those that have not ended.
@@ -117,8 +121,8 @@ class FakeConnector:
         refuse: Why tickets are refused, if they are.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, *block_sizes: int) -> None:
+        self._block_sizes = block_sizes
         self.transfers: dict[str, FakeTransfer] = {}
         self.pool: dict[str, int | None] = {}
         self.announced: list[str] = []
@@ -157,7 +161,11 @@ class FakeConnector:
         return max(0, end - num_computed_tokens), end > num_computed_tokens
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: SequenceOf[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: SequenceOf[SequenceOf[int]],
+        num_external_tokens: int,
     ) -> None:
         start = self._starts.pop(request_id)
         end = start + num_external_tokens
@@ -165,7 +173,10 @@ class FakeConnector:
             self.transfers[request_id] = FakeTransfer(request_id, end, is_load=True)
         transfer = self.transfers[request_id]
         transfer.lane, transfer.start, transfer.num_tokens = lane, start, end
-        transfer.block_ids = tuple(block_ids[: -(-end // self._block_size)])
+        transfer.block_ids = tuple(
+            tuple(table[: -(-end // size)])
+            for table, size in zip(block_ids, self._block_sizes, strict=True)
+        )
 
     def build_connector_meta(self, progress: SequenceOf[SaveProgress] = ()) -> ConnectorMeta:
         for save in progress:
@@ -184,7 +195,7 @@ class FakeConnector:
             self.transfers[request_id].num_saved_tokens = 0
             self.preempted.append(request_id)
 
-    def request_finished(self, request_id: str, block_ids: SequenceOf[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: SequenceOf[SequenceOf[int]]) -> bool:
         self.pool.pop(request_id, None)
         transfer = self.transfers.get(request_id)
         if transfer is None:

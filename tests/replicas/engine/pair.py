@@ -114,7 +114,7 @@ class Pair:
         """Sealed permit for the decode core to fetch this request's prompt."""
         core = self.prefill.core
         assert core.kv_endpoints is not None
-        assert core.kv_layout is not None
+        [layout] = core.kv_layouts
         ticket = Ticket(
             transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
             request_id=request_id,
@@ -123,7 +123,7 @@ class Pair:
             producer_incarnation=self.prefill.name,
             consumer=self.decode.name,
             num_tokens=len(self._requests[request_id].prompt_token_ids),
-            layout_hash=core.kv_layout.content_hash(),
+            layout_hash=layout.content_hash(),
             expires_ms=FOREVER_MS,
         )
         return KEYS.seal(ticket)

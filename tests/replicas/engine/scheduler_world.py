@@ -20,12 +20,17 @@ from replicas.engine.step import StepResult
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, events_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Sequence as SequenceOf
 
     from replicas.config import EngineConfig
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch
+    from replicas.kv_groups import KVGroup
     from tests.replicas.engine.fakes import FakeTransfer
+
+    Tables = SequenceOf[SequenceOf[int]]
+    """For each KV group a sequence's block table."""
 
 Prefix = tuple[int, ...]
 
@@ -34,23 +39,29 @@ class World:
     """One scheduler with its fake device and connector; accounts for every request."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, max_model_len: int, chunk_alignment: int = 1
+        self,
+        config: EngineConfig,
+        kv_groups: tuple[KVGroup, ...],
+        max_model_len: int,
+        chunk_alignment: int = 1,
     ) -> None:
         self.config = config
         self.chunk_alignment = chunk_alignment
-        self.num_blocks = num_blocks
-        self.connector = FakeConnector(config.block_size)
+        self.kv_groups = kv_groups
+        block_sizes = [kv_group.block_size for kv_group in kv_groups]
+        self.connector = FakeConnector(*block_sizes)
         self.scheduler = Scheduler(
             config,
-            num_blocks=num_blocks,
+            kv_groups=kv_groups,
             prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,
             chunk_alignment=chunk_alignment,
         )
-        self.batch = PersistentBatch(config.max_batch_size, max_model_len, config.block_size)
-        self.kv: dict[tuple[int, int, int], Prefix] = {}
+        self.batch = PersistentBatch(config.max_batch_size, max_model_len, block_sizes)
+        # By KV group, lane, block and position in it.
+        self.kv: dict[tuple[int, int, int, int], Prefix] = {}
         self.now_s = 0.0
         self.num_accepted = 0
         self.ended: Counter[str] = Counter()
@@ -58,22 +69,27 @@ class World:
 
     # --- the device ----------------------------------------------------------------------------
 
-    def write(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix, start: int) -> None:
+    def places(
+        self, lane: int, tables: Tables, positions: Iterable[int]
+    ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+        """Each of these positions with where its KV is, in every KV group."""
+        for position in positions:
+            for i, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
+                number, offset = divmod(position, kv_group.block_size)
+                yield position, (i, lane, table[number], offset)
+
+    def write(self, lane: int, tables: Tables, tokens: Prefix, start: int) -> None:
         """Write the KV of tokens `start` and later of a sequence."""
-        size = self.config.block_size
-        pool = self.scheduler._groups._pools[lane]
-        for block in block_ids[start // size : -(-len(tokens) // size)]:
+        for position, place in self.places(lane, tables, range(start, len(tokens))):
+            kv_group, _, block, _ = place
+            pool = self.scheduler._groups._pools[lane][kv_group]
             holders, is_indexed = pool._ref_counts[block], pool._hashes[block] is not None
             assert (holders, is_indexed) == (1, False), f"a write to block {block} of others"
-        for position in range(start, len(tokens)):
-            place = (lane, block_ids[position // size], position % size)
             self.kv[place] = tokens[: position + 1]
 
-    def assert_holds(self, lane: int, block_ids: tuple[int, ...], tokens: Prefix) -> None:
-        """The KV of every one of these tokens is where the block table says."""
-        size = self.config.block_size
-        for position in range(len(tokens)):
-            place = (lane, block_ids[position // size], position % size)
+    def assert_holds(self, lane: int, tables: Tables, tokens: Prefix) -> None:
+        """The KV of every one of these tokens is where the block tables say."""
+        for position, place in self.places(lane, tables, range(len(tokens))):
             assert self.kv.get(place) == tokens[: position + 1], f"wrong KV at {place}"
 
     def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> list[int]:
@@ -89,16 +105,20 @@ class World:
         token_ids = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
-            end, size = start + count, self.config.block_size
-            blocks = tuple(self.batch.block_table[slot, : -(-end // size)].tolist())
+            end = start + count
+            tables = [
+                self.batch.block_table[i, slot, : kv_group.num_blocks_for(end)].tolist()
+                for i, kv_group in enumerate(self.kv_groups)
+            ]
             tokens = tuple(self.batch.token_ids[slot, :end].tolist())
             assert tokens == tuple(seq.token_ids[:end])
-            assert blocks == tuple(seq.block_ids[: len(blocks)])
-            assert 0 not in blocks
+            for table, block_ids in zip(tables, seq.block_ids, strict=True):
+                assert table == block_ids[: len(table)]
+                assert 0 not in table
             assert end == seq.num_computed_tokens
             assert slot // self.config.slots_per_group == seq.dp_group
-            self.assert_holds(seq.dp_group, blocks, tokens[:start])
-            self.write(seq.dp_group, blocks, tokens, start)
+            self.assert_holds(seq.dp_group, tables, tokens[:start])
+            self.write(seq.dp_group, tables, tokens, start)
             samples = end == seq.num_tokens
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
@@ -169,7 +189,7 @@ class World:
         if ok and held is not None and not cancelled:
             # The consumer was promised the prompt's KV: it must still have been there.
             prompt = tuple(held.request.prompt_token_ids)
-            self.assert_holds(held.dp_group, tuple(held.block_ids), prompt)
+            self.assert_holds(held.dp_group, held.block_ids, prompt)
         if ok:
             self.scheduler.release_held(request_id)
         else:
@@ -222,7 +242,8 @@ class World:
                 break
         assert self.scheduler.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()
-        empty, free = self.config.slots_per_group, self.num_blocks - 1
+        empty = self.config.slots_per_group
+        free = [kv_group.num_usable_blocks for kv_group in self.kv_groups]
         for group in self.scheduler.group_snapshots():
             assert (group.num_empty_slots, group.num_free_blocks) == (empty, free)
             assert (group.num_running, group.num_reserved) == (0, 0)
@@ -236,9 +257,11 @@ class World:
         """The scheduler's own invariants, and reference counts against the holders."""
         self.scheduler.check_invariants()
         holders = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
-        for group, pool in enumerate(self.scheduler._groups._pools):
-            counts = Counter(b for s in holders if s.dp_group == group for b in s.block_ids)
-            assert pool._ref_counts == [counts[b] for b in range(self.num_blocks)]
+        for group, pools in enumerate(self.scheduler._groups._pools):
+            tables = [s.block_ids for s in holders if s.dp_group == group and s.block_ids]
+            for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
+                counts = Counter(b for block_ids in tables for b in block_ids[i])
+                assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
 
     def _is_undisturbed(self) -> bool:
         """Whether only waiting and running sequences hold anything, and the store has answered."""
@@ -253,10 +276,13 @@ class World:
         """What was verified is here; the rest may be anything."""
         if num_verified:
             self._receive(transfer)
-        size = self.config.block_size
         start = max(transfer.start, num_verified)
-        for position in range(start, len(transfer.block_ids) * size):
-            self.kv[transfer.lane, transfer.block_ids[position // size], position % size] = ()
+        for i, (kv_group, table) in enumerate(
+            zip(self.kv_groups, transfer.block_ids, strict=False)
+        ):
+            size = kv_group.block_size
+            for position in range(start, len(table) * size):
+                self.kv[i, transfer.lane, table[position // size], position % size] = ()
 
     @property
     def _prompts(self) -> dict[str, Prefix]:

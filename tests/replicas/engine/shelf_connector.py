@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.connector import (
+        BlockTables,
         ConnectorSettings,
         KVConnectorScheduler,
         KVConnectorWorker,
@@ -72,10 +73,14 @@ class ShelfScheduler:
         return num, num > 0
 
     def update_state_after_alloc(
-        self, request_id: str, lane: int, block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request_id: str,
+        lane: int,
+        block_ids: Sequence[Sequence[int]],
+        num_external_tokens: int,
     ) -> None:
         calls.append(("update_state_after_alloc", request_id, num_external_tokens))
-        self._loads.append((request_id, self._key(request_id), lane, tuple(block_ids)))
+        self._loads.append((request_id, self._key(request_id), lane, tuple(map(tuple, block_ids))))
         self._inflight.add(request_id)
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> ShelfMeta:
@@ -96,7 +101,7 @@ class ShelfScheduler:
     def request_preempted(self, request_id: str) -> None:
         calls.append(("request_preempted", request_id))
 
-    def request_finished(self, request_id: str, block_ids: Sequence[int]) -> bool:
+    def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
         calls.append(("request_finished", request_id))
         del self._requests[request_id]
         return request_id in self._inflight
@@ -115,17 +120,18 @@ class ShelfWorker:
         self._io: KVDeviceIO | None = None
         self._received: set[str] = set()
 
-    def _move(self, key: tuple[object, ...], lane: int, block_ids: tuple[int, ...]) -> None:
+    def _move(self, key: tuple[object, ...], lane: int, tables: BlockTables) -> None:
         assert self._io is not None
+        [block_ids] = tables
         num_rows = self._io.layout.num_rows(len(key) - 1)
         if key in shelf:
             self._io.write_rows(lane, block_ids, 0, shelf[key])
         else:
             shelf[key] = self._io.read_rows(lane, block_ids, 0, num_rows)
 
-    def register_kv_caches(self, io: KVDeviceIO) -> None:
+    def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
         calls.append(("register_kv_caches",))
-        self._io = io
+        [self._io] = ios
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
         calls.append(("start_load_kv",))
@@ -173,9 +179,9 @@ class ShelfConnector:
     """See the module docstring."""
 
     def create_scheduler(
-        self, settings: ConnectorSettings, layout: KVLayout
+        self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
     ) -> KVConnectorScheduler:
-        return ShelfScheduler(layout)
+        return ShelfScheduler(*layouts)
 
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from replicas.engine.batch import PersistentBatch
@@ -15,7 +16,7 @@ def new(slot, token_ids, block_ids, *, computed=0, prompt=None, group=0):
         token_ids=token_ids,
         num_prompt_tokens=prompt or len(token_ids),
         num_computed_tokens=computed,
-        block_ids=block_ids,
+        block_ids=[block_ids],
         temperature=0.5,
         top_k=3,
         top_p=0.9,
@@ -26,8 +27,9 @@ def new(slot, token_ids, block_ids, *, computed=0, prompt=None, group=0):
 def step(kind, work, new_sequences=(), appended=()):
     """A step of {slot: count}."""
     return ScheduledBatch(
-        kind, list(work), list(work.values()), list(new_sequences), list(appended)
-    )
+        kind, list(work), list(work.values()), list(new_sequences),
+        [(slot, [block_ids]) for slot, block_ids in appended],
+    )  # fmt: skip
 
 
 def apply(batch, scheduled):
@@ -49,7 +51,7 @@ def advance(batch, scheduled, token_ids):
 
 
 def make_batch():
-    return PersistentBatch(max_batch_size=4, max_model_len=12, block_size=4)
+    return PersistentBatch(max_batch_size=4, max_model_len=12, block_sizes=[4])
 
 
 def test_prefill_rows_are_requests_and_padding_is_zero():
@@ -57,7 +59,7 @@ def test_prefill_rows_are_requests_and_padding_is_zero():
     first = step("prefill", {3: 2, 1: 5}, [new(3, [7, 8], [5]), new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
     inputs = batch.prefill_inputs(*apply(batch, first))
     assert inputs.tokens.tolist() == [[7, 8, 0, 0, 0], [1, 2, 3, 4, 5]]
-    assert inputs.page_table.tolist() == [[5, 0, 0], [2, 9, 0]]
+    assert inputs.page_tables[0].tolist() == [[5, 0, 0], [2, 9, 0]]
     assert inputs.start_pos.tolist() == [0, 0]
     assert inputs.prompt_lens.tolist() == [2, 5]
     assert inputs.empty_slots == [3, 1]
@@ -94,17 +96,16 @@ def test_decode_rows_are_slots_and_the_others_are_null():
     inputs = batch.decode_inputs(slots)
     assert inputs.tokens.tolist() == [[0], [60], [0], [70]]
     assert inputs.start_pos.tolist() == [-1, 5, -1, 2]
-    assert inputs.page_table.tolist() == [[0, 0, 0], [2, 9, 0], [0, 0, 0], [5, 0, 0]]
-    assert [array.dtype.name for array in (inputs.tokens, inputs.start_pos, inputs.page_table)] == [
-        "int32", "int32", "int32",
-    ]  # fmt: skip
+    assert inputs.page_tables[0].tolist() == [[0, 0, 0], [2, 9, 0], [0, 0, 0], [5, 0, 0]]
+    arrays = inputs.tokens, inputs.start_pos, inputs.page_tables
+    assert [array.dtype.name for array in arrays] == ["int32", "int32", "int32"]
 
 
 def test_appended_blocks_follow_those_that_are_there():
     batch = make_batch()
     apply(batch, step("prefill", {2: 4}, [new(2, [1, 2, 3, 4], [6])]))
     apply(batch, step("decode", {2: 1}, appended=[(2, [8])]))
-    assert batch.block_table[2].tolist() == [6, 8, 0]
+    assert batch.block_table[0, 2].tolist() == [6, 8, 0]
 
 
 def test_resumed_sequence_replaces_whatever_its_slot_held():
@@ -116,7 +117,7 @@ def test_resumed_sequence_replaces_whatever_its_slot_held():
     back = step("prefill", {2: 5}, [new(2, [11, 12, 13, 14, 15], [7, 8], prompt=3)])
     inputs = batch.prefill_inputs(*apply(batch, back))
     assert inputs.tokens.tolist() == [[11, 12, 13, 14, 15]]
-    assert inputs.page_table.tolist() == [[7, 8, 0]]
+    assert inputs.page_tables[0].tolist() == [[7, 8, 0]]
     assert (batch.num_tokens[2], batch.num_prompt_tokens[2], batch.num_computed_tokens[2]) == (
         5,
         3,
@@ -181,26 +182,63 @@ def test_the_flat_table_is_as_wide_as_the_longest_row_of_the_step():
     assert batch.flat_inputs(*apply(batch, short)).block_table.tolist() == [[5]]
 
 
-def test_the_page_table_stays_and_only_what_changes_is_written():
+def test_the_page_tables_stay_and_only_what_changes_is_written():
     batch = make_batch()
     first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
     apply(batch, first)
     advance(batch, first, [7, 8])
 
-    def table(scheduled):
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table
+    def tables(scheduled):
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables
 
-    both = table(step("decode", {0: 1, 2: 1}))
+    kept = tables(step("decode", {0: 1, 2: 1}))
+    [both] = kept
     assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 0, 0], [0] * 3]
     # Marks what the batch writes: a block that it does not know stays where nothing changes.
     both[0, 2] = 77
-    assert table(step("decode", {0: 1, 2: 1})) is both
-    assert table(step("decode", {2: 1, 0: 1}, appended=[(2, [9])])) is both
+    assert tables(step("decode", {0: 1, 2: 1})) is kept
+    assert tables(step("decode", {2: 1, 0: 1}, appended=[(2, [9])])) is kept
     assert both.tolist() == [[5, 0, 77], [0] * 3, [6, 9, 0], [0] * 3]
-    assert table(step("decode", {2: 1})) is both
+    assert tables(step("decode", {2: 1})) is kept
     assert both.tolist() == [[0] * 3, [0] * 3, [6, 9, 0], [0] * 3]
     both[2, 2] = 77
-    assert table(step("decode", {0: 1, 2: 1})).tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
+    [both] = tables(step("decode", {0: 1, 2: 1}))
+    assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
+
+
+def test_every_kv_group_has_tables_of_its_own():
+    batch = PersistentBatch(max_batch_size=3, max_model_len=8, block_sizes=[2, 4])
+    assert batch.table_width == 4
+    two = msgspec.structs.replace(new(0, [1, 2, 3], []), block_ids=[[5, 6], [7]])
+    one = msgspec.structs.replace(new(2, [4], []), block_ids=[[8], [9]])
+    first = step("prefill", {0: 3, 2: 1}, [two, one])
+    inputs = batch.prefill_inputs(*apply(batch, first))
+    assert inputs.page_tables.tolist() == [
+        [[5, 6, 0, 0], [8, 0, 0, 0]],
+        [[7, 0, 0, 0], [9, 0, 0, 0]],
+    ]
+    advance(batch, first, [1, 1])
+
+    def tables(work, *appended):
+        slots = list(work)
+        scheduled = ScheduledBatch("decode", slots, [1] * len(slots), [], list(appended))
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables.tolist()
+
+    none = [0] * 4
+    assert tables({0: 1, 2: 1}) == [
+        [[5, 6, 0, 0], none, [8, 0, 0, 0]],
+        [[7, 0, 0, 0], none, [9, 0, 0, 0]],
+    ]
+    # A step may need a block in one of them alone.
+    assert tables({0: 1, 2: 1}, (0, [[3], [4]]), (2, [[1], []])) == [
+        [[5, 6, 3, 0], none, [8, 1, 0, 0]],
+        [[7, 4, 0, 0], none, [9, 0, 0, 0]],
+    ]
+    assert tables({2: 1}, (0, [[2], []])) == [
+        [none, none, [8, 1, 0, 0]],
+        [none, none, [9, 0, 0, 0]],
+    ]
+    assert tables({0: 1})[0] == [[5, 6, 3, 2], none, none]
 
 
 def test_blocks_that_a_row_got_while_it_sat_out_are_there_when_it_is_back():
@@ -210,7 +248,7 @@ def test_blocks_that_a_row_got_while_it_sat_out_are_there_when_it_is_back():
     advance(batch, first, [7, 8])
 
     def rows(scheduled):
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table[[0, 2]].tolist()
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables[0, [0, 2]].tolist()
 
     assert rows(step("decode", {0: 1, 2: 1})) == [[5, 0, 0], [6, 0, 0]]
     assert rows(step("decode", {0: 1}, appended=[(2, [9])])) == [[5, 0, 0], [0, 0, 0]]
@@ -224,7 +262,7 @@ def test_another_sequence_takes_a_row_of_the_page_table_over_whole():
     advance(batch, first, [7, 8])
 
     def table(scheduled):
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_table.tolist()
+        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables[0].tolist()
 
     table(step("decode", {0: 1, 2: 1}))
     table(step("prefill", {0: 3}, [new(0, [1, 2, 3], [4])]))

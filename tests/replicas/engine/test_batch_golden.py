@@ -29,7 +29,7 @@ def new_sequence(slot, block_ids):
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         num_computed_tokens=0,
-        block_ids=block_ids,
+        block_ids=[block_ids],
         temperature=0.0,
         top_k=0,
         top_p=1.0,
@@ -49,14 +49,14 @@ STEP_2 = ScheduledBatch(
     slots=[0, 1, 2],
     num_scheduled_tokens=[1, 1, 3],
     new=[],
-    appended_blocks=[(1, [7]), (2, [8])],
+    appended_blocks=[(1, [[7]]), (2, [[8]])],
 )
 SAMPLED_IN_STEP_1 = [103, 202, -1]
 
 
 def run(steps, table_width):
     """The flat batch of the last of these steps."""
-    batch = PersistentBatch(MAX_BATCH_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, table_width)
+    batch = PersistentBatch(MAX_BATCH_SIZE, MAX_MODEL_LEN, [BLOCK_SIZE], table_width)
     flat = None
     for step in steps:
         batch.apply(step)

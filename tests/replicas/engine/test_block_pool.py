@@ -145,7 +145,7 @@ def test_only_unheld_blocks_of_a_prefix_count_as_evictable():
     pool.free([freed])
     walk = PrefixWalk()
     pool.bring_up_to_date(walk, [b"1", b"2"], 2)
-    assert (walk.block_ids, walk.num_evictable) == ([held, freed], 1)
+    assert (walk.block_ids, walk.num_evictable(walk.num_blocks)) == ([held, freed], 1)
 
 
 def test_pool_without_prefix_caching_finds_nothing():
@@ -226,7 +226,9 @@ class FullPool:
         self.look()
         cost = self.index.num_lookups + self.blocks.num_reads - before
         assert self.walk.block_ids == self.pool.find_prefix(self.hashes)
-        assert self.walk.num_evictable == sum(self.pool._ref_counts[b] == 0 for b in self.own)
+        assert self.walk.num_evictable(self.walk.num_blocks) == sum(
+            self.pool._ref_counts[b] == 0 for b in self.own
+        )
         return cost
 
 
@@ -251,7 +253,7 @@ def test_evicting_the_end_of_a_walk_costs_no_walk_along_the_rest():
         full.pool.allocate(1)
         # Whether that block is still what it was, and whether another one is found instead.
         assert full.cost_of_a_look() <= 2
-        assert full.walk.num_blocks == full.walk.num_evictable == left
+        assert full.walk.num_blocks == full.walk.num_evictable(full.walk.num_blocks) == left
 
 
 def test_a_walk_that_missed_much_looks_at_each_of_its_own_blocks_once():
@@ -275,7 +277,7 @@ def test_a_block_that_goes_before_those_that_follow_it_ends_a_walk_there():
     pool.free(ahead)
     [another] = pool.allocate(1)
     pool.bring_up_to_date(walk, [b"1", b"2", b"3"], 3)
-    assert (walk.block_ids, walk.num_evictable) == ([], 0)
+    assert (walk.block_ids, walk.num_evictable(walk.num_blocks)) == ([], 0)
     pool.cache(another, b"1")
     pool.bring_up_to_date(walk, [b"1", b"2", b"3"], 3)
     assert walk.block_ids == [another, *behind[1:]]
@@ -365,7 +367,7 @@ class Pool(RuleBasedStateMachine):
         self.pool.bring_up_to_date(walk, hashes, len(hashes))
         assert walk.block_ids == self.pool.find_prefix(hashes)
         held = {b for table in self.tables for b in table}
-        assert walk.num_evictable == len(set(walk.block_ids) - held)
+        assert walk.num_evictable(walk.num_blocks) == len(set(walk.block_ids) - held)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

@@ -79,6 +79,11 @@ def num_received(node):
     return sum(p.num_received for p in found.paths.values()), sum(found.receive_failures.values())
 
 
+def bytes_per_block(node):
+    [kv_group] = node.core.facts.kv_groups
+    return kv_group.bytes_per_block
+
+
 def bytes_received(node):
     return sum(p.bytes_received for p in stats(node).paths.values())
 
@@ -104,7 +109,7 @@ def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):
     pair = make_pair(decode={"enable_prefix_caching": False})
     pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))
     blocks = sum(-(-len(prompt) // 32) for prompt in PROMPTS)
-    assert bytes_received(pair.decode) == blocks * pair.decode.core.facts.bytes_per_block
+    assert bytes_received(pair.decode) == blocks * bytes_per_block(pair.decode)
     num_bytes = sum(p.bytes_sent for p in stats(pair.prefill).paths.values())
     assert num_bytes == bytes_received(pair.decode)
 
@@ -115,7 +120,7 @@ def test_second_request_of_a_prompt_transfers_only_what_is_not_cached(make_pair,
     pair.start("again", LONG, GREEDY)
     pair.run_until(lambda: "again" in pair.finished, "finished")
     assert [pair.outputs["again"]] == first == local([LONG], GREEDY)
-    assert bytes_received(pair.decode) == (4 + 1) * pair.decode.core.facts.bytes_per_block
+    assert bytes_received(pair.decode) == (4 + 1) * bytes_per_block(pair.decode)
 
 
 def test_prefill_pool_smaller_than_the_work_serves_it_in_turn(make_pair, local):
@@ -373,7 +378,7 @@ def test_a_second_ticket_fetches_only_what_the_first_did_not_bring(make_pair, lo
     pair.run_until(lambda: "r" in pair.finished, "finished")
     assert [pair.outputs["r"]] == local([LONG], GREEDY)
     assert pair.failures == {"r": "cancelled"}
-    assert bytes_received(pair.decode) == 2 * pair.decode.core.facts.bytes_per_block
+    assert bytes_received(pair.decode) == 2 * bytes_per_block(pair.decode)
     assert pair.decode.core.metrics(0.0).kv_recompute_tokens == 0
     pair.run_until(pair.is_idle, "both cores idle")
 

@@ -95,14 +95,14 @@ def make_runner(device: Device, **mesh: object) -> ModelRunner:
         model="/none", max_batch_size=4, block_size=32, mesh=MeshConfig(**settings)
     )
     config.validate()
-    return ModelRunner(device, "cache", config, 128, device.wait)
+    return ModelRunner(device, "cache", config, config.block_size, 128, device.wait)
 
 
 def new(slot, num_tokens=3, *, temperature=0.0, top_k=0, top_p=1.0, computed=0, prompt=None):
     return NewSequence(
         slot=slot, dp_group=0, token_ids=list(range(1, num_tokens + 1)),
-        num_prompt_tokens=prompt or num_tokens, num_computed_tokens=computed, block_ids=[slot + 1],
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=100 + slot,
+        num_prompt_tokens=prompt or num_tokens, num_computed_tokens=computed,
+        block_ids=[[slot + 1]], temperature=temperature, top_k=top_k, top_p=top_p, seed=100 + slot,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_steady_steps_reload_nothing():
 def test_a_new_block_reloads_the_page_table_alone():
     device = Device()
     runner = started(device)
-    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [9])])
+    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [[9]])])
     assert commands(device) == PAGES
     assert device.calls[-1][1]["page_table"][2, :2].tolist() == [3, 9]
     run(runner, "decode", {0: 1, 2: 1})
@@ -254,7 +254,7 @@ def test_a_step_that_the_host_draws_for_reloads_inputs_and_the_next_everything()
 def test_without_a_trace_or_the_ability_inputs_are_reloaded_every_time(device, mesh):
     runner = started(device, **mesh)
     assert commands(device) == INPUTS
-    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [9])])
+    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [[9]])])
     assert commands(device) == INPUTS
     run(runner, "decode", {0: 1})
     assert commands(device) == AFRESH
@@ -402,7 +402,7 @@ REQUESTS = st.sampled_from(
 def test_who_draws_a_random_token_depends_on_its_request_alone(
     company, kind, keeps_state, gives_both
 ):
-    batch = PersistentBatch(4, 8, 4)
+    batch = PersistentBatch(4, 8, [4])
     for slot, (sampling, _) in enumerate(company):
         batch.apply(ScheduledBatch(kind, [slot], [3], [new(slot, **sampling)], []))
     samples = np.array([kind == "decode" or wants for _, wants in company])

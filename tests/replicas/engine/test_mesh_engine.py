@@ -167,7 +167,7 @@ def test_facts_of_a_mesh(monkeypatch, folder):
     assert facts.chunk_alignment == 32
     assert not facts.supports_mixed_batch
     assert facts.supports_chunked_prefill
-    assert facts.bytes_per_block == 2 * 3 * 2 * 32 * 32 * 1088 // 1024
+    assert facts.kv_groups[0].bytes_per_block == 2 * 3 * 2 * 32 * 32 * 1088 // 1024
 
 
 class Failing(MeshGenerator):
@@ -255,7 +255,7 @@ def test_a_class_that_says_nothing_gets_the_plugins_budget(monkeypatch, folder):
     install(monkeypatch)
     foreign = config(folder, num_blocks=None, generator="a.b:C", block_size=64)
     with engine_core(foreign) as core:
-        assert core.facts.num_blocks == (131_072 + 64 * 4) // 64
+        assert core.facts.kv_groups[0].num_blocks == (131_072 + 64 * 4) // 64
 
 
 class Undrawing(MeshGenerator):

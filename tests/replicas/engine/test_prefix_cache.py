@@ -11,6 +11,7 @@ from kv_transfer.keys import KeyRing
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step import StepResult
 from tests.engines import engine_core, generate, make_config, num_prefix_hits
+from tests.kv_groups import one_kv_group
 from tests.models import model_folder
 from tests.replicas.engine.fakes import PREFIX_CACHE_KEY, make_sequence
 from tests.replicas.engine.fakes import make_config as make_scheduler_config
@@ -29,7 +30,7 @@ def indexed(keys):
     """Hashes that an engine with these secrets has of a prompt's blocks, once it is answered."""
     with engine_core(config(keys=keys)) as core:
         generate(core, [PROMPT])
-        return set(core._scheduler._groups._pools[0]._block_by_hash)
+        return set(core._scheduler._groups._pools[0][0]._block_by_hash)
 
 
 def test_engines_of_one_deployment_agree_and_no_others_do():
@@ -98,11 +99,12 @@ class Queue:
     """A scheduler whose cache is full, and a long prompt that waits, most of which is there."""
 
     def __init__(self, num_groups=1):
+        config = make_scheduler_config(
+            tt_data_parallel=num_groups, max_num_batched_tokens=8192, max_num_waiting=None
+        )
         self.scheduler = Scheduler(
-            make_scheduler_config(
-                tt_data_parallel=num_groups, max_num_batched_tokens=8192, max_num_waiting=None
-            ),
-            num_blocks=260,
+            config,
+            kv_groups=one_kv_group(260, config.block_size),
             prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=1036,
             eos_token_ids=frozenset(),
@@ -116,7 +118,7 @@ class Queue:
             self.step()
         self.add("waiting", [*self.prompt, *[2] * 200])
         self.indexes = []
-        for pool in self.scheduler._groups._pools:
+        for [pool] in self.scheduler._groups._pools:
             index = CountingIndex(pool._block_by_hash)
             pool._block_by_hash = index
             self.indexes.append(index)
@@ -149,7 +151,7 @@ def test_a_long_prompt_that_waits_looks_for_its_prefix_once(num_groups):
 
 def test_a_long_prompt_that_waits_while_blocks_are_evicted_looks_for_no_more():
     queue = Queue()
-    [pool] = queue.scheduler._groups._pools
+    [[pool]] = queue.scheduler._groups._pools
     num_evicted = 0
     while num_evicted < NUM_PREFIX // 2:
         before = len(pool._cached)

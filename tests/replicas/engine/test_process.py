@@ -173,12 +173,10 @@ def test_engine_tells_how_far_its_start_has_come_and_what_it_is():
     assert stages
     assert all(0.0 <= fraction <= 1.0 for _, fraction in stages)
     assert described.model == settings.model
-    assert (described.dp_groups, described.slots_per_group, described.blocks_per_group) == (
-        2,
-        2,
-        39,
-    )
-    assert (described.max_model_len, described.block_size) == (256, 32)
+    [kv_group] = described.kv_groups
+    assert (described.dp_groups, described.slots_per_group) == (2, 2)
+    assert (kv_group.block_size, kv_group.num_usable_blocks) == (32, 39)
+    assert described.max_model_len == 256
     assert any(e.startswith("tcp://127.0.0.1:") for e in described.kv_endpoints)
     assert len(described.kv_layout_hash) == 32
 

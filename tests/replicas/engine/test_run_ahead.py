@@ -25,6 +25,7 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingParams
 from tests.engines import take_events
+from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
     EOS,
     KEYS,
@@ -121,7 +122,7 @@ class Engine:
         self.connector = FakeConnector(config.block_size)
         self.scheduler = Scheduler(
             config,
-            num_blocks=num_blocks,
+            kv_groups=one_kv_group(num_blocks, config.block_size),
             prefix_cache_key=PREFIX_CACHE_KEY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
@@ -301,8 +302,8 @@ def test_nobody_is_passed_over():
 class FakeExecutor:
     """A worker that gives the tokens of `token_after` and counts its steps."""
 
-    def __init__(self, num_blocks):
-        self._num_blocks = num_blocks
+    def __init__(self, kv_groups):
+        self._kv_groups = kv_groups
         self._rows: dict[int, tuple[int, int]] = {}
         self._results: deque[StepResult] = deque()
         self.num_steps = 0
@@ -313,7 +314,7 @@ class FakeExecutor:
     def _load_model(self):
         return ModelFacts(
             max_position_embeddings=1000, vocab_size=8, eos_token_ids=[EOS],
-            num_blocks=self._num_blocks, bytes_per_block=1, supports_mixed_batch=True,
+            kv_groups=self._kv_groups, supports_mixed_batch=True,
             supports_chunked_prefill=True, supports_prefix_caching=True,
         )  # fmt: skip
 
@@ -355,7 +356,7 @@ class Core:
     def __init__(self, config, num_blocks, max_model_len):
         # With keys: two engines without would name their blocks differently.
         config = msgspec.structs.replace(config, max_model_len=max_model_len, keys=KEYS)
-        self.executor = FakeExecutor(num_blocks)
+        self.executor = FakeExecutor(one_kv_group(num_blocks, config.block_size))
         self.core = EngineCore(config, self.executor)
         self.max_model_len = max_model_len
         self.events: dict[bytes, list[object]] = {}

@@ -6,14 +6,15 @@ import pytest
 
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step import StepResult
+from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence
 
 
 def make_scheduler(num_blocks=64, **changes):
-    settings = {"block_size": 4, "max_num_batched_tokens": 32, **changes}
+    config = make_config(**{"block_size": 4, "max_num_batched_tokens": 32, **changes})
     return Scheduler(
-        make_config(**settings),
-        num_blocks=num_blocks,
+        config,
+        kv_groups=one_kv_group(num_blocks, config.block_size),
         prefix_cache_key=PREFIX_CACHE_KEY,
         max_model_len=40,
         eos_token_ids=frozenset({EOS}),

@@ -9,6 +9,7 @@ from kv_transfer.errors import FailureReason, TransferError
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.step import StepResult
+from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
     EOS,
     PREFIX_CACHE_KEY,
@@ -22,9 +23,10 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
+    config = make_config(**changes)
     return Scheduler(
-        make_config(**changes),
-        num_blocks=num_blocks,
+        config,
+        kv_groups=one_kv_group(num_blocks, config.block_size),
         prefix_cache_key=PREFIX_CACHE_KEY,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
@@ -114,7 +116,7 @@ def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
 
 
 def test_preempted_prefill_tells_the_connector():
-    connector = FakeConnector(block_size=4)
+    connector = FakeConnector(4)
     scheduler = make_scheduler(
         num_blocks=5, max_model_len=16, max_num_batched_tokens=6, connector=connector
     )
@@ -151,7 +153,7 @@ def test_small_requests_do_not_starve_a_large_one_that_waits_for_its_group():
 
 
 def test_idle_group_is_used_in_the_step_in_which_another_preempts_itself():
-    connector = FakeConnector(block_size=4)
+    connector = FakeConnector(4)
     scheduler = make_scheduler(
         num_blocks=4, max_model_len=12, tt_data_parallel=2, connector=connector
     )
@@ -167,7 +169,7 @@ def test_reservation_takes_blocks_for_the_prompt_and_one_step_more():
     scheduler = make_scheduler(connector=FakeConnector(4))
     assert scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0) is None
     [group] = scheduler.group_snapshots()
-    assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (3, 8 - 3, 1)
+    assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (3, [8 - 3], 1)
     assert scheduler.schedule() is None
 
 
@@ -187,7 +189,7 @@ def test_reservation_that_nobody_activates_lapses():
     assert scheduler.next_deadline_s() == 15.0
     assert scheduler.expire(14.9) == []
     assert [seq.request_id for seq in scheduler.expire(15.0)] == ["r"]
-    assert scheduler.group_snapshots()[0].num_free_blocks == 8
+    assert scheduler.group_snapshots()[0].num_free_blocks == [8]
 
 
 def test_loaded_prompt_goes_on_with_one_token():
@@ -284,11 +286,11 @@ def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
     scheduler, connector = being_loaded()
     scheduler.abort("r")
     [group] = scheduler.group_snapshots()
-    assert (group.num_empty_slots, group.num_free_blocks) == (4, 5)
+    assert (group.num_empty_slots, group.num_free_blocks) == (4, [5])
     assert scheduler.add(make_sequence("r", [1]), 0.0) == "duplicate"
     del connector.transfers["r"]
     scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
-    assert scheduler.group_snapshots()[0].num_free_blocks == 8
+    assert scheduler.group_snapshots()[0].num_free_blocks == [8]
 
 
 def test_handed_over_blocks_stay_until_they_are_sent():
@@ -298,9 +300,9 @@ def test_handed_over_blocks_stay_until_they_are_sent():
     connector.transfers["p"].num_saved_tokens = 8
     assert step(scheduler) == {"p": 8}
     [group] = scheduler.group_snapshots()
-    assert (group.num_empty_slots, group.num_free_blocks, scheduler.num_live) == (4, 6, 1)
+    assert (group.num_empty_slots, group.num_free_blocks, scheduler.num_live) == (4, [6], 1)
     scheduler.release_held("p")
-    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == (8, 0)
+    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == ([8], 0)
 
 
 def test_refused_ticket_queues_nothing():
@@ -313,7 +315,7 @@ def test_refused_ticket_queues_nothing():
 
 
 def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_prompt():
-    connector = FakeConnector(block_size=2)
+    connector = FakeConnector(2)
     scheduler = make_scheduler(
         num_blocks=8, block_size=2, mixed_batches=False, connector=connector, max_batch_size=4
     )
@@ -377,11 +379,11 @@ def test_a_prompt_that_a_store_knows_is_loaded_and_not_computed():
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {}
     seq = scheduler.get("a")
-    assert (seq.status, len(seq.block_ids), seq.slot) == (SequenceStatus.LOADING, 3, 0)
+    assert (seq.status, len(seq.block_ids[0]), seq.slot) == (SequenceStatus.LOADING, 3, 0)
     transfer = connector.transfers["a"]
-    assert (transfer.start, transfer.block_ids) == (0, tuple(seq.block_ids[:2]))
+    assert (transfer.start, transfer.block_ids) == (0, (tuple(seq.block_ids[0][:2]),))
     [group] = scheduler.group_snapshots()
-    assert (group.num_running, group.num_reserved, group.num_free_blocks) == (0, 1, 5)
+    assert (group.num_running, group.num_reserved, group.num_free_blocks) == (0, 1, [5])
     assert step(scheduler) == {}
     arrive(scheduler, connector, "a")
     assert (seq.status, seq.num_cached_tokens) == (SequenceStatus.RUNNING, 8)
@@ -447,8 +449,9 @@ def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     connector = FakeConnector(4)
     connector.pool["a"] = 8
     scheduler = Scheduler(
-        make_config(), num_blocks=9, prefix_cache_key=PREFIX_CACHE_KEY, max_model_len=32,
-        eos_token_ids=frozenset({EOS}), connector=connector, resumes_prefill=False,
+        make_config(), kv_groups=one_kv_group(9, 4), prefix_cache_key=PREFIX_CACHE_KEY,
+        max_model_len=32, eos_token_ids=frozenset({EOS}), connector=connector,
+        resumes_prefill=False,
     )  # fmt: skip
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {"a": 10}
@@ -510,10 +513,10 @@ def test_an_aborted_load_holds_its_blocks_until_the_connector_has_let_go():
     step(scheduler)
     scheduler.abort("a")
     [group] = scheduler.group_snapshots()
-    assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (4, 5, 0)
+    assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (4, [5], 0)
     assert connector.cancelled == {"a"}
     fail(scheduler, connector, "a", 8, FailureReason.CANCELLED)
-    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == (8, 0)
+    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == ([8], 0)
     # Nobody can find what was never known to be whole.
     scheduler.add(make_sequence("b", [1] * 10), 0.0)
     assert step(scheduler) == {"b": 10}
@@ -656,7 +659,7 @@ def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
     assert connector.transfers["r"].block_ids == ()
     connector.pool["r"] = 8
     assert step(scheduler) == {}
-    assert len(connector.transfers["r"].block_ids) == 2
+    assert len(connector.transfers["r"].block_ids[0]) == 2
     del connector.transfers["r"]
     assert scheduler.kv_received("r").request_id == "r"
     assert step(scheduler) == {"r": 1}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from replicas.engine.sequence import SequenceStatus
+from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import EOS, make_config, make_sequence, make_ticket
 from tests.replicas.engine.scheduler_world import World
 
@@ -23,10 +24,16 @@ def prompts(draw, longest):
 
 
 @st.composite
-def worlds(draw):
+def worlds(draw, num_kv_groups=1):
     groups, slots, block_size = (draw(st.integers(1, n)) for n in (2, 3, 4))
-    num_blocks = draw(st.integers(4, 8))
-    room = (num_blocks - 1) * block_size
+    kv_groups = one_kv_group(draw(st.integers(4, 8)), block_size)
+    room = kv_groups[0].num_usable_blocks * block_size
+    for _ in range(num_kv_groups - 1):
+        # About as much room in other blocks, so that either group may be the one without.
+        other_size = draw(st.integers(1, 6))
+        other_blocks = max(2, room // other_size + draw(st.integers(-2, 3)))
+        kv_groups += one_kv_group(1 + other_blocks, other_size)
+    room = min(g.num_usable_blocks * g.block_size for g in kv_groups)
     max_model_len = draw(st.integers(room // 2 + 1, room))
     chunked = draw(st.booleans())
     chunk_alignment = draw(st.sampled_from([1, block_size]))
@@ -43,7 +50,7 @@ def worlds(draw):
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
-    return World(config, num_blocks, max_model_len, chunk_alignment)
+    return World(config, kv_groups, max_model_len, chunk_alignment)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -202,7 +209,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.finish_everything(lambda: 1)
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
+class TwoKVGroupsMachine(SchedulerMachine):
+    """Of a model with layers of two kinds, whose blocks hold unlike numbers of tokens."""
+
+    @initialize(world=worlds(num_kv_groups=2))
+    def start(self, world):
+        super().start(world)
+
+
+SETTINGS = settings(
     stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow], deadline=None
 )
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = SETTINGS
+TestTwoKVGroups = TwoKVGroupsMachine.TestCase
+TestTwoKVGroups.settings = SETTINGS

@@ -59,7 +59,7 @@ class Core:
         self.is_draining = False
 
     def snapshot(self, seq):
-        group = GroupSnapshot(self.num_empty_slots, 9, 0, 0, 0)
+        group = GroupSnapshot(self.num_empty_slots, [9], 0, 0, 0)
         return EngineSnapshot(seq, self.is_draining, 0, 0, self.num_steps, [group])
 
     def handle(self, client, message, now_s):
@@ -303,8 +303,11 @@ def test_an_engine_describes_itself(core):
     assert msgspec.structs.asdict(description) == {
         "incarnation": "e.1", "public_key": server_public_key(KEYS, "e.1"),
         "input_endpoint": "tcp://in", "output_endpoint": "tcp://out",
-        "kv_endpoints": None, "kv_layout_hash": None, "bytes_per_block": facts.bytes_per_block,
+        "kv_endpoints": None, "kv_layout_hash": None, "kv_groups": facts.kv_groups,
         "model": core.config.model, "max_model_len": 128, "vocab_size": facts.vocab_size,
-        "eos_token_ids": facts.eos_token_ids, "block_size": 32, "dp_groups": 2,
-        "slots_per_group": 2, "blocks_per_group": 63, "max_num_batched_tokens": 2048, "pid": 42,
+        "eos_token_ids": facts.eos_token_ids, "dp_groups": 2,
+        "slots_per_group": 2, "max_num_batched_tokens": 2048, "pid": 42,
     }  # fmt: skip
+    [kv_group] = description.kv_groups
+    assert (kv_group.block_size, kv_group.num_blocks, kv_group.kind) == (32, 64, "full")
+    assert kv_group.layers == tuple(range(len(kv_group.layers)))

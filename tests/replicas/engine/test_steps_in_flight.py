@@ -23,6 +23,7 @@ from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from tests.engines import take_events
+from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import KEYS, make_config
 from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
 from tests.replicas.generators.simulated.clocks import FakeClock
@@ -56,7 +57,7 @@ def virtual_device(config, num_blocks):
     """The simulator's."""
     facts = ModelFacts(
         max_position_embeddings=64, vocab_size=VOCAB_SIZE, eos_token_ids=[0],
-        num_blocks=num_blocks, bytes_per_block=1, supports_mixed_batch=True,
+        kv_groups=one_kv_group(num_blocks, config.block_size), supports_mixed_batch=True,
         supports_chunked_prefill=True, supports_prefix_caching=True,
         supports_async_decode=True,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.sampling_params import SamplingParams
 from tests.engines import generate, num_preemptions, num_prefix_hits
+from tests.kv_groups import one_kv_group
 from tests.kv_transfer.virtual_wire import Net
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.virtual import (
@@ -220,9 +221,9 @@ class OddTiming:
 
 
 FACTS = ModelFacts(
-    max_position_embeddings=1000, vocab_size=100, eos_token_ids=[0], num_blocks=50,
-    bytes_per_block=1, supports_mixed_batch=True, supports_chunked_prefill=True,
-    supports_prefix_caching=True,
+    max_position_embeddings=1000, vocab_size=100, eos_token_ids=[0],
+    kv_groups=one_kv_group(50, block_size=8), supports_mixed_batch=True,
+    supports_chunked_prefill=True, supports_prefix_caching=True,
 )  # fmt: skip
 
 
@@ -238,14 +239,14 @@ def plain_worker(clock=None, *, models_kv=False, **more):
         config, clock or CountingClock(), timing=OddTiming(), facts=FACTS, models_kv=models_kv,
         **more,
     )  # fmt: skip
-    worker.initialize_kv_cache(50, 100)
+    worker.initialize_kv_cache(FACTS.kv_groups, 100)
     return worker
 
 
 def new(slot, num_tokens, *, num_computed=0, num_prompt=None, seed=0):
     return NewSequence(
         slot, slot // 2, list(range(20, 20 + num_tokens)), num_prompt or num_tokens, num_computed,
-        list(range(1, 2 + num_tokens // 8)), 0.0, 0, 1.0, seed,
+        [list(range(1, 2 + num_tokens // 8))], 0.0, 0, 1.0, seed,
     )  # fmt: skip
 
 

@@ -186,7 +186,7 @@ class LoopPair:
     def _ticket(self, request: EngineRequest) -> bytes:
         prefill = self.prefill.core
         assert prefill.kv_endpoints is not None
-        assert prefill.kv_layout is not None
+        [layout] = prefill.kv_layouts
         ticket = Ticket(
             transfer_id=len(self.outputs).to_bytes(16, "little"),
             request_id=request.request_id,
@@ -195,7 +195,7 @@ class LoopPair:
             producer_incarnation="prefill",
             consumer="decode",
             num_tokens=len(request.prompt_token_ids),
-            layout_hash=prefill.kv_layout.content_hash(),
+            layout_hash=layout.content_hash(),
             expires_ms=FOREVER_MS,
         )
         return KEYS.seal(ticket)

@@ -16,6 +16,7 @@ from replicas.config import EngineConfig
 from replicas.faults import FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.virtual_engine import ModelFacts
+from tests.kv_groups import one_kv_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +110,7 @@ def pool(
     config = EngineConfig(**{**fields, **engine})
     facts = ModelFacts(
         max_position_embeddings=512, vocab_size=VOCAB_SIZE, eos_token_ids=[0],
-        num_blocks=num_blocks, bytes_per_block=BLOCK_SIZE * BYTES_PER_TOKEN,
+        kv_groups=one_kv_group(num_blocks, BLOCK_SIZE, BLOCK_SIZE * BYTES_PER_TOKEN),
         supports_mixed_batch=False, supports_chunked_prefill=True, supports_prefix_caching=True,
     )  # fmt: skip
     return PoolSpec(role, replicas, config, timing or RoundTiming(), facts)

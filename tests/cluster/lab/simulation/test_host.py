@@ -116,7 +116,7 @@ def test_a_client_is_greeted_with_a_snapshot():
     bench.run(0.5)
     [(at_s, _, snapshot)] = bench.snapshots
     assert at_s == 2 * LATENCY_S
-    assert (snapshot.groups[0].num_empty_slots, snapshot.groups[0].num_free_blocks) == (2, 32)
+    assert (snapshot.groups[0].num_empty_slots, snapshot.groups[0].num_free_blocks) == (2, [32])
 
 
 def test_an_idle_host_has_nothing_to_do():

@@ -114,8 +114,8 @@ def wrong_checksum_is_accepted(patch):
 def block_is_indexed_before_it_is_computed(patch):
     admit = DPGroups.admit
 
-    def admit_and_index(self, seq, group, hits, num_tokens):
-        admit(self, seq, group, hits, num_tokens)
+    def admit_and_index(self, seq, place, num_tokens):
+        admit(self, seq, place, num_tokens)
         self.cache_full_blocks(seq, seq.num_tokens)
 
     patch.setattr(DPGroups, "admit", admit_and_index)

@@ -191,7 +191,7 @@ def test_a_stale_block_table_gives_another_token(monkeypatch):
 
     def swapped(self, slots):
         inputs = decode_inputs(self, slots)
-        inputs.page_table[slots, 0] = 60  # nobody's
+        inputs.page_tables[0, slots, 0] = 60  # nobody's
         return inputs
 
     monkeypatch.setattr(PersistentBatch, "decode_inputs", swapped)
@@ -208,8 +208,8 @@ def test_the_engine_takes_its_facts_from_the_profile():
         facts = core.facts
         assert facts.max_position_embeddings == 131_072
         assert facts.vocab_size == 4096
-        assert facts.num_blocks == 1 + 45_471 // 32
-        assert facts.bytes_per_block == 32 * 16
+        assert facts.kv_groups[0].num_blocks == 1 + 45_471 // 32
+        assert facts.kv_groups[0].bytes_per_block == 32 * 16
         assert not facts.supports_mixed_batch
 
 
@@ -235,4 +235,4 @@ def test_a_pair_of_other_models_never_shares_kv():
     common = {"kv_connector": "p2p", "keys": KEYS, "num_blocks": 130}
     configs = [simulated_config(**common), simulated_config(**common, simulated_mesh=other)]
     with engine_core(configs[0]) as core, engine_core(configs[1]) as another:
-        assert core.kv_layout.content_hash() != another.kv_layout.content_hash()
+        assert core.kv_layouts[0].content_hash() != another.kv_layouts[0].content_hash()

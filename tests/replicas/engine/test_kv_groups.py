@@ -1,0 +1,135 @@
+"""Several KV groups: what the pure parts do with them, and who refuses them at start."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from replicas.engine.core import EngineCore
+from replicas.engine.scheduler import Scheduler
+from replicas.engine.step import StepResult
+from replicas.errors import ConfigError
+from replicas.kv_groups import only_kv_group
+from replicas.kv_sizing import derive_max_model_len
+from tests.kv_groups import one_kv_group
+from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence
+from tests.replicas.engine.test_virtual_worker import (
+    FACTS,
+    CountingClock,
+    OddTiming,
+    OneWorker,
+    plain_config,
+)
+from tests.replicas.engine.virtual import virtual_worker
+
+
+def make_scheduler(small, large, **changes):
+    """Of a model with so many blocks of two tokens in one KV group, and of four in the other."""
+    return Scheduler(
+        make_config(**changes),
+        kv_groups=(*one_kv_group(1 + small, 2), *one_kv_group(1 + large, 4)),
+        prefix_cache_key=PREFIX_CACHE_KEY,
+        max_model_len=32,
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
+def add(scheduler, request_id, prompt, **sampling):
+    seq = make_sequence(request_id, prompt, ignore_eos=True, **sampling)
+    assert scheduler.add(seq, 0.0) is None
+    return seq
+
+
+def step(scheduler, token=1):
+    batch = scheduler.schedule()
+    tokens = [token] * len(batch.slots)
+    scheduler.update(batch, StepResult(tokens, 0.0))
+    scheduler.check_invariants()
+    return batch
+
+
+def free(scheduler):
+    [group] = scheduler.group_snapshots()
+    return group.num_free_blocks
+
+
+def test_a_sequence_has_the_blocks_of_its_tokens_in_every_kv_group():
+    scheduler = make_scheduler(12, 8)
+    seq = add(scheduler, "a", [1, 2, 3, 4, 5], max_tokens=5)
+    [new] = step(scheduler).new
+    assert [len(block_ids) for block_ids in new.block_ids] == [3, 2]
+    assert new.block_ids == seq.block_ids
+    assert free(scheduler) == [9, 6]
+    # Tokens 5 to 8: the sixth is in the third block of two; the ninth begins a block in each.
+    appended = [step(scheduler).appended_blocks for _ in range(4)]
+    assert [[len(ids) for ids in a[0][1]] if a else [] for a in appended] == [
+        [],
+        [1, 0],
+        [],
+        [1, 1],
+    ]
+    assert free(scheduler) == [12, 8]
+    [counters] = scheduler.group_counters()
+    assert (counters.num_blocks, counters.num_free_blocks) == ([12, 8], [12, 8])
+
+
+@pytest.mark.parametrize(("small", "large"), [(3, 8), (8, 1)])
+def test_one_kv_group_without_room_is_enough_to_wait(small, large):
+    scheduler = make_scheduler(small, large)
+    add(scheduler, "a", [1, 2, 3, 4], max_tokens=1)
+    add(scheduler, "b", [5, 6, 7, 8], max_tokens=1)
+    assert step(scheduler).num_tokens == 4
+    assert step(scheduler).num_tokens == 4
+    assert free(scheduler) == [small, large]
+
+
+def test_a_sequence_that_cannot_grow_in_one_kv_group_takes_nothing_in_the_other():
+    scheduler = make_scheduler(20, 2, enable_prefix_caching=False)
+    first, second = (add(scheduler, name, [1, 2, 3, 4], max_tokens=4) for name in "ab")
+    step(scheduler)
+    assert free(scheduler) == [16, 0]
+    step(scheduler)
+    # The first one's fifth token took the second one's blocks, of both kinds.
+    assert (second.num_preemptions, second.block_ids, second.slot) == (1, [], -1)
+    assert [len(block_ids) for block_ids in first.block_ids] == [3, 2]
+    assert free(scheduler) == [17, 0]
+
+
+def test_a_prefix_is_as_long_as_every_kv_group_has_it():
+    scheduler = make_scheduler(20, 20, max_num_batched_tokens=32)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    add(scheduler, "first", prompt, max_tokens=1)
+    step(scheduler)
+    again = add(scheduler, "again", [*prompt[:7], 0, 0, 0], max_tokens=9)
+    # Six tokens are there in blocks of two, four in blocks of four.
+    assert step(scheduler).num_tokens == 10 - 4
+    assert again.num_cached_tokens == 4
+    assert [len(block_ids) for block_ids in again.block_ids] == [5, 3]
+    scheduler.abort("again")
+    # One KV group has lost the prefix, the other one alone is of no use.
+    scheduler._groups._pools[0][1].reset_prefix_cache()
+    lost = add(scheduler, "lost", prompt, max_tokens=9)
+    assert step(scheduler).num_tokens == 10
+    assert lost.num_cached_tokens == 0
+
+
+def test_the_smallest_kv_group_limits_the_longest_sequence():
+    groups = (*one_kv_group(9, 4), *one_kv_group(4, 8))
+    config = make_config(max_model_len=24)
+    assert derive_max_model_len(config, 100, groups) == 24
+    longer = msgspec.structs.replace(config, max_model_len=25)
+    with pytest.raises(
+        ConfigError, match=r"max_model_len 25 .* 24 tokens per lane \(3 blocks of 8"
+    ):
+        derive_max_model_len(longer, 100, groups)
+
+
+def test_who_takes_one_kv_group_refuses_several():
+    assert only_kv_group(FACTS.kv_groups, "nobody") is FACTS.kv_groups[0]
+    two = FACTS.kv_groups * 2
+    with pytest.raises(ConfigError, match=r"generator X takes .* one KV group.* has 2.* \[8, 8\]"):
+        only_kv_group(two, "generator X")
+    config, facts = plain_config(), msgspec.structs.replace(FACTS, kv_groups=two)
+    worker = virtual_worker(config, CountingClock(), timing=OddTiming(), facts=facts)
+    with pytest.raises(ConfigError, match="a simulated mesh takes models with one KV group"):
+        EngineCore(config, OneWorker(worker))
