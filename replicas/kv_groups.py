@@ -47,6 +47,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks that a sequence of so many tokens needs, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
+    def num_tokens_in(self, num_blocks: int) -> int:
+        """The longest sequence that needs no more than so many blocks, in tokens."""
+        return num_blocks * self.block_size
+
 
 def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:
     """The one KV group that there is.

@@ -63,9 +63,14 @@ class Demand:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
 
+    @property
+    def num_first_tokens(self) -> int:
+        """Tokens that it needs KV blocks for to begin: the prompt and the first output token."""
+        return len(self.prompt_token_ids) + 1
+
     def num_blocks(self, kv_group: KVGroup) -> int:
-        """KV blocks that it takes to begin: for the prompt and the first output token."""
-        return kv_group.num_blocks_for(len(self.prompt_token_ids) + 1)
+        """KV blocks that it takes to begin."""
+        return kv_group.num_blocks_for(self.num_first_tokens)
 
     def block_hashes(self, block_size: int, key: bytes) -> Sequence[bytes]:
         """Chain hashes of the prompt's full blocks, as engines of this block size index them.

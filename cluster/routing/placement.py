@@ -40,6 +40,7 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         kv_groups: KV groups of the model.
         num_empty_slots: Decode positions that are free.
         num_free_blocks: For each KV group the blocks that are free or evictable.
+        num_free_tokens: The longest sequence that has room in these, in tokens.
         num_active: Requests that it holds or was sent.
         num_queued_tokens: Prompt tokens that its engine has not started on.
         step_s: Seconds of the engine's latest decode step; 0 before the first.
@@ -52,6 +53,7 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     kv_groups: tuple[KVGroup, ...]
     num_empty_slots: int
     num_free_blocks: list[int]
+    num_free_tokens: int
     num_active: int
     num_queued_tokens: int
     step_s: float
@@ -104,18 +106,14 @@ def place(
 
 def fits(demand: Demand, view: GroupView) -> bool:
     """Whether a request can begin there at once; an engine as a whole has a queue of its own."""
-    if view.dp_group == ANY_GROUP:
-        return True
-    if view.num_empty_slots < demand.num_choices:
-        return False
-    for kv_group, num_free in zip(view.kv_groups, view.num_free_blocks, strict=True):
-        if demand.num_blocks(kv_group) > num_free:
-            return False
-    return True
+    return view.dp_group == ANY_GROUP or (
+        view.num_empty_slots >= demand.num_choices
+        and view.num_free_tokens >= demand.num_first_tokens
+    )
 
 
 class MostEmptySlots:
-    """The emptiest DP group: most empty slots, then most free blocks of the KV group with fewest.
+    """The emptiest DP group: most empty slots, then room for the longest sequence.
 
     Ties go to the lowest (incarnation, dp_group), so that equal views give equal placements.
     """
@@ -123,8 +121,7 @@ class MostEmptySlots:
     def score(self, demand: Demand, view: GroupView) -> tuple[object, ...]:
         """See `PlacementPolicy`."""
         del demand
-        num_free = min(view.num_free_blocks)
-        return -view.num_empty_slots, -num_free, view.incarnation, view.dp_group
+        return -view.num_empty_slots, -view.num_free_tokens, view.incarnation, view.dp_group
 
     def placed(self, demand: Demand, view: GroupView) -> None:
         """Remembers nothing."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.routing.placement import ANY_GROUP, GroupView
+from replicas.kv_groups import KVGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -255,12 +256,12 @@ def _group_views(
     """One view for each DP group."""
     kv_groups = replica.member.description.kv_groups
     slots = [0] * len(snapshot.groups)
-    free_blocks = [list(group.num_free_blocks) for group in snapshot.groups]
+    free_blocks = [group.num_free_blocks for group in snapshot.groups]
     for dp_group, demand in replica.holds.values():
         if dp_group != ANY_GROUP:
             slots[dp_group] += demand.num_choices
-            for index, kv_group in enumerate(kv_groups):
-                free_blocks[dp_group][index] -= demand.num_blocks(kv_group)
+            free = zip(free_blocks[dp_group], kv_groups, strict=True)
+            free_blocks[dp_group] = [n - demand.num_blocks(kv_group) for n, kv_group in free]
     return [
         GroupView(
             incarnation,
@@ -268,7 +269,7 @@ def _group_views(
             snapshot.role,
             kv_groups,
             max(group.num_empty_slots - group.num_waiting - slots[index], 0),
-            [max(num_free, 0) for num_free in free_blocks[index]],
+            *_room(kv_groups, free_blocks[index]),
             group.num_running + group.num_reserved + group.num_waiting + slots[index],
             snapshot.num_waiting_tokens,
             snapshot.step_s,
@@ -278,20 +279,26 @@ def _group_views(
     ]
 
 
+def _room(kv_groups: Iterable[KVGroup], free_blocks: Iterable[int]) -> tuple[list[int], int]:
+    """A view's free blocks of each KV group, and the longest sequence that has room in them."""
+    free = [max(num_free, 0) for num_free in free_blocks]
+    return free, min(map(KVGroup.num_tokens_in, kv_groups, free))
+
+
 def _engine_view(
     incarnation: str, replica: _Replica, snapshot: EngineSnapshot, first: int
 ) -> list[GroupView]:
     """One view of the engine as a whole."""
-    groups = snapshot.groups
+    groups, kv_groups = snapshot.groups, replica.member.description.kv_groups
     held = sum(demand.num_prompt_tokens for _, demand in replica.holds.values())
     return [
         GroupView(
             incarnation,
             ANY_GROUP,
             snapshot.role,
-            replica.member.description.kv_groups,
+            kv_groups,
             sum(group.num_empty_slots for group in groups),
-            [sum(free) for free in zip(*(g.num_free_blocks for g in groups), strict=True)],
+            *_room(kv_groups, map(sum, zip(*(g.num_free_blocks for g in groups), strict=True))),
             sum(group.num_running for group in groups) + snapshot.num_waiting + len(replica.holds),
             snapshot.num_waiting_tokens + held,
             snapshot.step_s,

@@ -12,7 +12,6 @@ from cluster.routing.placement import (
     MostEmptySlots,
     Placement,
     RoundRobin,
-    fits,
     make_policies,
     place,
 )
@@ -31,15 +30,16 @@ def needs(num_blocks):
 
 def group_view(incarnation, dp_group, slots, blocks, active=0, index=0):
     """A DP group of a decode engine."""
+    room = [blocks], blocks * BLOCK_SIZE
     return GroupView(
-        incarnation, dp_group, "decode", KV_GROUPS, slots, [blocks], active, 0, 0.0, index
+        incarnation, dp_group, "decode", KV_GROUPS, slots, *room, active, 0, 0.0, index
     )
 
 
 def prefill_view(incarnation, queued_tokens, active, index=0):
     """A prefill engine as a whole."""
     return GroupView(
-        incarnation, ANY_GROUP, "prefill", KV_GROUPS, 0, [0], active, queued_tokens, 0.0, index
+        incarnation, ANY_GROUP, "prefill", KV_GROUPS, 0, [0], 0, active, queued_tokens, 0.0, index
     )
 
 
@@ -218,26 +218,6 @@ def test_policies_have_names_and_memories_of_their_own(name, kinds):
 
 
 # --- what is measured with what ------------------------------------------------------------------
-
-
-def test_need_is_counted_in_the_blocks_of_the_group_that_is_looked_at():
-    """Four blocks of 32 tokens, or two of 64."""
-    demand = Demand("r", [7] * 127)
-    small = GroupView("small", 0, "decode", one_kv_group(9, 32), 1, [3], 0, 0, 0.0, 0)
-    large = GroupView("large", 0, "decode", one_kv_group(9, 64), 1, [2], 0, 0, 0.0, 1)
-    assert place(MostEmptySlots(), demand, [small]) is None
-    assert place(MostEmptySlots(), demand, [small, large]) == Placement("large", 0)
-
-
-def test_a_request_needs_its_blocks_in_every_kv_group():
-    demand, both = Demand("r", [7] * 127), (*one_kv_group(9, 32), *one_kv_group(9, 64))
-    for free, fits_there in (([4, 2], True), ([3, 2], False), ([4, 1], False), ([9, 0], False)):
-        assert fits(demand, GroupView("e", 0, "decode", both, 1, free, 0, 0, 0.0, 0)) is fits_there
-    fewest = [
-        GroupView(n, 0, "decode", both, 1, f, 0, 0, 0.0, 0)
-        for n, f in (("a", [9, 4]), ("b", [5, 5]))
-    ]
-    assert place(MostEmptySlots(), demand, fewest) == Placement("b", 0), "no group is nearly full"
 
 
 def test_every_choice_takes_a_slot():

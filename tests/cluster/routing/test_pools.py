@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from cluster.routing.demand import Demand
-from cluster.routing.placement import ANY_GROUP, Placement
+from cluster.routing.placement import ANY_GROUP, MostEmptySlots, Placement, place
 from cluster.routing.pools import PoolState
 from replicas.messages import EngineSnapshot, GroupSnapshot
 from tests.cluster.engines import make_member
@@ -310,6 +310,7 @@ def test_a_request_is_held_on_each_side_by_itself():
     pools.release("r", "p0")
     assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
     assert [v.num_free_blocks for v in pools.decode_views()] == [[4], [8], [8], [8]]
+    assert [v.num_free_tokens // BLOCK_SIZE for v in pools.decode_views()] == [4, 8, 8, 8]
     pools.release("r", "d0")
     pools.release("r", "d0")
     pools.release("s", "p0")
@@ -359,14 +360,43 @@ def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
     ]  # fmt: skip
 
 
-def test_a_hold_takes_its_blocks_in_every_kv_group():
+def pool_of(**engines):
+    """Decode engines of one slot: {name: (KV groups, free blocks of each)}."""
     pools = PoolState()
-    both = (*one_kv_group(9, 32), *one_kv_group(9, 64))
-    pools.add(make_member("decode", "e", kv_groups=both))
-    pools.take_snapshot("e", snapshot(0, [GroupSnapshot(2, [8, 3], 0, 0, 0)]))
-    for request_id, free_blocks in (("r", [4, 1]), ("s", [0, 0])):
+    for incarnation, (kv_groups, free_blocks) in engines.items():
+        pools.add(make_member("decode", incarnation, kv_groups=kv_groups))
+        group = GroupSnapshot(1, free_blocks, 0, 0, 0)
+        pools.take_snapshot(incarnation, snapshot(0, [group]))
+    return pools
+
+
+def placed(demand, **engines):
+    placement = place(MostEmptySlots(), demand, pool_of(**engines).decode_views())
+    return placement and placement.incarnation
+
+
+def test_need_is_counted_in_the_blocks_of_the_group_that_is_looked_at():
+    """Four blocks of 32 tokens, or two of 64."""
+    demand = Demand("r", [7] * 127)
+    small, large = (one_kv_group(9, 32), [3]), (one_kv_group(9, 64), [2])
+    assert placed(demand, small=small) is None
+    assert placed(demand, small=small, large=large) == "large"
+
+
+def test_a_request_needs_its_blocks_in_every_kv_group():
+    demand, both = Demand("r", [7] * 127), (*one_kv_group(9, 32), *one_kv_group(9, 64))
+    for free_blocks in ([3, 2], [4, 1], [9, 0]):
+        assert placed(demand, e=(both, free_blocks)) is None, free_blocks
+    assert placed(demand, e=(both, [4, 2])) == "e"
+    assert placed(demand, a=(both, [9, 2]), b=(both, [5, 3])) == "b", "no KV group is nearly full"
+
+
+def test_a_hold_takes_its_blocks_in_every_kv_group():
+    pools = pool_of(e=((*one_kv_group(9, 32), *one_kv_group(9, 64)), [8, 3]))
+    for request_id, free_blocks, num_tokens in (("r", [4, 1], 64), ("s", [0, 0], 0)):
         pools.hold(Demand(request_id, [7] * 127), Placement("e", 0))
-        assert [v.num_free_blocks for v in pools.decode_views()] == [free_blocks]
+        [view] = pools.decode_views()
+        assert (view.num_free_blocks, view.num_free_tokens) == (free_blocks, num_tokens)
     pools.check_invariants()
 
 
