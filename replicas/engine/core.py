@@ -422,9 +422,8 @@ class EngineCore:
             self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
         except TransferError as error:
             logger.warning("ticket of %s refused: %s", message.request_id, error)
-            self._events[client].append(
-                KVLoaded(message.request_id, message.epoch, failure_word(error))
-            )
+            failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
+            self._events[client].append(failed)
 
     def _abort(self, client: bytes, request_id: str) -> None:
         if request_id in self._successors and self._successors[request_id][0] == client:
@@ -461,10 +460,8 @@ class EngineCore:
         progress = []
         if batch is not None:
             progress = [
-                SaveProgress(
-                    seq.request_id, seq.dp_group, tuple(map(tuple, seq.block_ids)), num_tokens
-                )
-                for seq, num_tokens in self._scheduler.progress(batch)
+                SaveProgress(s.request_id, s.dp_group, tuple(map(tuple, s.block_ids)), num_tokens)
+                for s, num_tokens in self._scheduler.progress(batch)
             ]
         if not progress and not self._has_transfers():
             return None
@@ -500,9 +497,8 @@ class EngineCore:
         self._fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}")
 
     def _fail(self, seq: Sequence, error: str) -> None:
-        self._events[seq.client].append(
-            TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
-        )
+        output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
+        self._events[seq.client].append(output)
 
     def _transfer_stats(self, now_s: float) -> TransferStats:
         stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
