@@ -48,7 +48,8 @@ def exported():
         stages={"handover": stage},
         leases={"granted": 1},
     )
-    groups = [of_ones(GroupCounters, requests_finished={"stop": 1})]
+    given = {"num_blocks": [1], "num_free_blocks": [1], "requests_finished": {"stop": 1}}
+    groups = [of_ones(GroupCounters, **given)]
     engine = of_ones(EngineMetrics, groups=groups, transfer=transfer)
     page = render(router, [(make_member("decode", "d"), engine)], "tiny")
     return {
