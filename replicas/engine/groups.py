@@ -99,6 +99,8 @@ class DPGroups:
     def choose(self, seq: Sequence, full_groups: Collection[int] = ()) -> int | None:
         """The asked group, or the one with the most empty slots; None if there is none.
 
+        Of equals the one with the most free blocks, in the first KV group.
+
         Args:
             seq: The sequence to place.
             full_groups: Groups that must not be chosen.
@@ -106,7 +108,7 @@ class DPGroups:
         asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
         return max(
             (g for g in asked if g not in full_groups and self._slots.num_empty(g)),
-            key=lambda g: (self._slots.num_empty(g), self._num_free_tokens(g), -g),
+            key=lambda g: (self._slots.num_empty(g), self._pools[g][0].num_free_blocks, -g),
             default=None,
         )
 
@@ -116,15 +118,10 @@ class DPGroups:
         """The first group, in the order of `choose`, with blocks for so many tokens."""
         tried = set(full_groups)
         while (group := self.choose(seq, tried)) is not None:
-            walks = self._find_prefix(seq, group)
-            num_found = [w.num_blocks * s for w, s in zip(walks, self._block_sizes, strict=True)]
-            num_hit = min(num_found) // self.block_multiple * self.block_multiple
+            walks, num_hit = self._find_prefix(seq, group)
             if self._fits(group, num_tokens, walks, num_hit):
-                hits = [
-                    w.block_ids[: num_hit // s]
-                    for w, s in zip(walks, self._block_sizes, strict=True)
-                ]
-                return Place(group, hits, num_hit)
+                found = zip(walks, self._block_sizes, strict=True)
+                return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
             tried.add(group)
         return None
 
@@ -223,10 +220,8 @@ class DPGroups:
             reserved: Sequences that wait for their KV in it.
             waiting: Queued sequences that ask for it.
         """
-        num_free_blocks = [pool.num_free_blocks for pool in self._pools[group]]
-        return GroupSnapshot(
-            self._slots.num_empty(group), num_free_blocks, running, reserved, waiting
-        )
+        num_empty, num_free_blocks = self._slots.num_empty(group), self._free_blocks(group)
+        return GroupSnapshot(num_empty, num_free_blocks, running, reserved, waiting)
 
     def counters(self, group: int, running: int, reserved: int) -> GroupCounters:
         """Totals and gauges of a group."""
@@ -238,7 +233,7 @@ class DPGroups:
             num_slots=self._slots_per_group,
             num_empty_slots=self._slots.num_empty(group),
             num_blocks=[pool.num_blocks for pool in pools],
-            num_free_blocks=[pool.num_free_blocks for pool in pools],
+            num_free_blocks=self._free_blocks(group),
             requests_finished=dict(totals.requests_finished),
         )
 
@@ -273,25 +268,31 @@ class DPGroups:
         """Every KV group with its pool in a DP group, and something of each."""
         return zip(self._kv_groups, self._pools[group], values, strict=True)
 
-    def _find_prefix(self, seq: Sequence, group: int) -> list[PrefixWalk]:
-        """Cached leading blocks; at least one token is left to compute, for its logits."""
+    def _find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
+        """Cached leading blocks of each KV group, and tokens that all of them have.
+
+        At least one token is left to compute, for its logits.
+        """
         walks = seq.walks.get(group)
         if walks is None:
             walks = seq.walks[group] = [PrefixWalk() for _ in self._kv_groups]
-        if self._enable_prefix_caching:
-            self._extend_hashes(seq)
-            found = zip(walks, seq.block_hashes, strict=True)
-            for kv_group, pool, (walk, hashes) in self._each_kv_group(group, found):
-                limit = (seq.num_tokens - 1) // kv_group.block_size
-                pool.bring_up_to_date(walk, hashes, limit)
-        return walks
+        if not self._enable_prefix_caching:
+            return walks, 0
+        self._extend_hashes(seq)
+        num_hit = last = len(seq.token_ids) - 1
+        for index, pool in enumerate(self._pools[group]):
+            walk, size = walks[index], self._block_sizes[index]
+            pool.bring_up_to_date(walk, seq.block_hashes[index], last // size)
+            num_hit = min(num_hit, len(walk.found) * size)
+        return walks, num_hit - num_hit % self.block_multiple
 
     def _fits(self, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int) -> bool:
         """Whether a group has blocks for so many tokens, the first of them found already."""
-        for kv_group, pool, walk in self._each_kv_group(group, walks):
+        for index, pool in enumerate(self._pools[group]):
+            kv_group = self._kv_groups[index]
             num_found = num_hit // kv_group.block_size
-            num_new_blocks = kv_group.num_blocks_for(num_tokens) - num_found
-            if num_new_blocks + walk.num_evictable(num_found) > pool.num_free_blocks:
+            num_taken = kv_group.num_blocks_for(num_tokens) - num_found
+            if num_taken + walks[index].num_evictable(num_found) > pool.num_free_blocks:
                 return False
         return True
 
@@ -319,7 +320,5 @@ class DPGroups:
         capacity: int = min(map(mul, map(len, seq.block_ids), self._block_sizes))
         return capacity
 
-    def _num_free_tokens(self, group: int) -> int:
-        """Tokens for which a DP group has blocks."""
-        pools = zip(self._pools[group], self._block_sizes, strict=True)
-        return min(pool.num_free_blocks * size for pool, size in pools)
+    def _free_blocks(self, group: int) -> list[int]:
+        return [pool.num_free_blocks for pool in self._pools[group]]
