@@ -50,12 +50,19 @@ UNKNOWN_STEP_S = 300.0
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
 
-KERNEL_LIMITS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""How many compiled kernels oneDNN, and PyTorch's layer above it, keep in an engine; else 1,024.
+KERNEL_SETTINGS = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""What the libraries of an engine's generator read once; its parent's environment goes over it.
 
-In bfloat16 every shape of a product is a kernel of some 250 KB in each, and prompts come in all
-lengths. Those that are thrown away leave holes in the heap, so an engine grew for as long as it met
-new shapes. Its parent's environment, where it names one of these, has the last word.
+How many compiled kernels oneDNN, and PyTorch's layer above it, keep; else 1,024. In bfloat16 every
+shape of a product is a kernel of some 250 KB in each, and prompts come in all lengths. Those that
+are thrown away leave holes in the heap, so an engine grew for as long as it met new shapes.
+
+How threads of OpenMP wait for each other. Those that wait busily keep the core from the very thread
+that they wait for, as soon as anything else wants a core, too: a step then takes 70 times as long.
 """
 
 Hang = Literal["step", "frozen"]
@@ -266,7 +273,7 @@ def _spawn(
             [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env={**KERNEL_LIMITS, **child_environment(config, env)},
+            env={**KERNEL_SETTINGS, **child_environment(config, env)},
         )
     except BaseException:
         os.close(read_fd)

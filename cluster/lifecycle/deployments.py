@@ -308,10 +308,6 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
     environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
     if config.num_threads is not None:
         environment |= dict.fromkeys(_THREAD_VARIABLES, str(config.num_threads))
-        if config.num_threads >= (os.cpu_count() or 1):
-            # Threads that wait busily for each other would hold up whoever brings the next step's
-            # work, and each other: a first token then takes ten times as long now and then.
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return environment
 
 

@@ -25,6 +25,7 @@ from replicas.engine.device_sampling import (
 from replicas.engine.sampler import sample
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
+from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
+
+_NO_NUMBERS = np.zeros(0)
+"""Random numbers of rows that all take the most likely token."""
 
 
 class _StepRows(NamedTuple):
@@ -407,13 +411,16 @@ class ModelRunner:
     ) -> Int64Array:
         """Tokens of some of a step's rows, whose logits are at `places`."""
         batch, slots = self._batch, step.slots[entries]
-        indices = (step.token_places[entries] - batch.num_prompt_tokens[slots]).astype(np.int64)
+        temperature, uniforms = batch.temperature[slots], _NO_NUMBERS
+        if (temperature >= GREEDY_EPS).any():
+            indices = step.token_places[entries] - batch.num_prompt_tokens[slots]
+            uniforms = uniform(batch.seed[slots], indices.astype(np.int64))
         return sample(
             logits if logits.ndim == 2 else logits[:, -1],
-            batch.temperature[slots],
+            temperature,
             batch.top_k[slots],
             batch.top_p[slots],
-            uniform(batch.seed[slots], indices),
+            uniforms,
             places,
         )
 
