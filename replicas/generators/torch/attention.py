@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -189,18 +190,26 @@ def _attend_prompts(part: _Prompts, q: torch.Tensor, kv: torch.Tensor, out: torc
         )
         target.copy_(found.transpose(1, 2))
         return
-    mask = torch.from_numpy(~causal_mask(np.arange(length), length))
-    hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    hidden = _hidden(length, queries.shape[2] // k.shape[2], q.dtype)
     size = max(1, _MAX_SCORES_BYTES // (queries.shape[2] * length**2 * q.element_size()))
     for first in range(0, count, size):
         some = slice(first, first + size)
         _attend_short(queries[some], k[some], v[some], target[some], hidden)
 
 
+@lru_cache(maxsize=8)
+def _hidden(length: int, share: int, dtype: torch.dtype) -> torch.Tensor:
+    """(share * length, length): for each of the heads of a KV head 0, or -inf for later tokens."""
+    is_later = torch.from_numpy(~causal_mask(np.arange(length), length))
+    return (
+        torch.zeros(length, length, dtype=dtype).masked_fill_(is_later, -torch.inf).repeat(share, 1)
+    )
+
+
 def _attend_short(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor
 ) -> None:
-    """Whole prompts: q and out (R, n, H, D), k and v (R, n, G, D), hidden (n, n) 0 or -inf."""
+    """Whole prompts: q and out (R, n, H, D), k and v (R, n, G, D), hidden (H / G * n, n)."""
     count, length, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     share = num_heads // num_kv_heads
@@ -208,7 +217,7 @@ def _attend_short(
     queries = q.view(count, length, num_kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
     queries = queries.reshape(count * num_kv_heads, share * length, head_dim)
     k, v = (t.transpose(1, 2).reshape(-1, length, head_dim) for t in (k, v))
-    mask = hidden.repeat(share, 1).expand(len(queries), -1, -1)
+    mask = hidden.expand(len(queries), -1, -1)
     scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=head_dim**-0.5)
     found = torch.bmm(scores.softmax(dim=-1), v)
     found = found.view(count, num_kv_heads, share, length, head_dim).permute(0, 3, 1, 2, 4)
