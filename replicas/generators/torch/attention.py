@@ -19,10 +19,11 @@ import torch
 from torch.nn import functional
 
 from replicas.generators.masks import causal_mask
-from replicas.generators.torch.kernels import DecodeRows, kernels_for
+from replicas.generators.torch.kernels import DecodeRows, PlainKernels, kernels_for
 
 if TYPE_CHECKING:
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
+    from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -39,7 +40,13 @@ _MAX_SCORES_BYTES = 4 << 20
 
 
 class AttentionBackend(Protocol):
-    """Holds nothing that changes."""
+    """Holds nothing that changes.
+
+    Attributes:
+        kernels: What a pass does besides, in the same spirit.
+    """
+
+    kernels: Kernels | PlainKernels
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of one pass, which every layer calls once."""
@@ -47,7 +54,16 @@ class AttentionBackend(Protocol):
 
 
 class ReferenceAttention:
-    """Attends request by request, spelling the formula out."""
+    """Attends request by request, spelling the formula out.
+
+    Attributes:
+        kernels: See ``AttentionBackend``.
+    """
+
+    kernels: Kernels | PlainKernels
+
+    def __init__(self) -> None:
+        self.kernels = PlainKernels()
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
@@ -132,10 +148,15 @@ class FastAttention:
 
     Args:
         dtype: Of all tensors.
+
+    Attributes:
+        kernels: See ``AttentionBackend``.
     """
 
+    kernels: Kernels | PlainKernels
+
     def __init__(self, dtype: torch.dtype) -> None:
-        self._kernels = kernels_for(dtype)
+        self.kernels = self._compiled = kernels_for(dtype)
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
@@ -146,7 +167,7 @@ class FastAttention:
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             if decodes is not None:
-                self._kernels.attend_decodes(q, decodes, cache.planes[layer], out)
+                self._compiled.attend_decodes(q, decodes, cache.planes[layer], out)
             for part in others:
                 if isinstance(part, _Prompts):
                     _attend_prompts(part, q, kv, out)

@@ -8,13 +8,19 @@ operations of transformers do. Addresses are believed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-# Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN.
-FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+# Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN, and what
+# is divided by zero is no exception, which nobody would hear of.
+OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}
 
 
 OUTPUTS = 16
@@ -132,7 +138,7 @@ def _(x):
     return exp
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _exp32(x):
     """Of x <= 0, a polynomial that vectors of numbers go through at once.
 
@@ -173,7 +179,7 @@ def rms_norm(item):
     return kernel
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _normalise(x, first, weight, first_weight, out, first_out, size, eps):
     """Rounded before the weight is applied, as transformers does."""
     total = eps - eps
@@ -226,7 +232,7 @@ def rotate_and_store(item):
     return kernel
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _rotate(heads, at, cos, sin, angle, head_dim):
     half = head_dim // 2
     for d in range(half):
@@ -282,7 +288,7 @@ def attend_decodes(item):
     return kernel
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _score(queries, keys, at, count, head_dim, scores, stride):
     """Products of each query and each key; four keys at once, so that a query is read once."""
     zero = _same(queries[0], 0)
@@ -307,7 +313,7 @@ def _score(queries, keys, at, count, head_dim, scores, stride):
             scores[h * stride + t] = one
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _soften(scores, stride, count, tops, totals, found, head_dim):
     """Scores to weights relative to the greatest so far; what was found before fades with it."""
     for h in range(len(tops)):
@@ -327,7 +333,7 @@ def _soften(scores, stride, count, tops, totals, found, head_dim):
             found[d] *= fade
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _add_weighted(weights, stride, values, at, count, found, head_dim):
     """The weighted sum of values; four at once, so that a sum is written once."""
     for h in range(len(found) // head_dim):
@@ -385,7 +391,7 @@ def multiply(item):
     return kernel
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _dots(x, first, weight, at, size, count, sums):
     """Products of a row and up to four columns; four at once, so that the row is read once."""
     if count < 4:
@@ -404,7 +410,7 @@ def _dots(x, first, weight, at, size, count, sums):
     sums[0], sums[1], sums[2], sums[3] = one, two, three, four
 
 
-@njit(fastmath=FASTMATH)
+@njit(**OPTIONS)
 def _sigmoid(x):
     raised = _exp(-abs(x))
     return (_same(x, 1) if x >= 0 else raised) / (_same(x, 1) + raised)

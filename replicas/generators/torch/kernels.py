@@ -11,15 +11,21 @@ B decoding rows, K blocks of the longest row.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
+import pickle  # noqa: TID251 - an error of numba's cache, which this reads nothing with
 import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import llvmlite.binding as llvm
+import numba
 import numpy as np
 import torch
 from numba import cfunc, types
+from torch.nn import functional
 
 from replicas.generators.torch import compiled
 
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.generators.torch.inputs import Int64Array
+
+logger = logging.getLogger(__name__)
 
 _ITEMS = {
     torch.bfloat16: types.uint16,
@@ -82,28 +90,51 @@ class DecodeRows:
 
 
 class Kernel:
-    """A compiled kernel for one dtype."""
+    """A compiled kernel for one dtype.
+
+    Raises:
+        RuntimeError: numba cannot compile it here.
+    """
 
     def __init__(
         self, make: Callable[[types.Type], Callable[[Any], None]], dtype: torch.dtype
     ) -> None:
-        signature = types.void(types.voidptr)
-        function = make(_ITEMS[dtype])
-        try:
-            self._compiled = cfunc(signature, fastmath=compiled.FASTMATH, cache=True)(function)
-        except RuntimeError:  # nowhere to keep it
-            self._compiled = cfunc(signature, fastmath=compiled.FASTMATH)(function)
-        self._address: int = self._compiled.address  # type: ignore[assignment]
+        self._compiled = _compile(make, dtype)
+        self._address: int = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, num_units: int, *arguments: int) -> None:
         """Do all units on as many threads as PyTorch uses."""
         block = (ctypes.c_int64 * (2 + len(arguments)))(0, num_units, *arguments)
-        num_threads = min(torch.get_num_threads(), num_units)
-        if num_threads > 1 and (in_team := _team()) is not None:
+        # Never fewer because there are fewer units: threads that a team has no use for would end.
+        num_threads = torch.get_num_threads()
+        if num_threads > 1 and num_units > 1 and (in_team := _team()) is not None:
             in_team(self._address, block, num_threads, 0)
         else:
             self._call(block)
+
+
+def _compile(make: Callable[[types.Type], Callable[[Any], None]], dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Compile a kernel, or read it from disk; where that does not work, go without."""
+    function = make(_ITEMS[dtype])
+    # It names the files. One for each version, processor and dtype: numba numbers what shares an
+    # index without a lock, so that one process could save its code as that of another.
+    function.__qualname__ = f"{make.__name__}_{str(dtype).removeprefix('torch.')}_{_version()}"
+    signature = types.void(types.voidptr)
+    try:
+        return cfunc(signature, cache=True, **compiled.OPTIONS)(function)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
+        return cfunc(signature, **compiled.OPTIONS)(function)
+
+
+@cache
+def _version() -> str:
+    """What the compiled code depends on besides its dtype."""
+    features = sorted(llvm.get_host_cpu_features().items())
+    facts = f"{numba.__version__} {llvm.get_host_cpu_name()} {features}"
+    source = Path(compiled.__file__).read_bytes()
+    return hashlib.blake2b(facts.encode() + source, digest_size=8).hexdigest()
 
 
 @cache
@@ -120,18 +151,38 @@ def _team() -> Callable[[int, ctypes.Array[ctypes.c_int64], int, int], None] | N
     return None
 
 
-def _start(tensor: torch.Tensor | None) -> int:
-    """The address of its first number, 0 of None; the others follow."""
+def _start(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
+    """The address of its first number, 0 of None; the others follow.
+
+    Raises:
+        ValueError: They do not, or are of another dtype.
+    """
     if tensor is None:
         return 0
-    assert tensor.is_contiguous()
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{tensor.dtype} with strides {tensor.stride()} is not {dtype} in a row")
+    return tensor.data_ptr()
+
+
+def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """The address of its first number; the others of a row follow.
+
+    Raises:
+        ValueError: As `_start`.
+    """
+    if len(tensor):
+        _start(tensor[0], dtype)
     return tensor.data_ptr()
 
 
 def _place(array: Int64Array) -> int:
-    """The address of its first number; the others follow."""
-    assert array.flags.c_contiguous
-    assert array.dtype == np.int64
+    """The address of its first number; the others follow.
+
+    Raises:
+        ValueError: They do not, or are no int64.
+    """
+    if array.dtype != np.int64 or not array.flags.c_contiguous:
+        raise ValueError(f"{array.dtype} with strides {array.strides} is not int64 in a row")
     return array.ctypes.data
 
 
@@ -146,6 +197,32 @@ def kernels_for(dtype: torch.dtype) -> Kernels:
     return Kernels(dtype)
 
 
+class PlainKernels:
+    """Norm and rotation as PyTorch spells them out: what the compiled ones are held to."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Kernels.rms_norm`."""
+        return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        places: TokenPlaces,
+        planes: tuple[torch.Tensor, torch.Tensor],
+        norm: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        """See `Kernels.rotate_and_store`."""
+        _, num_kv_heads, block_size, head_dim = planes[0].shape
+        turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
+        cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
+        turning.copy_(plain * cos + plain.roll(head_dim // 2, -1) * sin)
+        blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
+        planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
+        planes[1][blocks, :, offsets] = values
+
+
 class Kernels:
     """All kernels for one dtype; compiled, or read from disk, when this is made.
 
@@ -156,6 +233,7 @@ class Kernels:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._rms_norm = Kernel(compiled.rms_norm, dtype)
         self._rotate_and_store = Kernel(compiled.rotate_and_store, dtype)
         self._attend_decodes = Kernel(compiled.attend_decodes, dtype)
@@ -167,9 +245,9 @@ class Kernels:
         self._rms_norm(
             len(x),
             x.shape[1],
-            x.data_ptr(),
+            _rows(x, self._dtype),
             x.stride(0),
-            _start(weight),
+            _start(weight, self._dtype),
             out.data_ptr(),
             _bits(eps),
         )
@@ -202,14 +280,14 @@ class Kernels:
             num_kv_heads,
             head_dim,
             block_size,
-            _start(heads),
-            _start(places.cos),
-            _start(places.sin),
-            _start(places.positions),
-            _start(places.kv_positions),
-            _start(k_plane),
-            _start(v_plane),
-            _start(norm),
+            _start(heads, self._dtype),
+            _start(places.cos, self._dtype),
+            _start(places.sin, self._dtype),
+            _start(places.positions, torch.int64),
+            _start(places.kv_positions, torch.int64),
+            _start(k_plane, self._dtype),
+            _start(v_plane, self._dtype),
+            _start(norm, self._dtype),
             _bits(eps),
         )
 
@@ -237,12 +315,12 @@ class Kernels:
             head_dim,
             block_size,
             rows.tables.shape[1],
-            q.data_ptr(),
+            _rows(q, self._dtype),
             q.stride(0),
-            out.data_ptr(),
+            _rows(out, self._dtype),
             out.stride(0),
-            _start(k_plane),
-            _start(v_plane),
+            _start(k_plane, self._dtype),
+            _start(v_plane, self._dtype),
             _place(rows.tokens),
             _place(rows.tables),
             _place(rows.lengths),
@@ -274,10 +352,10 @@ class Kernels:
             len(x),
             x.shape[1],
             len(weight),
-            _start(x),
-            _start(weight),
-            _start(bias),
-            _start(other),
+            _start(x, self._dtype),
+            _start(weight, self._dtype),
+            _start(bias, self._dtype),
+            _start(other, self._dtype),
             out.data_ptr(),
             _THEN[then],
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.kernels import TokenPlaces, kernels_for
+from replicas.generators.torch.kernels import TokenPlaces
 from replicas.generators.torch.rope import rope_table
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class PagedTransformer:
     """A decoder model.
 
-    Owner: nothing that changes but the attention back end's scratch; the KV cache is the caller's.
+    Owner: nothing that changes; the KV cache is the caller's.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class PagedTransformer:
         self._attention = attention
         dtype = weights.embedding.dtype
         self._rope = rope_table(config.rope, config.head_dim, max_seq_len, dtype)
-        self._kernels = kernels_for(dtype)
 
     def forward(
         self,
@@ -63,7 +62,7 @@ class PagedTransformer:
         Returns:
             (len(batch.logits_indices), V) in the model's dtype.
         """
-        config, weights, kernels = self._config, self._weights, self._kernels
+        config, weights, kernels = self._config, self._weights, self._attention.kernels
         eps = config.rms_norm_eps
         self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
@@ -102,6 +101,10 @@ class PagedTransformer:
             ("KV position", batch.kv_positions.numpy(), num_blocks * cache.block_size),
             ("block", batch.block_table, num_blocks),
         )
+        starts, num_tokens = batch.query_start_loc, len(batch.input_ids)
+        is_whole = starts[0] == 0 and starts[-1] == num_tokens and (starts[1:] >= starts[:-1]).all()
+        if not is_whole or {len(batch.positions), len(batch.kv_positions)} != {num_tokens}:
+            raise IndexError(f"requests from {starts}, of {num_tokens} tokens")
         for name, found, limit in limits:
             if found.min() < 0 or found.max() >= limit:
                 raise IndexError(f"{name} {found.min()} to {found.max()}, of {limit}")

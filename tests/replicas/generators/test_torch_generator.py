@@ -353,6 +353,7 @@ def test_a_short_pass_takes_one_thread_and_a_long_one_all(
         ("block_table", -1, "block"),
         ("seq_lens", 10**6, "sequences of"),
         ("seq_lens", 0, "sequences of"),
+        ("query_start_loc", 1, "requests from"),
     ],
 )
 def test_what_does_not_exist_is_neither_read_nor_written(config, field, value, said):

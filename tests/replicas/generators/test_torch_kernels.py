@@ -1,13 +1,24 @@
 """Each compiled kernel gives what its formula in PyTorch gives, on one thread as on several."""
 
+import errno
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba.core.caching import IndexDataCacheFile
 from torch.nn import functional
 
-from replicas.generators.torch.kernels import DecodeRows, TokenPlaces, kernels_for
+from replicas.generators.torch import compiled, kernels
+from replicas.generators.torch.kernels import (
+    DecodeRows,
+    Kernel,
+    PlainKernels,
+    TokenPlaces,
+    kernels_for,
+)
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 BLOCK = 16
@@ -16,10 +27,11 @@ dtypes = st.sampled_from(list(DTYPES))
 seeds = st.integers(0, 2**20)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True, scope="module")
+@pytest.fixture(params=[1, 2, 5], ids="{} threads".format, autouse=True, scope="module")
 def _threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    assert kernels._team() is not None
     yield
     torch.set_num_threads(before)
 
@@ -133,16 +145,16 @@ def test_great_scores_leave_one_token(dtype, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_number_that_is_none_stays_so(dtype):
-    kernels = kernels_for(dtype)
+    ours = kernels_for(dtype)
     x = torch.ones(1, 8, dtype=dtype)
     x[0, 3] = torch.nan
     ones = torch.ones(8, 8, dtype=dtype)
-    assert kernels.rms_norm(x, ones[0], 1e-5).isnan().all()
-    assert kernels.multiply(x, ones, None, "swish").isnan().all()
+    assert ours.rms_norm(x, ones[0], 1e-5).isnan().all()
+    assert ours.multiply(x, ones, None, "swish").isnan().all()
     planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
     out = torch.zeros(1, 1, 8, dtype=dtype)
     rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([3]))
-    kernels.attend_decodes(x.view(1, 1, 8), rows, planes, out)
+    ours.attend_decodes(x.view(1, 1, 8), rows, planes, out)
     assert out.isnan().all()
 
 
@@ -172,3 +184,58 @@ def test_product(dtype, num_rows, size, num_outputs, has_bias, then, seed):
             wanted = functional.silu(wanted)
     scale = max(1.0, size**0.5)
     assert_near(found.double() / scale, wanted / scale, dtype)
+
+
+def test_two_who_call_at_once_get_each_his_own():
+    x, weight = draw(0)(400, 96, dtype=torch.float32), torch.ones(96)
+    wanted = PlainKernels().rms_norm(x, weight, 1e-5)
+
+    def call(_):
+        torch.set_num_threads(2)
+        return kernels_for(torch.float32).rms_norm(x, weight, 1e-5)
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(call, range(200)):
+            assert_near(found, wanted, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": torch.zeros(2, 8, dtype=torch.float64)},
+        {"x": torch.zeros(8, 2).T},
+        {"weight": torch.zeros(16)[::2]},
+    ],
+    ids=["dtype", "columns", "stride"],
+)
+def test_what_is_not_in_a_row_is_refused(wrong):
+    given = {"x": torch.zeros(2, 8), "weight": torch.zeros(8), **wrong}
+    with pytest.raises(ValueError, match="in a row"):
+        kernels_for(torch.float32).rms_norm(**given, eps=1e-5)
+
+
+@pytest.mark.parametrize("how", ["an empty index", "a full disk"])
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, tmp_path, caplog, how):
+    def refuse(*_arguments):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
+    Kernel(compiled.rms_norm, torch.float32)
+    [index] = tmp_path.rglob("*.nbi")
+    assert not caplog.records
+    if how == "an empty index":
+        index.write_bytes(b"")
+    else:
+        index.unlink()
+        monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
+    kernel = Kernel(compiled.rms_norm, torch.float32)
+    monkeypatch.setattr(kernels_for(torch.float32), "_rms_norm", kernel)
+    assert "is not kept" in caplog.text
+    test_norm.hypothesis.inner_test(torch.float32, 3, 5, 0)
+
+
+def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
+    for dtype in DTYPES:
+        Kernel(compiled.rms_norm, dtype)
+    assert len(list(tmp_path.rglob("*.nbi"))) == len(DTYPES)
