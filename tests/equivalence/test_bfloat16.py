@@ -11,10 +11,10 @@ from tests.models import model_folder, oracle_logits, reference_logits, referenc
 
 CASES = [
     "llama-gqa",
-    pytest.param("qwen3", marks=pytest.mark.slow),
+    "qwen3",  # it alone norms heads in place
     pytest.param("mistral", marks=pytest.mark.slow),
 ]
-"""What a model computes of its own is compared in float32; how bfloat16 rounds is alike in all."""
+"""What a model computes of its own is compared in float32; how bfloat16 rounds is alike in the others."""
 NEAR_TIE = 2.0
 """A near tie: exact arithmetic puts the two candidates no further apart than twice the error that
 transformers makes in bfloat16 at this place, which either of them may have suffered."""
