@@ -14,7 +14,7 @@ CASES = [
     "qwen3",  # it alone norms heads in place
     pytest.param("mistral", marks=pytest.mark.slow),
 ]
-"""What a model computes of its own is compared in float32; how bfloat16 rounds is alike in the others."""
+"""What a model computes of its own is compared in float32; the others round alike."""
 NEAR_TIE = 2.0
 """A near tie: exact arithmetic puts the two candidates no further apart than twice the error that
 transformers makes in bfloat16 at this place, which either of them may have suffered."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import dataclass, field
 
 import pytest
 
 from kv_transfer.store import StoreConfig
+from kv_transfer.store_thread import StoreJob
 from replicas.messages import AddRequest, EngineRequest, Refused, TokenOutput
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config, take_events
@@ -37,6 +39,17 @@ def config(address, connector="pooled", **changes):
     )
     settings = {"max_model_len": 240, "kv_connector": connector, "kv_store": store}
     return make_config(model_folder("llama-gqa"), **{**settings, **changes})
+
+
+@dataclass(slots=True, eq=False)
+class Last(StoreJob):
+    """Comes after every value that the store was given before."""
+
+    is_urgent = False
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, _store):
+        self.is_done.set()
 
 
 class Alone:
@@ -83,8 +96,10 @@ class Alone:
         self.run_until(self.node.is_idle, "everything given back")
         self.node.core.check_invariants()
         # What is saved in the background holds no blocks; wait for it all the same.
-        connector = self.node.core._connector
-        self.run_until(lambda: not connector.num_inflight, "everything saved")
+        core, last = self.node.core, Last()
+        self.run_until(lambda: not core._connector.num_inflight, "everything read")
+        core._executor._worker._connector._executor.submit(last)
+        self.run_until(last.is_done.is_set, "everything saved")
         return list(outputs.values())
 
     @property
