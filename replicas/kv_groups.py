@@ -8,7 +8,7 @@ Source of the term: vLLM v1/kv_cache_interface.py `KVCacheGroupSpec`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,26 +17,21 @@ from replicas.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-KVGroupKind = Literal["full"]
-"""Which tokens a sequence keeps blocks for. full: all of them, from its first on."""
-
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV group of a model.
+    """One KV group of a model: its sequences keep blocks for all of their tokens.
 
     Attributes:
         layers: The layers that are in it, 0-based.
         block_size: Tokens per block.
         num_blocks: Blocks of each lane, null block included.
         bytes_per_block: Bytes of one block over all of these layers, K and V.
-        kind: See `KVGroupKind`.
     """
 
     layers: tuple[int, ...]
     block_size: int
     num_blocks: int
     bytes_per_block: int
-    kind: KVGroupKind = "full"
 
     @property
     def num_usable_blocks(self) -> int:
