@@ -309,5 +309,5 @@ def test_an_engine_describes_itself(core):
         "slots_per_group": 2, "max_num_batched_tokens": 2048, "pid": 42,
     }  # fmt: skip
     [kv_group] = description.kv_groups
-    assert (kv_group.block_size, kv_group.num_blocks, kv_group.kind) == (32, 64, "full")
+    assert (kv_group.block_size, kv_group.num_blocks) == (32, 64)
     assert kv_group.layers == tuple(range(len(kv_group.layers)))
