@@ -19,7 +19,12 @@ import torch
 from torch.nn import functional
 
 from replicas.generators.masks import causal_mask
-from replicas.generators.torch.kernels import DecodeRows, PlainKernels, kernels_for
+from replicas.generators.torch.kernels import (
+    DecodeRows,
+    PlainKernels,
+    decode_attention_for,
+    kernels_for,
+)
 
 if TYPE_CHECKING:
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
@@ -148,6 +153,8 @@ class FastAttention:
 
     Args:
         dtype: Of all tensors.
+        head_dim: D.
+        share: H / G.
 
     Attributes:
         kernels: See ``AttentionBackend``.
@@ -155,8 +162,9 @@ class FastAttention:
 
     kernels: Kernels | PlainKernels
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.kernels = self._compiled = kernels_for(dtype)
+    def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
+        self.kernels = kernels_for(dtype)
+        self._attend_decodes = decode_attention_for(dtype, head_dim, share)
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
@@ -167,7 +175,7 @@ class FastAttention:
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             if decodes is not None:
-                self._compiled.attend_decodes(q, decodes, cache.planes[layer], out)
+                self._attend_decodes(q, decodes, cache.planes[layer], out)
             for part in others:
                 if isinstance(part, _Prompts):
                     _attend_prompts(part, q, kv, out)
@@ -298,8 +306,8 @@ def _prompts(batch: PagedBatch, requests: list[int]) -> _Prompts:
     )
 
 
-BACKENDS: Mapping[str, Callable[[torch.dtype], AttentionBackend]] = {
+BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
     "fast": FastAttention,
-    "reference": lambda _dtype: ReferenceAttention(),
+    "reference": lambda _dtype, _head_dim, _share: ReferenceAttention(),
 }
-"""The values of ``CpuDevice.attention``."""
+"""The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""

@@ -15,13 +15,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-# Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN, and what
-# is divided by zero is no exception, which nobody would hear of.
-OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
-    "error_model": "numpy",
-}
+from replicas.generators.torch import vectors
 
+# What is divided by zero is no exception, which nobody would hear of.
+OPTIONS: dict[str, Any] = {"fastmath": set(vectors.FLAGS), "error_model": "numpy"}
 
 OUTPUTS = 16
 PLUS, TIMES, SWISH = 1, 2, 3
@@ -243,21 +240,21 @@ def _rotate(heads, at, cos, sin, angle, head_dim):
         _put(heads, at + half + d, other)
 
 
-def attend_decodes(item):
+def attend_decodes(item, head_dim, share):
     """One query token a row over the row's blocks; a unit is the query heads of a KV head."""
     wide = _wide(item)
+    scale = wide(head_dim**-0.5)
 
     def kernel(block):
-        a = carray(block, (17,), np.int64)
-        num_kv_heads, share, head_dim, block_size, width = a[2], a[3], a[4], a[5], a[6]
-        q = carray(_pointer(a[7], item), (1,))
-        out = carray(_pointer(a[9], item), (1,))
-        k_plane = carray(_pointer(a[11], item), (1,))
-        v_plane = carray(_pointer(a[12], item), (1,))
-        tokens = carray(_pointer(a[13], types.int64), (1,))
-        tables = carray(_pointer(a[14], types.int64), (1,))
-        lengths = carray(_pointer(a[15], types.int64), (1,))
-        scale = wide(head_dim**-0.5)
+        a = carray(block, (15,), np.int64)
+        num_kv_heads, block_size, width = a[2], a[3], a[4]
+        q = carray(_pointer(a[5], item), (1,))
+        out = carray(_pointer(a[7], item), (1,))
+        k_plane = carray(_pointer(a[9], item), (1,))
+        v_plane = carray(_pointer(a[10], item), (1,))
+        tokens = carray(_pointer(a[11], types.int64), (1,))
+        tables = carray(_pointer(a[12], types.int64), (1,))
+        lengths = carray(_pointer(a[13], types.int64), (1,))
         queries = np.empty(share * head_dim, wide)
         found = np.empty(share * head_dim, wide)
         scores = np.empty(share * block_size, wide)
@@ -269,48 +266,23 @@ def attend_decodes(item):
             token = tokens[row]
             first = head * share * head_dim
             for d in range(share * head_dim):
-                queries[d] = _get(q, token * a[8] + first + d) * scale
+                queries[d] = _get(q, token * a[6] + first + d) * scale
             found[:] = 0
             tops[:] = -np.inf
             totals[:] = 0
             for index in range(-(-lengths[row] // block_size)):
                 at = (tables[row * width + index] * num_kv_heads + head) * block_size * head_dim
                 count = min(lengths[row] - index * block_size, block_size)
-                _score(queries, k_plane, at, count, head_dim, scores, block_size)
+                vectors.score(queries, k_plane, at, count, scores, block_size, head_dim, share)
                 _soften(scores, block_size, count, tops, totals, found, head_dim)
-                _add_weighted(scores, block_size, v_plane, at, count, found, head_dim)
+                vectors.add_weighted(scores, block_size, v_plane, at, count, found, head_dim, share)
             for h in range(share):
                 share_of = 1 / totals[h]
                 for d in range(h * head_dim, (h + 1) * head_dim):
-                    _put(out, token * a[10] + first + d, found[d] * wide(share_of))
+                    _put(out, token * a[8] + first + d, found[d] * wide(share_of))
             unit = _take(block)
 
     return kernel
-
-
-@njit(**OPTIONS)
-def _score(queries, keys, at, count, head_dim, scores, stride):
-    """Products of each query and each key; four keys at once, so that a query is read once."""
-    zero = _same(queries[0], 0)
-    for h in range(len(queries) // head_dim):
-        query = queries[h * head_dim : (h + 1) * head_dim]
-        for t in range(0, count - 3, 4):
-            one = two = three = four = zero
-            key = at + t * head_dim
-            for d in range(head_dim):
-                value = query[d]
-                one += value * _get(keys, key + d)
-                two += value * _get(keys, key + head_dim + d)
-                three += value * _get(keys, key + 2 * head_dim + d)
-                four += value * _get(keys, key + 3 * head_dim + d)
-            place = h * stride + t
-            scores[place], scores[place + 1] = one, two
-            scores[place + 2], scores[place + 3] = three, four
-        for t in range(count - count % 4, count):
-            one = zero
-            for d in range(head_dim):
-                one += query[d] * _get(keys, at + t * head_dim + d)
-            scores[h * stride + t] = one
 
 
 @njit(**OPTIONS)
@@ -318,41 +290,17 @@ def _soften(scores, stride, count, tops, totals, found, head_dim):
     """Scores to weights relative to the greatest so far; what was found before fades with it."""
     for h in range(len(tops)):
         here = scores[h * stride : h * stride + count]
-        top = tops[h]
-        for t in range(count):
-            top = here[t] if here[t] > top else top
+        top = vectors.greatest(scores, h * stride, count, tops[h])
         # Nothing was before the first block: there is nothing to fade.
         fade = _exp(tops[h] - top)
         total = _same(top, 0)
         for t in range(count):
-            weight = _exp(here[t] - top)
-            here[t] = weight
+            weight = _exp(here[np.uintp(t)] - top)
+            here[np.uintp(t)] = weight
             total += weight
         tops[h], totals[h] = top, totals[h] * fade + total
         for d in range(h * head_dim, (h + 1) * head_dim):
-            found[d] *= fade
-
-
-@njit(**OPTIONS)
-def _add_weighted(weights, stride, values, at, count, found, head_dim):
-    """The weighted sum of values; four at once, so that a sum is written once."""
-    for h in range(len(found) // head_dim):
-        mine = found[h * head_dim : (h + 1) * head_dim]
-        for t in range(0, count - 3, 4):
-            place, value = h * stride + t, at + t * head_dim
-            one, two = weights[place], weights[place + 1]
-            three, four = weights[place + 2], weights[place + 3]
-            for d in range(head_dim):
-                mine[d] += (
-                    one * _get(values, value + d) + two * _get(values, value + head_dim + d)
-                ) + (
-                    three * _get(values, value + 2 * head_dim + d)
-                    + four * _get(values, value + 3 * head_dim + d)
-                )
-        for t in range(count - count % 4, count):
-            one = weights[h * stride + t]
-            for d in range(head_dim):
-                mine[d] += one * _get(values, at + t * head_dim + d)
+            found[np.uintp(d)] *= fade
 
 
 def multiply(item):

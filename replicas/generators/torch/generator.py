@@ -118,7 +118,8 @@ class TorchGenerator:
         _check_device(mesh_device)
         _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         weights = load_weights(config, mesh_device)
-        attention = BACKENDS[mesh_device.attention](mesh_device.dtype)
+        share = config.num_attention_heads // config.num_key_value_heads
+        attention = BACKENDS[mesh_device.attention](mesh_device.dtype, config.head_dim, share)
         model = PagedTransformer(config, weights, max_seq_len, attention)
         return cls(
             config,

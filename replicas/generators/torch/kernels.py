@@ -27,7 +27,7 @@ import torch
 from numba import cfunc, types
 from torch.nn import functional
 
-from replicas.generators.torch import compiled
+from replicas.generators.torch import compiled, vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,16 +90,16 @@ class DecodeRows:
 
 
 class Kernel:
-    """A compiled kernel for one dtype.
+    """A compiled kernel for one dtype, and for sizes where it is written for them.
 
     Raises:
         RuntimeError: numba cannot compile it here.
     """
 
     def __init__(
-        self, make: Callable[[types.Type], Callable[[Any], None]], dtype: torch.dtype
+        self, make: Callable[..., Callable[[Any], None]], dtype: torch.dtype, *sizes: int
     ) -> None:
-        self._compiled = _compile(make, dtype)
+        self._compiled = _compile(make, dtype, sizes)
         self._address: int = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
@@ -114,12 +114,15 @@ class Kernel:
             self._call(block)
 
 
-def _compile(make: Callable[[types.Type], Callable[[Any], None]], dtype: torch.dtype) -> Any:  # noqa: ANN401
+def _compile(
+    make: Callable[..., Callable[[Any], None]], dtype: torch.dtype, sizes: tuple[int, ...]
+) -> Any:  # noqa: ANN401
     """Compile a kernel, or read it from disk; where that does not work, go without."""
-    function = make(_ITEMS[dtype])
-    # It names the files. One for each version, processor and dtype: numba numbers what shares an
-    # index without a lock, so that one process could save its code as that of another.
-    function.__qualname__ = f"{make.__name__}_{str(dtype).removeprefix('torch.')}_{_version()}"
+    function = make(_ITEMS[dtype], *sizes)
+    # It names the files. One for each version, processor, dtype and size: numba numbers what shares
+    # an index without a lock, so that one process could save its code as that of another.
+    kind = "_".join(map(str, (str(dtype).removeprefix("torch."), *sizes)))
+    function.__qualname__ = f"{make.__name__}_{kind}_{_version()}"
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **compiled.OPTIONS)(function)
@@ -133,7 +136,7 @@ def _version() -> str:
     """What the compiled code depends on besides its dtype."""
     features = sorted(llvm.get_host_cpu_features().items())
     facts = f"{numba.__version__} {llvm.get_host_cpu_name()} {features}"
-    source = Path(compiled.__file__).read_bytes()
+    source = b"".join(Path(str(part.__file__)).read_bytes() for part in (compiled, vectors))
     return hashlib.blake2b(facts.encode() + source, digest_size=8).hexdigest()
 
 
@@ -236,7 +239,6 @@ class Kernels:
         self._dtype = dtype
         self._rms_norm = Kernel(compiled.rms_norm, dtype)
         self._rotate_and_store = Kernel(compiled.rotate_and_store, dtype)
-        self._attend_decodes = Kernel(compiled.attend_decodes, dtype)
         self._multiply = Kernel(compiled.multiply, dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -291,41 +293,6 @@ class Kernels:
             _bits(eps),
         )
 
-    def attend_decodes(
-        self,
-        q: torch.Tensor,
-        rows: DecodeRows,
-        planes: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
-        """Attend with single tokens over all of their sequences; reads nothing behind an end.
-
-        Args:
-            q: (T, H, D); the heads of a token are contiguous.
-            rows: Which of them, and where their keys and values are.
-            planes: The layer's keys and values, each (P, G, S, D).
-            out: Like ``q``; the rows' tokens are written.
-        """
-        k_plane, v_plane = planes
-        _, num_kv_heads, block_size, head_dim = k_plane.shape
-        self._attend_decodes(
-            len(rows.tokens) * num_kv_heads,
-            num_kv_heads,
-            q.shape[1] // num_kv_heads,
-            head_dim,
-            block_size,
-            rows.tables.shape[1],
-            _rows(q, self._dtype),
-            q.stride(0),
-            _rows(out, self._dtype),
-            out.stride(0),
-            _start(k_plane, self._dtype),
-            _start(v_plane, self._dtype),
-            _place(rows.tokens),
-            _place(rows.tables),
-            _place(rows.lengths),
-        )
-
     def multiply(
         self,
         x: torch.Tensor,
@@ -360,3 +327,64 @@ class Kernels:
             _THEN[then],
         )
         return out
+
+
+@cache
+def decode_attention_for(dtype: torch.dtype, head_dim: int, share: int) -> DecodeAttention:
+    """The kernel for a dtype and a shape, made once."""
+    return DecodeAttention(dtype, head_dim, share)
+
+
+class DecodeAttention:
+    """Attention of single tokens over all of their sequences, for one dtype and shape of heads.
+
+    Holds nothing that changes: any thread may call it.
+
+    Args:
+        dtype: bfloat16, float32 or float64, of every tensor that it is given.
+        head_dim: D.
+        share: H / G, the query heads of a KV head.
+    """
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
+        self._dtype, self._head_dim, self._share = dtype, head_dim, share
+        self._kernel = Kernel(compiled.attend_decodes, dtype, head_dim, share)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        rows: DecodeRows,
+        planes: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Attend; reads nothing behind a sequence's end.
+
+        Args:
+            q: (T, H, D); the heads of a token are contiguous.
+            rows: Which of them, and where their keys and values are.
+            planes: The layer's keys and values, each (P, G, S, D).
+            out: Like ``q``; the rows' tokens are written.
+
+        Raises:
+            ValueError: The heads are of another shape or dtype, or do not follow one another.
+        """
+        k_plane, v_plane = planes
+        _, num_kv_heads, block_size, head_dim = k_plane.shape
+        wanted = (num_kv_heads * self._share, self._head_dim)
+        if q.shape[1:] != wanted or head_dim != self._head_dim:
+            raise ValueError(f"heads {tuple(q.shape[1:])} over {head_dim}, made for {wanted}")
+        self._kernel(
+            len(rows.tokens) * num_kv_heads,
+            num_kv_heads,
+            block_size,
+            rows.tables.shape[1],
+            _rows(q, self._dtype),
+            q.stride(0),
+            _rows(out, self._dtype),
+            out.stride(0),
+            _start(k_plane, self._dtype),
+            _start(v_plane, self._dtype),
+            _place(rows.tokens),
+            _place(rows.tables),
+            _place(rows.lengths),
+        )

@@ -17,6 +17,7 @@ from replicas.generators.torch.kernels import (
     Kernel,
     PlainKernels,
     TokenPlaces,
+    decode_attention_for,
     kernels_for,
 )
 
@@ -94,7 +95,7 @@ def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
 @given(
     dtypes,
     st.lists(st.integers(1, 4 * BLOCK), min_size=1, max_size=5),
-    st.sampled_from([(1, 1, 8), (2, 2, 32), (1, 3, 20), (3, 1, 64)]),
+    st.sampled_from([(1, 1, 8), (2, 2, 32), (1, 5, 20), (3, 1, 80), (1, 4, 3)]),
     seeds,
 )
 def test_decodes_attend_to_their_blocks_and_to_nothing_behind_their_end(
@@ -117,7 +118,7 @@ def test_decodes_attend_to_their_blocks_and_to_nothing_behind_their_end(
     out = torch.zeros(2 * count, num_heads, head_dim, dtype=dtype)
     tokens = rng.permutation(2 * count)[:count].astype(np.int64)
     rows = DecodeRows(tokens, tables.astype(np.int64), np.array(lengths, dtype=np.int64))
-    kernels_for(dtype).attend_decodes(q, rows, (k_plane, v_plane), out)
+    decode_attention_for(dtype, head_dim, share)(q, rows, (k_plane, v_plane), out)
 
     for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
         queries = q[token].double().view(num_kv_heads, share, head_dim)
@@ -137,7 +138,7 @@ def test_great_scores_leave_one_token(dtype, scale):
     q = torch.full((1, 1, 4), scale, dtype=dtype)
     out = torch.empty_like(q)
     rows = DecodeRows(np.array([0]), np.array([[1]]), np.array([BLOCK]))
-    kernels_for(dtype).attend_decodes(q, rows, (k_plane, v_plane), out)
+    decode_attention_for(dtype, 4, 1)(q, rows, (k_plane, v_plane), out)
     if scale > 1:
         assert torch.equal(out[0, 0], v_plane[1, 0, 5])
     assert out.isfinite().all()
@@ -154,7 +155,7 @@ def test_a_number_that_is_none_stays_so(dtype):
     planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
     out = torch.zeros(1, 1, 8, dtype=dtype)
     rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([3]))
-    ours.attend_decodes(x.view(1, 1, 8), rows, planes, out)
+    decode_attention_for(dtype, 8, 1)(x.view(1, 1, 8), rows, planes, out)
     assert out.isnan().all()
 
 
@@ -239,3 +240,11 @@ def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):
     for dtype in DTYPES:
         Kernel(compiled.rms_norm, dtype)
     assert len(list(tmp_path.rglob("*.nbi"))) == len(DTYPES)
+
+
+def test_heads_of_another_shape_are_refused():
+    planes = torch.zeros(1, 1, BLOCK, 8), torch.zeros(1, 1, BLOCK, 8)
+    rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([1]))
+    q = torch.zeros(1, 3, 8)
+    with pytest.raises(ValueError, match=r"heads \(3, 8\) over 8, made for \(2, 8\)"):
+        decode_attention_for(torch.float32, 8, 2)(q, rows, planes, q.clone())
