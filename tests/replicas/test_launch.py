@@ -175,7 +175,7 @@ def test_an_engine_s_libraries_are_told_how_to_be_unless_its_parent_says_otherwi
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     with running() as handle:
         told = Path(f"/proc/{handle.description.pid}/environ").read_bytes().split(b"\0")
-    assert {b"OMP_WAIT_POLICY=PASSIVE", b"LRU_CACHE_CAPACITY=7"} <= set(told)
+    assert {b"GOMP_SPINCOUNT=1000", b"LRU_CACHE_CAPACITY=7"} <= set(told)
 
 
 def wait_killed(handle):
