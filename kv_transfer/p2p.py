@@ -45,6 +45,7 @@ class P2PConnectorScheduler:
         self._keys = settings.keys
         self._unix_now_s = settings.unix_now_s
         self._layout = layout
+        self._own_hash = layout.content_hash()
         self._layout_hashes = frozenset(acceptable_layouts(layout, settings.accept_dtypes))
         self._transfers: dict[str, _Transfer] = {}
         self._offers: list[Ticket] = []
@@ -69,10 +70,10 @@ class P2PConnectorScheduler:
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         ticket = self._keys.unseal(request.ticket, self._unix_now_s())
         role = check_ticket(ticket, self._incarnation, self._layout_hashes)
-        if role == "producer" and ticket.layout_hash != self._layout.content_hash():
+        if role == "producer" and ticket.layout_hash != self._own_hash:
             raise LayoutMismatchError(
                 f"ticket of request {request_id} is for KV layout {ticket.layout_hash}; this "
-                f"producer has {self._layout.content_hash()}: mint a ticket from fresh snapshots"
+                f"producer has {self._own_hash}: mint a ticket from fresh snapshots"
             )
         if ticket.request_id != request_id or ticket.num_tokens != num_tokens:
             raise TransferError(

@@ -15,7 +15,7 @@ PolicyName = Literal["most_empty_slots", "round_robin"]
 round_robin: in turn, whatever the load; a baseline to compare others with."""
 
 OrderName = Literal["decode_first", "prefill_first"]
-"""decode_first: a decode slot is reserved before the prompt is computed, and stands idle meanwhile.
+"""decode_first: a decode slot is reserved with the prompt, and stands idle while that is computed.
 Better where prompts are short, prefill seldom queues, or an error after the first token is worse
 than a late one.
 prefill_first: the KV waits with the prefill replica for a slot, takes its blocks there, and is

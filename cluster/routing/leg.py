@@ -145,6 +145,12 @@ class Leg:
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
 
+    def keep(self, event: EngineEvent) -> None:
+        """Keep an event until it is waited for; whatever prefill says is an answer."""
+        if self.mode == "prefill":
+            self.answered()
+        self.early.append(event)
+
     def load(self, ticket: bytes, epoch: int) -> None:
         """Let the engine of a reservation fetch the prompt's KV; see `LoadKV`."""
         assert self.state is LegState.OPEN, f"{self!r} cannot load"
@@ -244,7 +250,7 @@ class Legs:
         return self.prefill
 
     async def next_of(self, wanted: Leg) -> EngineEvent:
-        """The next event of one leg; what the decode engine says meanwhile is kept for later.
+        """The next event of one leg; what the other engine says meanwhile is kept for later.
 
         Raises:
             DecodeLostError: The decode engine died, or did not answer in time.
@@ -256,6 +262,9 @@ class Legs:
         """
         if wanted.early:
             return wanted.early.popleft()
+        if wanted is self.prefill:
+            # It may have begun to while the decode engine was waited for.
+            self._check_stall(wanted, wanted)
         while True:
             stream, event = await self._inbox.get()
             leg = self._leg_of(stream)
@@ -273,8 +282,8 @@ class Legs:
                 raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
             elif leg is wanted:
                 return event
-            elif leg is self.decode:
-                leg.early.append(event)
+            else:
+                leg.keep(event)
 
     def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError) -> None:
         """Count a leg whose engine died, and drop it if nobody waits for it.
@@ -295,7 +304,7 @@ class Legs:
 
         Raises:
             DecodeLostError: It is the decode leg.
-            EngineLateError: It is the prefill leg.
+            EngineLateError: It is the prefill leg, and waited for.
         """
         if leg.state is not LegState.ASKED:
             return
@@ -304,6 +313,7 @@ class Legs:
             raise DecodeLostError(str(error))
         if leg is wanted:
             raise error
+        self.drop_prefill(abort=True)
 
     def _check_stall(self, leg: Leg, wanted: Leg) -> None:
         """Leave a leg whose engine stalls, unless it has given tokens or is not waited for.

@@ -25,12 +25,13 @@ from cluster.errors import (
     SaturatedError,
 )
 from cluster.routing.demand import Demand
-from cluster.routing.leg import DecodeLostError, DecodeStalledError, Leg, Legs
-from cluster.routing.placement import ANY_GROUP, Placement, make_policies, place
+from cluster.routing.leg import DecodeLostError, DecodeStalledError, Leg, Legs, LegState
+from cluster.routing.placement import make_policies
+from cluster.routing.prompt import Prompt
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
-from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
+from replicas.errors import EngineDeadError
 from replicas.messages import (
     Accepted,
     AddRequest,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from cluster.config.schema import RouterConfig
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
+    from cluster.routing.placement import Placement
     from cluster.routing.tickets import TicketOffice
     from replicas.messages import EngineRequest, RequestMode
 
@@ -115,11 +117,14 @@ class Router:
 
 
 async def decode_first(run: Run) -> None:
-    """Slot, prompt, first token, the rest: nothing is computed for whoever finds no slot."""
+    """Slot, prompt, first token, the rest: nothing is computed for whoever sees no free slot.
+
+    The prompt is asked for together with the slot; an engine that refuses it costs a prompt that
+    was begun for nothing, where the views were behind.
+    """
     decode = await run.reserve()
-    first = await run.prefill(decode) if run.leaves_prompt(decode) else []
-    run.activate(decode)
-    await run.deliver(first)
+    first = await run.prefill(decode) if decode.mode == "decode" and not run.has_tokens else []
+    await run.start(decode, first)
     await run.follow(decode)
 
 
@@ -165,8 +170,7 @@ class Run:
             self._demand,
             max_leaves=router.config.max_attempts - 1,
         )
-        # Of the last transfer: news of an earlier one must not end the one under way.
-        self._epoch = -1
+        self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
         self._num_unfinished = request.sampling.n
         # Decode engines that gave no token: the last resort of the next reservation.
         self._left: set[str] = set()
@@ -190,10 +194,6 @@ class Run:
         is_long = self._demand.num_prompt_tokens >= self._router.config.min_remote_prefill_tokens
         return is_long and self._pools.can_prefill
 
-    def leaves_prompt(self, decode: Leg) -> bool:
-        """Whether the engine of a reservation waits for somebody else to compute the prompt."""
-        return decode.mode == "decode" and not self.has_tokens
-
     def check_open(self) -> None:
         """Raise, before any work is done, if there will be no decode slot.
 
@@ -204,6 +204,8 @@ class Run:
 
     async def reserve(self) -> Leg:
         """Get a decode slot; its engine computes the prompt at once if nobody else will.
+
+        Whoever else will has been asked when it returns: nobody's answer waits for another's.
 
         Raises:
             ServingError: There is none to be had.
@@ -243,32 +245,11 @@ class Run:
             )
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
-        """Have the prompt computed by the prefill pool.
-
-        Args:
-            consumer: The decode leg that its KV is for; None: whichever comes.
-
-        Returns:
-            The first tokens of every choice, for `deliver`; none when no prefill engine gave any.
-
-        Raises:
-            DecodeLostError: The consumer's engine died.
-            DecodeStalledError: It stalls, and there is another one.
-            ServingError: An engine gave the request up.
-        """
-        # An engine that changed its role meanwhile may be on both sides.
-        tried = set() if consumer is None else {Placement(consumer.incarnation, ANY_GROUP)}
-        for _ in range(self._router.config.max_attempts):
-            views = self._pools.prefill_views()
-            placement = place(self._router.policies.prefill, self._demand, views, tried)
-            if placement is None:
-                break
-            outputs = await self._ask_to_prefill(placement, consumer)
-            if outputs:
-                return outputs
-            tried.add(placement)
-            self._router.metrics.retries.labels("prefill").inc()
-        return []
+        """Have the prompt computed by the prefill pool; see `Prompt.tokens`."""
+        outputs = await self._prompt.tokens(consumer)
+        for output in outputs:
+            self._note(output)
+        return outputs
 
     def activate(self, decode: Leg) -> None:
         """Let a reservation go on from the tokens so far, with the KV if prefill offers it.
@@ -282,6 +263,16 @@ class Run:
             ticket = self._router.tickets.seal(offer, decode.incarnation)
             decode.load(ticket, offer.epoch)
         decode.activate(self.tokens if self.has_tokens else [])
+
+    async def start(self, decode: Leg, first: Sequence[TokenOutput]) -> None:
+        """Pass on what prefill gave, then `activate`: at once for a client that does not read."""
+        activating = asyncio.get_running_loop().call_soon(self.activate, decode)
+        try:
+            await self.deliver(first)
+        finally:
+            activating.cancel()
+        if decode.state is LegState.OPEN:
+            self.activate(decode)
 
     async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Pass on what prefill gave."""
@@ -304,7 +295,7 @@ class Run:
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
                     return
-            elif isinstance(event, KVLoaded) and event.epoch == self._epoch:
+            elif isinstance(event, KVLoaded) and event.epoch == self._prompt.epoch:
                 self._legs.drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
@@ -336,10 +327,13 @@ class Run:
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
         self._left.add(decode.incarnation)
-        self._legs.drop_decode(abort=True)
-        if self._legs.prefill is not None and self._legs.prefill.offer is None:
-            self._legs.drop_prefill(abort=True)
+        self._drop_decode(abort=True)
         return decode
+
+    def _drop_decode(self, *, abort: bool) -> None:
+        """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
+        self._legs.drop_decode(abort=abort)
+        self._prompt.drop()
 
     def close(self) -> None:
         """Abort what is still open and drop every hold. Idempotent."""
@@ -349,18 +343,26 @@ class Run:
     # --- questions to engines ------------------------------------------------------------------
 
     async def _ask_to_decode(self, placement: Placement) -> Leg | Refused | Exception:
-        """Send the request to a decode engine, and wait for its answer: or why there is none."""
-        message = AddRequest(self._request, self._mode(placement), placement.dp_group)
+        """Send the request to a decode engine, and wait for its answer: or why there is none.
+
+        A prompt that it leaves to others is asked for meanwhile.
+        """
+        mode = self._mode(placement)
+        if mode == "decode" and not self.has_tokens:
+            # First: the client waits for the prompt.
+            self._prompt.ask(placement.incarnation)
         try:
+            message = AddRequest(self._request, mode, placement.dp_group)
             leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
         except (EngineDeadError, DecodeLostError, DecodeStalledError) as error:
+            self._prompt.passes_over_unheard()
             # It may still live, and get on some time.
-            self._legs.drop_decode(abort=True)
+            self._drop_decode(abort=True)
             return error
         if isinstance(answer, Refused):
             # Nobody else is placed there before this request stands in the queue again.
-            self._legs.drop_decode(abort=False)
+            self._drop_decode(abort=False)
             return answer
         leg.answered()
         self._router.capacity_changed()
@@ -381,47 +383,6 @@ class Run:
             event = await self._legs.next_of(leg)
             if isinstance(event, Accepted | Refused):
                 return event
-
-    async def _ask_to_prefill(
-        self, placement: Placement, consumer: Leg | None
-    ) -> list[TokenOutput]:
-        """Ask one prefill engine; nothing when it refuses, dies or stalls."""
-        member = self._pools.member(placement.incarnation)
-        if member is None or not member.description.kv_endpoints:
-            return []
-        tickets, request = self._router.tickets, self._request
-        self._epoch += 1
-        transfer = tickets.begin(request, self._epoch, member.description)
-        ticket = tickets.seal(transfer, consumer.incarnation if consumer is not None else "")
-        message = AddRequest(request, "prefill", ANY_GROUP, ticket)
-        self._pools.hold(self._demand, placement)
-        try:
-            leg = self._legs.ask_to_prefill(
-                placement, message, transfer if consumer is None else None
-            )
-            if consumer is not None:
-                consumer.load(ticket, transfer.epoch)
-            outputs = await self._first_tokens(leg)
-        except (EngineDeadError, EngineLateError, EngineStalledError):
-            outputs = []
-        if not outputs:
-            self._legs.drop_prefill(abort=True)
-        return outputs
-
-    async def _first_tokens(self, leg: Leg) -> list[TokenOutput]:
-        """Wait for the first tokens of every choice; none if the engine refuses."""
-        outputs: list[TokenOutput] = []
-        while len({output.choice for output in outputs}) < len(self.tokens):
-            event = await self._legs.next_of(leg)
-            leg.answered()
-            if isinstance(event, Refused):
-                self._router.metrics.refusals.labels(event.reason).inc()
-                return []
-            if isinstance(event, TokenOutput):
-                outputs.append(event)
-        for output in outputs:
-            self._note(output)
-        return outputs
 
     # --- events --------------------------------------------------------------------------------
 

@@ -365,6 +365,7 @@ class ScriptedEngine:
     Attributes:
         stalled_s: What its frames say of its present step.
         is_silent: Whether it sends no heartbeats.
+        answer: As given.
 
     Args:
         role: Its pool, and what its snapshots say.
@@ -388,7 +389,7 @@ class ScriptedEngine:
         self.messages: list[ClientMessage] = []
         self.stalled_s = 0.0
         self.is_silent = False
-        self._answer = answer
+        self.answer = answer
         self._clients: set[bytes] = set()
         self._seq = 0
         self._snapshot = self.snapshot(num_empty_slots=4)
@@ -449,7 +450,7 @@ class ScriptedEngine:
                 await self.send(snapshot=self._snapshot)
                 continue
             self.messages.append(message)
-            events = self._answer(message)
+            events = self.answer(message)
             if events:
                 await self.send(*events)
 

@@ -79,20 +79,10 @@ def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
     )
 
 
-class _Wait(NamedTuple):
-    """What a request waits for.
-
-    Attributes:
-        engine: Incarnation of the engine that it waits for, if it is one.
-        alarm: Rings when that takes too long.
-    """
-
-    engine: str | None
-    alarm: asyncio.TimerHandle
-
-
 class WaitMonitor:
     """Holds every request of one ingress to `longest_waits`, by the messages that it sees.
+
+    A request waits for a slot, or for one engine or two: the prompt is asked for with the slot.
 
     Owner: of what each request waits for now.
     """
@@ -100,18 +90,22 @@ class WaitMonitor:
     def __init__(self, loop: VirtualLoop, longest: Waits) -> None:
         self._loop = loop
         self._longest = longest
-        self._waits: dict[str, _Wait] = {}
+        # For each request the alarms of what it waits for, by incarnation; of a slot by None.
+        self._waits: dict[str, dict[str | None, asyncio.TimerHandle]] = {}
 
     def began(self, request_id: str) -> None:
         """A request has come, or has to begin again."""
+        self.ended(request_id)
         self._wait(request_id, "a slot", self._longest.slot_s)
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
         """A message was sent."""
         if isinstance(message, AddRequest):
             request_id = message.request.request_id
+            self._stop(request_id, None)
             self._wait(request_id, "an answer", self._longest.answer_s, host)
         elif isinstance(message, Activate) and any(message.token_ids):
+            self.ended(message.request_id)
             self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
         elif isinstance(message, Activate):
             self.ended(message.request_id)
@@ -124,19 +118,21 @@ class WaitMonitor:
         if isinstance(event, UtilityResult | NotGreeted):
             return
         request_id = event.request_id
-        wait = self._waits.get(request_id)
-        if wait is None or wait.engine != host.incarnation:
+        if host.incarnation not in self._waits.get(request_id, ()):
             return
-        if isinstance(event, Accepted) and host.role == "prefill":
-            self._wait(request_id, "a first token", self._longest.request_s, host)
-        elif isinstance(event, Refused) or (
-            host.role == "prefill" and isinstance(event, TokenOutput)
-        ):
-            # Whoever is asked next is asked at once, or there is a slot to wait for.
+        if host.role == "prefill":
+            if isinstance(event, Accepted):
+                self._wait(request_id, "a first token", self._longest.request_s, host)
+            elif isinstance(event, Refused | TokenOutput):
+                # Whoever is asked next is asked at once, or there is a slot to wait for.
+                self._give_up(request_id, host.incarnation)
+            else:
+                self._stop(request_id, host.incarnation)
+        elif isinstance(event, Refused):
             self.began(request_id)
         else:
-            # From here on it waits for what the engine computes.
-            self.ended(request_id)
+            # From here on it waits for what is computed.
+            self._stop(request_id, host.incarnation)
 
     def lost(self, incarnation: str) -> None:
         """The connection to an engine is gone."""
@@ -145,9 +141,8 @@ class WaitMonitor:
 
     def ended(self, request_id: str) -> None:
         """A request waits for nothing any more."""
-        wait = self._waits.pop(request_id, None)
-        if wait is not None:
-            wait.alarm.cancel()
+        for alarm in self._waits.pop(request_id, {}).values():
+            alarm.cancel()
 
     def died(self) -> None:
         """The ingress is gone."""
@@ -156,18 +151,24 @@ class WaitMonitor:
 
     def _give_up(self, request_id: str, incarnation: str) -> None:
         """Nothing comes of what a request waits for from an engine."""
-        wait = self._waits.get(request_id)
-        if wait is not None and wait.engine == incarnation:
+        if self._stop(request_id, incarnation) and not self._waits[request_id]:
             self.began(request_id)
+
+    def _stop(self, request_id: str, incarnation: str | None) -> bool:
+        """It does not wait for one thing any more; says whether it did."""
+        alarm = self._waits.get(request_id, {}).pop(incarnation, None)
+        if alarm is not None:
+            alarm.cancel()
+        return alarm is not None
 
     def _wait(
         self, request_id: str, what: str, longest_s: float, host: VirtualHost | None = None
     ) -> None:
-        self.ended(request_id)
-        alarm = self._loop.call_later(
+        incarnation = None if host is None else host.incarnation
+        self._stop(request_id, incarnation)
+        self._waits.setdefault(request_id, {})[incarnation] = self._loop.call_later(
             longest_s + _SLACK_S, self._ring, request_id, what, longest_s, host
         )
-        self._waits[request_id] = _Wait(None if host is None else host.incarnation, alarm)
 
     def _ring(self, request_id: str, what: str, longest_s: float, host: VirtualHost | None) -> None:
         whom = "" if host is None else f" of {host!r}"

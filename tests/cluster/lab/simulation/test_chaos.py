@@ -258,7 +258,8 @@ def test_a_turn_begins_when_the_last_one_has_ended(monkeypatch):
     )
     outcome = run_scenario(scenario)
     assert outcome.failure is None
-    assert outcome.outcomes == {"QueueTimeoutError": 2}
+    # The second one's prompt is computed while the decode engine stands still.
+    assert outcome.outcomes == {"QueueTimeoutError": 1, "ok": 1}
 
 
 def test_moving_kv_takes_the_engine_time_even_if_nothing_runs():

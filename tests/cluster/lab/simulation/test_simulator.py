@@ -265,10 +265,10 @@ def test_the_first_token_comes_from_prefill_and_the_others_when_the_kv_has_moved
     result = simulate(disaggregated(), requests((0.0, 40, 6)), models_kv=models_kv)
     [record] = result.records
     assert (record.replica, record.prefill_replica) == ("decode/0", "prefill/0")
-    # Reserve and its answer, then the prompt; its KV is read in the same step, after the token has
+    # The prompt, while the slot is reserved; its KV is read in the same step, after the token has
     # gone out, because the decode engine has asked for it meanwhile.
     link_s, wire_s = moved_s(40)
-    computed_s = 3 * LATENCY_S + prefill_turn_s(40)
+    computed_s = LATENCY_S + prefill_turn_s(40)
     first_s = computed_s + LATENCY_S
     loaded_s = computed_s + link_s + wire_s + link_s + HOST_S
     turns = [decode_turn_s(40 + i) for i in range(1, 6)]
@@ -300,7 +300,7 @@ def test_kv_moves_while_the_prompt_is_still_computed():
 
 def test_a_request_of_one_token_needs_no_decode():
     result = simulate(disaggregated(), requests((0.0, 40, 1)))
-    assert times(result, 0) == pytest.approx([4 * LATENCY_S + prefill_turn_s(40)])
+    assert times(result, 0) == pytest.approx([2 * LATENCY_S + prefill_turn_s(40)])
     assert result.replicas[1].num_output_tokens == 0
 
 

@@ -1,0 +1,182 @@
+"""The prompt of one request, as prefill engines are asked for it.
+
+Owner: the request's `Run`. An engine that refuses, dies or stalls before the first token costs
+another ticket and another engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.routing.leg import LegState
+from cluster.routing.placement import ANY_GROUP, Placement, place
+from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
+from replicas.messages import AddRequest, Refused, TokenOutput
+
+if TYPE_CHECKING:
+    from cluster.config.schema import RouterConfig
+    from cluster.routing.demand import Demand
+    from cluster.routing.leg import Leg, Legs
+    from cluster.routing.metrics import RouterMetrics
+    from cluster.routing.placement import Policies
+    from cluster.routing.pools import PoolState
+    from cluster.routing.tickets import TicketOffice
+    from replicas.messages import EngineRequest
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A prefill engine that was asked.
+
+    Attributes:
+        placement: Which.
+        leg: Its part in the request; None if it could not be asked.
+        ticket: Lets the decode engine fetch the KV.
+    """
+
+    placement: Placement
+    leg: Leg | None = None
+    ticket: bytes = b""
+
+
+class Means(Protocol):
+    """What a prompt needs of the router that places its request."""
+
+    config: RouterConfig
+    metrics: RouterMetrics
+    policies: Policies
+    tickets: TicketOffice
+
+
+class Prompt:
+    """See the module docstring.
+
+    Args:
+        means: What this ingress places requests with.
+        pools: Where the prefill leg is held.
+        request: Whose prompt.
+        demand: What it needs.
+        legs: Where the prefill leg is.
+
+    Attributes:
+        epoch: Of the last transfer: news of an earlier one must not end the one under way.
+    """
+
+    def __init__(
+        self, means: Means, pools: PoolState, request: EngineRequest, demand: Demand, legs: Legs
+    ) -> None:
+        self._means = means
+        self._pools = pools
+        self._request = request
+        self._demand = demand
+        self._legs = legs
+        self._asked: _Asked | None = None
+        # Engines that had not answered when a decode engine was lost: the last to be asked.
+        self._unheard: set[Placement] = set()
+        self.epoch = -1
+
+    def ask(self, consumer: str) -> None:
+        """Ask a prefill engine already, for a decode engine that has not answered.
+
+        Args:
+            consumer: Its incarnation.
+        """
+        self._asked = self._ask(consumer, set())
+
+    def drop(self) -> None:
+        """The decode engine does not come: let go of a prompt whose KV only it may fetch."""
+        self._asked = None
+        if self._legs.prefill is not None and self._legs.prefill.offer is None:
+            self._legs.drop_prefill(abort=True)
+
+    def passes_over_unheard(self) -> None:
+        """Prefer others, from now on, to an engine that has not answered, or not in time."""
+        leg = self._asked.leg if self._asked is not None else None
+        if self._asked is not None and leg is not None and leg.state is not LegState.OPEN:
+            self._unheard.add(self._asked.placement)
+
+    async def tokens(self, consumer: Leg | None) -> list[TokenOutput]:
+        """Wait for the engine that was asked, and ask others where that comes to nothing.
+
+        Args:
+            consumer: The decode leg that its KV is for; None: whichever comes.
+
+        Returns:
+            The first tokens of every choice; none when no prefill engine gave any.
+
+        Raises:
+            DecodeLostError: The consumer's engine died.
+            DecodeStalledError: It stalls, and there is another one.
+            ServingError: An engine gave the request up.
+        """
+        tried: set[Placement] = set()
+        asked, self._asked = self._asked, None
+        for _ in range(self._means.config.max_attempts):
+            asked = asked or self._ask("" if consumer is None else consumer.incarnation, tried)
+            if asked is None:
+                break
+            outputs = await self._wait(asked, consumer)
+            if outputs:
+                return outputs
+            tried.add(asked.placement)
+            asked = None
+            self._means.metrics.retries.labels("prefill").inc()
+        return []
+
+    def _ask(self, consumer: str, tried: set[Placement]) -> _Asked | None:
+        """Ask the next engine, for a decode engine or "", whichever comes; None: none is left."""
+        placement = self._place(consumer, tried)
+        if placement is None:
+            return None
+        asked = _Asked(placement)
+        member = self._pools.member(placement.incarnation)
+        if member is None or not member.description.kv_endpoints:
+            return asked
+        self.epoch += 1
+        tickets = self._means.tickets
+        transfer = tickets.begin(self._request, self.epoch, member.description)
+        asked.ticket = tickets.seal(transfer, consumer)
+        message = AddRequest(self._request, "prefill", ANY_GROUP, asked.ticket)
+        self._pools.hold(self._demand, placement)
+        offer = None if consumer else transfer
+        with contextlib.suppress(EngineDeadError):
+            asked.leg = self._legs.ask_to_prefill(placement, message, offer)
+        return asked
+
+    def _place(self, consumer: str, tried: set[Placement]) -> Placement | None:
+        views = self._pools.prefill_views()
+        # An engine that changed its role meanwhile may be on both sides.
+        tried = tried | {Placement(consumer, ANY_GROUP)}
+        policy = self._means.policies.prefill
+        found = place(policy, self._demand, views, tried | self._unheard)
+        if found is None and self._unheard:
+            found = place(policy, self._demand, views, tried)
+        return found
+
+    async def _wait(self, asked: _Asked, consumer: Leg | None) -> list[TokenOutput]:
+        """Wait for what one engine was asked; nothing when it refuses, dies or stalls."""
+        outputs: list[TokenOutput] = []
+        # One that was lost while the decode engine was waited for has been dropped.
+        if asked.leg is not None and asked.leg is self._legs.prefill:
+            if consumer is not None:
+                consumer.load(asked.ticket, self.epoch)
+            with contextlib.suppress(EngineDeadError, EngineLateError, EngineStalledError):
+                outputs = await self._first_tokens(asked.leg)
+        if not outputs:
+            self._legs.drop_prefill(abort=True)
+        return outputs
+
+    async def _first_tokens(self, leg: Leg) -> list[TokenOutput]:
+        """Wait for the first tokens of every choice; none if the engine refuses."""
+        outputs: list[TokenOutput] = []
+        while len({output.choice for output in outputs}) < self._request.sampling.n:
+            event = await self._legs.next_of(leg)
+            leg.answered()
+            if isinstance(event, Refused):
+                self._means.metrics.refusals.labels(event.reason).inc()
+                return []
+            if isinstance(event, TokenOutput):
+                outputs.append(event)
+        return outputs

@@ -1,0 +1,143 @@
+"""The prompt is asked for together with the slot: prefill may answer before the decode engine."""
+
+import asyncio
+
+import pytest
+
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
+from tests.cluster.engines import ScriptedEngine, accepts, prefills, rig, silent, until
+
+PROMPT = list(range(2, 66))
+
+pytestmark = pytest.mark.process
+
+
+def request_id(engine):
+    """Of the last request that it was asked."""
+    return engine.received(AddRequest)[-1].request.request_id
+
+
+async def accept(engine):
+    """Say what a decode engine says that has a slot."""
+    await engine.send(Accepted(request_id(engine), 0, 0, 0, 1))
+
+
+def told(engine):
+    """What an engine was told, and in which order."""
+    return [type(message) for message in engine.messages]
+
+
+async def end(engine, task):
+    """Let a started decode engine give its last token."""
+    await until(lambda: engine.received(Activate), "it may start")
+    assert engine.received(Activate)[-1].token_ids == [[5]]
+    await engine.send(TokenOutput(request_id(engine), 1, [6], "length"))
+    assert await asyncio.wait_for(task, 5) == [5, 6]
+
+
+def test_prompt_is_computed_while_the_decode_engine_has_not_answered():
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", prefills) as prefill,
+            ScriptedEngine("decode", "d", silent) as decode,
+            rig(prefill.member, decode.member) as made,
+        ):
+            task = asyncio.ensure_future(made.tokens(PROMPT))
+            await until(lambda: prefill.received(AddRequest), "the prompt is asked for")
+            await until(lambda: [i for i, _ in made.pools.holds()] == ["d"], "and answered")
+            assert told(decode) == [AddRequest]
+            await accept(decode)
+            await end(decode, task)
+            assert told(decode)[:3] == [AddRequest, LoadKV, Activate]
+
+    asyncio.run(run())
+
+
+def test_refused_slot_costs_the_prompt_that_was_begun_with_it():
+    def refuse(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return []
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", accepts) as prefill,
+            ScriptedEngine("decode", "d", refuse) as decode,
+            rig(prefill.member, decode.member) as made,
+        ):
+            task = asyncio.ensure_future(made.tokens(PROMPT))
+            await until(lambda: made.num_queued == 1, "it waits")
+            await until(lambda: prefill.received(Abort), "nobody wants the prompt")
+            assert told(prefill) == [AddRequest, Abort]
+            assert not made.pools.holds()
+            decode.answer = accepts
+            prefill.answer = prefills
+            await decode.send(snapshot=decode.snapshot(1))
+            await end(decode, task)
+            first, second = (m.ticket for m in prefill.received(AddRequest))
+            assert first != second
+            assert decode.received(LoadKV)[-1].ticket == second
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("trouble", ["dies", "stalls", "refuses"])
+def test_prefill_engine_lost_before_the_decode_engine_answers_costs_another_one(trouble):
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", silent) as one,
+            ScriptedEngine("prefill", "q", silent) as other,
+            ScriptedEngine("decode", "d", silent) as decode,
+            rig(one.member, other.member, decode.member) as made,
+        ):
+            task = asyncio.ensure_future(made.tokens(PROMPT))
+            await until(lambda: one.messages or other.messages, "the prompt is asked for")
+            asked, spare = (one, other) if one.messages else (other, one)
+            spare.answer = prefills
+            if trouble == "dies":
+                asked.die()
+                await until(lambda: made.lost, "known")
+            elif trouble == "stalls":
+                asked.stalled_s = 5.5
+                await until(lambda: made.pools.num_stalled == 1, "known")
+            else:
+                await asked.send(Refused(request_id(asked), "queue_full", "no"))
+            await accept(decode)
+            await end(decode, task)
+            assert len(spare.received(AddRequest)) == 1
+            assert made.count("ttserve_router_retries_total", reason="prefill") == 1
+
+    asyncio.run(run())
+
+
+def test_prefill_engine_that_is_late_while_the_decode_engine_stalls_costs_another_one(monkeypatch):
+    monkeypatch.setattr("cluster.routing.leg.ANSWER_S", 1.0)
+
+    async def run():
+        async with (
+            ScriptedEngine("prefill", "p", silent) as prefill,
+            ScriptedEngine("decode", "d", silent) as decode,
+            rig(prefill.member, decode.member) as made,
+        ):
+            task = asyncio.ensure_future(made.tokens(PROMPT))
+            await until(lambda: prefill.messages, "the prompt is asked for")
+            decode.stalled_s = 5.5
+            await until(lambda: made.pools.num_stalled == 1, "known")
+            await until(lambda: prefill.received(Abort), "it had its time")
+            decode.stalled_s = 0.0
+            await until(lambda: made.pools.num_stalled == 0, "known")
+            prefill.answer = prefills
+            await accept(decode)
+            await until(lambda: decode.received(Activate), "it may start")
+            await decode.send(TokenOutput(request_id(decode), 0, [6], "length"))
+            assert await asyncio.wait_for(task, 5) == [6]
+
+    asyncio.run(run())
