@@ -210,6 +210,8 @@ class P2PConnectorWorker:
         self._transfer_ids: dict[str, bytes] = {}
         self._turns: dict[bytes, None] = {}
         """Every transfer in flight, in the order in which they move."""
+        self._is_behind = False
+        """Whether some of them may have a chunk that the step's budget had no room for."""
         config = settings.config
         self._budget = StepBudget(config.copy_s, config.copy_share, settings.step_now_s)
         self._commands: list[Command] = []
@@ -268,8 +270,7 @@ class P2PConnectorWorker:
 
         The layer itself becomes ready with its prefill chunk, by ``mark_ready``.
         """
-        if self._sending or self._loading:
-            self._take_events()
+        if (self._sending or self._loading) and (self._take_events() or self._is_behind):
             self._move()
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
@@ -440,6 +441,7 @@ class P2PConnectorWorker:
                 waiting.append(transfer_id)
                 if transfer_id in self._turns:
                     self._turns[transfer_id] = self._turns.pop(transfer_id)
+        self._is_behind = bool(waiting)
         if waiting:
             self._notify()
 
@@ -495,9 +497,14 @@ class P2PConnectorWorker:
             encode_mapped(np.asarray(block_ids, np.int64), digests),
         )
 
-    def _take_events(self) -> None:
-        """Apply what the transport reported; data, and what follows on it, waits for its turn."""
-        for event in self._require_transport().poll():
+    def _take_events(self) -> bool:
+        """Apply what the transport reported; data, and what follows on it, waits for its turn.
+
+        Returns:
+            Whether there was anything.
+        """
+        events = self._require_transport().poll()
+        for event in events:
             loading = self._loading.get(event.transfer_id)
             is_data = isinstance(event, Arrived | ArrivedMapped)
             if loading is not None and (is_data or loading.arrived):
@@ -505,6 +512,7 @@ class P2PConnectorWorker:
             elif not is_data:
                 self._apply(event)
         self._flush()
+        return bool(events)
 
     def _inject(self, loading: _Loading, event: Arrived | ArrivedMapped) -> None:
         """Write rows into their blocks."""
