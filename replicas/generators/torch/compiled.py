@@ -116,44 +116,6 @@ def _(like, x):
     return lambda like, x: number(x)
 
 
-def _exp(x):
-    raise NotImplementedError
-
-
-@overload(_exp)
-def _(x):
-    if x == types.float64:
-
-        def exp(x):
-            return np.exp(x)
-
-    else:
-
-        def exp(x):
-            return _exp32(x)
-
-    return exp
-
-
-@njit(**OPTIONS)
-def _exp32(x):
-    """Of x <= 0, a polynomial that vectors of numbers go through at once.
-
-    Source: Cephes expf; its error is below 2 units in the last place.
-    """
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # and not `max`: NaN stays
-    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
-    found = np.float32(1.9875691500e-4)
-    found = found * rest + np.float32(1.3981999507e-3)
-    found = found * rest + np.float32(8.3334519073e-3)
-    found = found * rest + np.float32(4.1665795894e-2)
-    found = found * rest + np.float32(1.6666665459e-1)
-    found = found * rest + np.float32(5.0000001201e-1)
-    found = found * rest * rest + rest + np.float32(1.0)
-    return found * _float_of(np.uint32((np.int32(power) + np.int32(127)) << np.int32(23)))
-
-
 # --- kernels ------------------------------------------------------------------------------------
 
 
@@ -240,67 +202,84 @@ def _rotate(heads, at, cos, sin, angle, head_dim):
         _put(heads, at + half + d, other)
 
 
-def attend_decodes(item, head_dim, share):
-    """One query token a row over the row's blocks; a unit is the query heads of a KV head."""
+def attend(item, head_dim, share, num_tokens):
+    """Some tokens of a sequence over its blocks; a unit is their query heads of a KV head.
+
+    Args:
+        item: What the numbers are stored as.
+        head_dim: D.
+        share: H / G.
+        num_tokens: How many at once, at most; a sequence's last ones may be fewer.
+    """
     wide = _wide(item)
     scale = wide(head_dim**-0.5)
+    num_rows = num_tokens * share
 
     def kernel(block):
-        a = carray(block, (15,), np.int64)
+        a = carray(block, (17,), np.int64)
         num_kv_heads, block_size, width = a[2], a[3], a[4]
         q = carray(_pointer(a[5], item), (1,))
         out = carray(_pointer(a[7], item), (1,))
         k_plane = carray(_pointer(a[9], item), (1,))
         v_plane = carray(_pointer(a[10], item), (1,))
         tokens = carray(_pointer(a[11], types.int64), (1,))
-        tables = carray(_pointer(a[12], types.int64), (1,))
+        counts = carray(_pointer(a[12], types.int64), (1,))
         lengths = carray(_pointer(a[13], types.int64), (1,))
-        queries = np.empty(share * head_dim, wide)
-        found = np.empty(share * head_dim, wide)
-        scores = np.empty(share * block_size, wide)
-        tops = np.empty(share, wide)
-        totals = np.empty(share, wide)
+        requests = carray(_pointer(a[14], types.int64), (1,))
+        tables = carray(_pointer(a[15], types.int64), (1,))
+        queries = np.empty(num_rows * head_dim, wide)
+        found = np.empty(num_rows * head_dim, wide)
+        stride = -(-block_size // vectors.WIDTH) * vectors.WIDTH
+        scores = np.empty(num_rows * stride, wide)
+        tops = np.empty(num_rows, wide)
+        totals = np.empty(num_rows, wide)
+        fades = np.empty(num_rows, wide)
+        seen = np.empty(num_rows, np.int64)
         unit = _take(block)
         while unit < a[1]:
-            row, head = divmod(unit, num_kv_heads)
-            token = tokens[row]
+            tile, head = divmod(unit, num_kv_heads)
+            token, last, length = tokens[tile], counts[tile] - 1, lengths[tile]
             first = head * share * head_dim
-            for d in range(share * head_dim):
-                queries[d] = _get(q, token * a[6] + first + d) * scale
+            for j in range(num_tokens):
+                # What is too few is made up with the last one again, and not written.
+                _read(q, (token + min(j, last)) * a[6] + first, queries, j, share * head_dim, scale)
             found[:] = 0
             tops[:] = -np.inf
             totals[:] = 0
-            for index in range(-(-lengths[row] // block_size)):
-                at = (tables[row * width + index] * num_kv_heads + head) * block_size * head_dim
-                count = min(lengths[row] - index * block_size, block_size)
-                vectors.score(queries, k_plane, at, count, scores, block_size, head_dim, share)
-                _soften(scores, block_size, count, tops, totals, found, head_dim)
-                vectors.add_weighted(scores, block_size, v_plane, at, count, found, head_dim, share)
-            for h in range(share):
-                share_of = 1 / totals[h]
-                for d in range(h * head_dim, (h + 1) * head_dim):
-                    _put(out, token * a[8] + first + d, found[d] * wide(share_of))
+            for index in range(-(-length // block_size)):
+                place = tables[requests[tile] * width + index] * num_kv_heads + head
+                at, left = place * block_size * head_dim, length - index * block_size
+                count = min(left, block_size)
+                vectors.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
+                for row in range(num_rows):
+                    # A token does not see those behind it.
+                    seen[row] = left - last + min(row // share, last)
+                vectors.soften(scores, stride, seen, count, tops, totals, fades, num_rows)
+                vectors.add_weighted(
+                    scores, stride, v_plane, at, count, found, fades, head_dim, num_rows
+                )
+            for j in range(last + 1):
+                _write(found, totals, j, share, head_dim, out, (token + j) * a[8] + first)
             unit = _take(block)
 
     return kernel
 
 
 @njit(**OPTIONS)
-def _soften(scores, stride, count, tops, totals, found, head_dim):
-    """Scores to weights relative to the greatest so far; what was found before fades with it."""
-    for h in range(len(tops)):
-        here = scores[h * stride : h * stride + count]
-        top = vectors.greatest(scores, h * stride, count, tops[h])
-        # Nothing was before the first block: there is nothing to fade.
-        fade = _exp(tops[h] - top)
-        total = _same(top, 0)
-        for t in range(count):
-            weight = _exp(here[np.uintp(t)] - top)
-            here[np.uintp(t)] = weight
-            total += weight
-        tops[h], totals[h] = top, totals[h] * fade + total
-        for d in range(h * head_dim, (h + 1) * head_dim):
-            found[np.uintp(d)] *= fade
+def _read(q, at, queries, place, size, scale):
+    for d in range(size):
+        queries[np.uintp(place * size + d)] = _get(q, at + d) * scale
+
+
+@njit(**OPTIONS)
+def _write(found, totals, place, share, head_dim, out, at):
+    """What the heads of a token found, over what their weights are together."""
+    for h in range(share):
+        row = place * share + h
+        part = _same(totals[row], 1 / totals[row])
+        for d in range(head_dim):
+            value = found[np.uintp(row * head_dim + d)] * part
+            _put(out, at + h * head_dim + d, value)
 
 
 def multiply(item):
@@ -360,7 +339,7 @@ def _dots(x, first, weight, at, size, count, sums):
 
 @njit(**OPTIONS)
 def _sigmoid(x):
-    raised = _exp(-abs(x))
+    raised = vectors.exp(-abs(x))
     return (_same(x, 1) if x >= 0 else raised) / (_same(x, 1) + raised)
 
 

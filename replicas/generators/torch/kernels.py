@@ -5,7 +5,7 @@ processor when they are first needed and keeps them on disk. Threads are those o
 as it uses: a second team of threads would fight the first for the cores.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks, S block size, N hidden size,
-B decoding rows, K blocks of the longest row.
+B tiles, R sequences, K blocks of the longest one.
 """
 
 from __future__ import annotations
@@ -72,19 +72,28 @@ class TokenPlaces:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
-    """Sequences with one token in a pass; every array contiguous.
+class Tiles:
+    """Neighbouring tokens of sequences that attend together; every array contiguous.
 
     Attributes:
-        tokens: int64 (B,), their tokens.
-        tables: int64 (B, K), their blocks.
-        lengths: int64 (B,), their tokens in the cache, the new one included; at least 1.
+        size: Tokens of a tile at most, 1 or ``TILE``.
+        tokens: int64 (B,), the first of each in the pass.
+        counts: int64 (B,), how many, at least 1.
+        lengths: int64 (B,), what the last of them sees: tokens in the cache, itself included.
+        requests: int64 (B,), the rows of ``tables``.
+        tables: int64 (R, K), blocks of sequences.
     """
 
+    size: int
     tokens: Int64Array
-    tables: Int64Array
+    counts: Int64Array
     lengths: Int64Array
+    requests: Int64Array
+    tables: Int64Array
 
+
+TILE = 4
+"""Tokens of a prompt that read a key together."""
 
 # --- how they are run ----------------------------------------------------------------------------
 
@@ -330,13 +339,13 @@ class Kernels:
 
 
 @cache
-def decode_attention_for(dtype: torch.dtype, head_dim: int, share: int) -> DecodeAttention:
-    """The kernel for a dtype and a shape, made once."""
-    return DecodeAttention(dtype, head_dim, share)
+def attention_for(dtype: torch.dtype, head_dim: int, share: int) -> Attention:
+    """The kernels for a dtype and a shape, made once."""
+    return Attention(dtype, head_dim, share)
 
 
-class DecodeAttention:
-    """Attention of single tokens over all of their sequences, for one dtype and shape of heads.
+class Attention:
+    """Attention of tokens over their sequences' blocks, for one dtype and shape of heads.
 
     Holds nothing that changes: any thread may call it.
 
@@ -348,22 +357,24 @@ class DecodeAttention:
 
     def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
         self._dtype, self._head_dim, self._share = dtype, head_dim, share
-        self._kernel = Kernel(compiled.attend_decodes, dtype, head_dim, share)
+        self._kernels = {
+            size: Kernel(compiled.attend, dtype, head_dim, share, size) for size in (1, TILE)
+        }
 
     def __call__(
         self,
         q: torch.Tensor,
-        rows: DecodeRows,
+        tiles: Tiles,
         planes: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        """Attend; reads nothing behind a sequence's end.
+        """Attend, each token to those before it and itself; reads nothing behind a tile's last.
 
         Args:
             q: (T, H, D); the heads of a token are contiguous.
-            rows: Which of them, and where their keys and values are.
+            tiles: Which of them, and where their keys and values are.
             planes: The layer's keys and values, each (P, G, S, D).
-            out: Like ``q``; the rows' tokens are written.
+            out: Like ``q``; the tiles' tokens are written.
 
         Raises:
             ValueError: The heads are of another shape or dtype, or do not follow one another.
@@ -373,18 +384,20 @@ class DecodeAttention:
         wanted = (num_kv_heads * self._share, self._head_dim)
         if q.shape[1:] != wanted or head_dim != self._head_dim:
             raise ValueError(f"heads {tuple(q.shape[1:])} over {head_dim}, made for {wanted}")
-        self._kernel(
-            len(rows.tokens) * num_kv_heads,
+        self._kernels[tiles.size](
+            len(tiles.tokens) * num_kv_heads,
             num_kv_heads,
             block_size,
-            rows.tables.shape[1],
+            tiles.tables.shape[1],
             _rows(q, self._dtype),
             q.stride(0),
             _rows(out, self._dtype),
             out.stride(0),
             _start(k_plane, self._dtype),
             _start(v_plane, self._dtype),
-            _place(rows.tokens),
-            _place(rows.tables),
-            _place(rows.lengths),
+            _place(tiles.tokens),
+            _place(tiles.counts),
+            _place(tiles.lengths),
+            _place(tiles.requests),
+            _place(tiles.tables),
         )

@@ -74,8 +74,7 @@ class PagedTransformer:
             if before_layer is not None:
                 before_layer(index)
             kernels.rotate_and_store(heads, places, cache.planes[index], layer.qk_norm, eps)
-            queries, kv = heads.tensor_split((config.num_attention_heads,), dim=1)
-            attended = attend(index, queries, kv).flatten(1)
+            attended = attend(index, heads[:, : config.num_attention_heads]).flatten(1)
             if after_layer is not None:
                 after_layer(index)
             if index == len(weights.layers) - 1:

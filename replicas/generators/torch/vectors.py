@@ -10,6 +10,7 @@ Dimensions: D head size, h query heads of a KV head, n tokens of a block, S bloc
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llvmlite import ir
@@ -26,11 +27,20 @@ _Value: TypeAlias = Any
 FLAGS = ("reassoc", "contract", "nsz", "arcp")
 """Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN."""
 
-_MAX_WIDTH = 16
+WIDTH = 16
 """Numbers of a vector: float32 of AVX-512; LLVM splits them for lesser processors."""
 
 _TOGETHER = 4
 """Heads, tokens or vectors of a head that are treated at once: their sums fit the registers."""
+
+_EXP = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 
 _INDEX = ir.IntType(64)
 _PLACE = ir.IntType(32)
@@ -82,6 +92,10 @@ class _Vectors:
         one = self._builder.insert_element(self.zero, number, ir.Constant(_PLACE, 0))
         return self._take(one, one, [0] * self._width)
 
+    def spread_from(self, array: _Value, index: _Value) -> _Value:
+        """One number of an array everywhere."""
+        return self.spread(self._builder.load(self._builder.gep(array, [index])))
+
     def add(self, one: _Value, other: _Value) -> _Value:
         return self._builder.fadd(one, other, flags=FLAGS)
 
@@ -91,6 +105,50 @@ class _Vectors:
     def greater(self, one: _Value, other: _Value) -> _Value:
         """The other where either is NaN."""
         return self._builder.select(self._builder.fcmp_ordered(">", one, other), one, other)
+
+    def are_before(self, limit: _Value) -> _Value:
+        """Which places are below a limit."""
+        bits = ir.VectorType(_PLACE, self._width)
+        one = self._builder.insert_element(
+            ir.Constant(bits, None), self._builder.trunc(limit, _PLACE), ir.Constant(_PLACE, 0)
+        )
+        limits = self._builder.shuffle_vector(one, one, ir.Constant(bits, None))
+        return self._builder.icmp_signed("<", ir.Constant(bits, list(range(self._width))), limits)
+
+    def exp(self, x: _Value) -> _Value:
+        """Of x <= 0; float32 by a polynomial, with an error below 2 units in the last place.
+
+        Source: Cephes expf.
+        """
+        if isinstance(self._number, ir.DoubleType):
+            return self._call("llvm.exp", x)
+        builder, number = self._builder, self._constant
+        least = number(-87.0)
+        x = builder.select(builder.fcmp_ordered("<", x, least), least, x)  # NaN stays
+        power = self._call("llvm.floor", self.add_product(x, number(1.44269504), number(0.5)))
+        rest = self.add_product(power, number(-0.693359375), x)
+        rest = self.add_product(power, number(2.12194440e-4), rest)
+        found = number(_EXP[0])
+        for coefficient in _EXP[1:]:
+            found = self.add_product(found, rest, number(coefficient))
+        found = self.add_product(builder.fmul(found, rest, flags=FLAGS), rest, rest)
+        bits = ir.VectorType(ir.IntType(32), self._width)
+        exponent = builder.add(builder.fptosi(power, bits), ir.Constant(bits, [127] * self._width))
+        scale = builder.shl(exponent, ir.Constant(bits, [23] * self._width))
+        found = self.add(found, number(1.0))
+        return builder.fmul(found, builder.bitcast(scale, x.type), flags=FLAGS)
+
+    def _constant(self, number: float) -> _Value:
+        return ir.Constant(self.zero.type, [number] * self._width)
+
+    def _call(self, name: str, x: _Value) -> _Value:
+        """One of LLVM's functions of a vector."""
+        kind = "f64" if isinstance(self._number, ir.DoubleType) else "f32"
+        of = ir.FunctionType(x.type, [x.type])
+        function = cgutils.get_or_insert_function(
+            self._builder.module, of, f"{name}.v{self._width}{kind}"
+        )
+        return self._builder.call(function, [x])
 
     def fold(self, join: Callable[[_Value, _Value], _Value], vector: _Value, width: int) -> _Value:
         """Halves joined until so many numbers are left."""
@@ -102,46 +160,43 @@ class _Vectors:
     def first(self, vector: _Value) -> _Value:
         return self._builder.extract_element(vector, ir.Constant(_PLACE, 0))
 
-    def sums(self, vectors: Sequence[_Value]) -> _Value:
-        """The sum of each vector's numbers, as a vector; of four, or of one."""
-        if len(vectors) == 1 or self._width < _TOGETHER:
+    def join(self, by: Callable[[_Value, _Value], _Value], vectors: Sequence[_Value]) -> _Value:
+        """What the numbers of each vector are together, as a vector."""
+        if len(vectors) != _TOGETHER or self._width < _TOGETHER:
             found = ir.Constant(ir.VectorType(self._number, len(vectors)), None)
             for place, vector in enumerate(vectors):
-                total = self.first(self.fold(self.add, vector, 1))
-                found = self._builder.insert_element(found, total, ir.Constant(_PLACE, place))
+                one = self.first(self.fold(by, vector, 1))
+                found = self._builder.insert_element(found, one, ir.Constant(_PLACE, place))
             return found
         one, two, three, four = vectors
-        # Every four numbers become one sum of each vector; these are what a processor shuffles.
-        joined = self._pairs(self._pairs(one, two), self._pairs(three, four))
-        return self.fold(self.add, joined, _TOGETHER)
+        # Of every four numbers one is left of each vector; these are what a processor shuffles.
+        joined = self._pairs(by, self._pairs(by, one, two), self._pairs(by, three, four))
+        return self.fold(by, joined, _TOGETHER)
 
-    def _pairs(self, one: _Value, other: _Value) -> _Value:
-        """Neighbours added up: of each four, two of the one, then two of the other."""
+    def _pairs(self, by: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
+        """Neighbours joined: of each four, two of the one, then two of the other."""
         starts = range(0, self._width, _TOGETHER)
         even = [start + i for start in starts for i in (0, 2, self._width, self._width + 2)]
         odd = [place + 1 for place in even]
-        return self.add(self._take(one, other, even), self._take(one, other, odd))
+        return by(self._take(one, other, even), self._take(one, other, odd))
 
     def _take(self, one: _Value, other: _Value, places: Sequence[int]) -> _Value:
         mask = ir.Constant(ir.VectorType(_PLACE, len(places)), list(places))
         return self._builder.shuffle_vector(one, other, mask)
 
 
-def _in_turn(
-    builder: _Value, count: _Value, step: int, write: Callable[[_Value, int], None]
-) -> None:
-    """Loops over ``count`` tokens: ``step`` at a time, then one by one.
+def _in_turn(builder: _Value, count: _Value, write: Callable[[_Value, int], None]) -> None:
+    """Loops over so many tokens: some at once, then one by one.
 
     Args:
         builder: Where to.
         count: How many.
-        step: At a time.
         write: Given the first token and how many it is about.
     """
-    rounds = builder.sdiv(count, _index(step))
+    rounds = builder.sdiv(count, _index(_TOGETHER))
     with cgutils.for_range(builder, rounds) as loop:
-        write(builder.mul(loop.index, _index(step)), step)
-    done = builder.mul(rounds, _index(step))
+        write(builder.mul(loop.index, _index(_TOGETHER)), _TOGETHER)
+    done = builder.mul(rounds, _index(_TOGETHER))
     with cgutils.for_range(builder, builder.sub(count, done)) as loop:
         write(builder.add(done, loop.index), 1)
 
@@ -174,7 +229,7 @@ def score(_context, queries, keys, at, count, scores, stride, head_dim, share):
 
     def generate(context, builder, signature, values):
         queries, keys, at, count, scores, stride, *_ = _starts(context, builder, signature, values)
-        width = min(_MAX_WIDTH, size & -size)
+        width = min(WIDTH, size & -size)
         vectors = _Vectors(builder, queries.type.pointee, width)
 
         def tokens(first: _Value, num: int) -> None:
@@ -190,83 +245,137 @@ def score(_context, queries, keys, at, count, scores, stride, head_dim, share):
                             sums[h, t] = vectors.add_product(query, found[t], sums[h, t])
                 for h in some:
                     place = builder.add(builder.mul(stride, _index(h)), first)
-                    vectors.store(vectors.sums([sums[h, t] for t in range(num)]), scores, place)
+                    found = vectors.join(vectors.add, [sums[h, t] for t in range(num)])
+                    vectors.store(found, scores, place)
 
-        _in_turn(builder, count, _TOGETHER, tokens)
+        _in_turn(builder, count, tokens)
         return context.get_dummy_value()
 
     return types.void(queries, keys, at, count, scores, stride, head_dim, share), generate
 
 
 @intrinsic
-def greatest(_context, scores, at, count, top):
-    """The greatest of some scores and of ``top``; NaN is not seen.
+def exp(_context, x):
+    """Of a number <= 0, as `_Vectors.exp`."""
 
-    Args:
-        scores: All of them.
-        at: The first in question.
-        count: How many.
-        top: The greatest before them.
-    """
+    def generate(_context, builder, _signature, values):
+        vectors = _Vectors(builder, values[0].type, 1)
+        return vectors.first(vectors.exp(vectors.spread(values[0])))
 
-    def generate(context, builder, signature, values):
-        scores, at, count, top = _starts(context, builder, signature, values)
-        wide = _Vectors(builder, top.type, _MAX_WIDTH)
-        one = _Vectors(builder, top.type, 1)
-        best = cgutils.alloca_once_value(builder, wide.spread(top))
-        rest = cgutils.alloca_once_value(builder, one.spread(top))
-
-        def tokens(first: _Value, num: int) -> None:
-            vectors, kept = (wide, best) if num > 1 else (one, rest)
-            found = vectors.load(scores, builder.add(at, first))
-            builder.store(vectors.greater(found, builder.load(kept)), kept)
-
-        _in_turn(builder, count, _MAX_WIDTH, tokens)
-        found = wide.fold(wide.greater, builder.load(best), 1)
-        return one.first(one.greater(found, builder.load(rest)))
-
-    return top(scores, at, count, top), generate
+    return x(x), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_weighted(_context, weights, stride, planes, at, count, found, head_dim, share):
-    """Adds the weighted sums of values to what was found.
+def soften(_context, scores, stride, seen, count, tops, totals, fades, num_rows):
+    """Makes scores weights, relative to the greatest of a row so far.
+
+    Args:
+        scores: (h, S), full vectors each; the first n of a row are read and written.
+        stride: S.
+        seen: (h,), how many of a row are none that a token must not see; the others weigh nothing.
+        count: n.
+        tops: (h,), the greatest so far, -inf before any; NaN is not seen.
+        totals: (h,), the sum of the weights so far.
+        fades: (h,), written: what was found before counts by so much.
+        num_rows: h.
+    """
+    rows = range(num_rows.literal_value)
+
+    def generate(context, builder, signature, values):
+        scores, stride, seen, count, tops, totals, fades, _ = _starts(
+            context, builder, signature, values
+        )
+        number = tops.type.pointee
+        vectors = _Vectors(builder, number, WIDTH)
+
+        for some in _fours(rows):
+            few = _Vectors(builder, number, len(some))
+            before = few.load(tops, _index(some[0]))
+            starts = [builder.mul(stride, _index(row)) for row in some]
+            limits = [builder.load(builder.gep(seen, [_index(row)])) for row in some]
+            least = vectors.spread(ir.Constant(number, float("-inf")))
+            best = [cgutils.alloca_once_value(builder, least) for _ in some]
+            with _whole_vectors(builder, count) as first:
+                for start, limit, kept in zip(starts, limits, best, strict=True):
+                    found = vectors.load(scores, builder.add(start, first))
+                    is_seen = vectors.are_before(builder.sub(limit, first))
+                    found = builder.select(is_seen, found, least)
+                    builder.store(vectors.greater(found, builder.load(kept)), kept)
+            found = vectors.join(vectors.greater, [builder.load(kept) for kept in best])
+            after = few.greater(found, before)
+            few.store(after, tops, _index(some[0]))
+            # Nothing was before the first block: there is nothing to fade.
+            fade = few.exp(builder.fsub(before, after, flags=FLAGS))
+            few.store(fade, fades, _index(some[0]))
+            sums = [cgutils.alloca_once_value(builder, vectors.zero) for _ in some]
+            with _whole_vectors(builder, count) as first:
+                for place, (start, limit, kept) in enumerate(
+                    zip(starts, limits, sums, strict=True)
+                ):
+                    at = builder.add(start, first)
+                    top = vectors.spread(builder.extract_element(after, ir.Constant(_PLACE, place)))
+                    found = builder.fsub(vectors.load(scores, at), top, flags=FLAGS)
+                    is_seen = vectors.are_before(builder.sub(limit, first))
+                    found = builder.select(is_seen, vectors.exp(found), vectors.zero)
+                    vectors.store(found, scores, at)
+                    builder.store(vectors.add(builder.load(kept), found), kept)
+            total = vectors.join(vectors.add, [builder.load(kept) for kept in sums])
+            total = few.add_product(few.load(totals, _index(some[0])), fade, total)
+            few.store(total, totals, _index(some[0]))
+        return context.get_dummy_value()
+
+    arguments = (scores, stride, seen, count, tops, totals, fades, num_rows)
+    return types.void(*arguments), generate
+
+
+@contextlib.contextmanager
+def _whole_vectors(builder: _Value, count: _Value) -> Iterator[_Value]:
+    """A loop over so many numbers, and whatever until a vector is full: the first of a vector."""
+    rounds = builder.sdiv(builder.add(count, _index(WIDTH - 1)), _index(WIDTH))
+    with cgutils.for_range(builder, rounds) as loop:
+        yield builder.mul(loop.index, _index(WIDTH))
+
+
+@intrinsic(prefer_literal=True)
+def add_weighted(_context, weights, stride, plane, at, count, found, fades, head_dim, share):
+    """What was found before fades; the weighted sums of values are added to it.
 
     Args:
         weights: (h, S), the first n of each row are read.
         stride: S.
-        planes: The plane of the values.
+        plane: Of the values.
         at: Of the first value in it.
         count: n values, one after the other.
         found: (h * D,).
+        fades: (h,), by how much.
         head_dim: D.
         share: h.
     """
     size, heads = head_dim.literal_value, range(share.literal_value)
 
     def generate(context, builder, signature, values):
-        weights, stride, plane, at, count, found, *_ = _starts(context, builder, signature, values)
-        width = min(_MAX_WIDTH, size & -size)
+        weights, stride, plane, at, count, found, fades, *_ = _starts(
+            context, builder, signature, values
+        )
+        width = min(WIDTH, size & -size)
         vectors = _Vectors(builder, found.type.pointee, width)
 
         def columns(some: Sequence[int], parts: Sequence[int]) -> None:
-            sums = {
-                (h, d): cgutils.alloca_once_value(
-                    builder, vectors.load(found, _index(h * size + d))
-                )
-                for h in some
-                for d in parts
-            }
+            sums = {}
+            for h in some:
+                fade = vectors.spread_from(fades, _index(h))
+                for d in parts:
+                    before = vectors.load(found, _index(h * size + d))
+                    before = builder.fmul(before, fade, flags=FLAGS)
+                    sums[h, d] = cgutils.alloca_once_value(builder, before)
 
             def tokens(first: _Value, num: int) -> None:
                 begin = builder.add(at, builder.mul(first, _index(size)))
+                starts = {h: builder.add(builder.mul(stride, _index(h)), first) for h in some}
                 shares = {
-                    (h, t): vectors.spread(builder.load(builder.gep(weights, [place])))
+                    (h, t): vectors.spread_from(weights, builder.add(starts[h], _index(t)))
                     for h in some
                     for t in range(num)
-                    for place in [
-                        builder.add(builder.mul(stride, _index(h)), builder.add(first, _index(t)))
-                    ]
                 }
                 for d in parts:
                     places = [builder.add(begin, _index(t * size + d)) for t in range(num)]
@@ -278,7 +387,7 @@ def add_weighted(_context, weights, stride, planes, at, count, found, head_dim, 
                         # Once for all of them: a sum that waits for the one before costs time.
                         builder.store(vectors.add(builder.load(sums[h, d]), here), sums[h, d])
 
-            _in_turn(builder, count, _TOGETHER, tokens)
+            _in_turn(builder, count, tokens)
             for (h, d), place in sums.items():
                 vectors.store(builder.load(place), found, _index(h * size + d))
 
@@ -287,4 +396,5 @@ def add_weighted(_context, weights, stride, planes, at, count, found, head_dim, 
                 columns(some, parts)
         return context.get_dummy_value()
 
-    return types.void(weights, stride, planes, at, count, found, head_dim, share), generate
+    arguments = (weights, stride, plane, at, count, found, fades, head_dim, share)
+    return types.void(*arguments), generate

@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from replicas.generators.torch import compiled, kernels
 from replicas.generators.torch.kernels import (
-    DecodeRows,
+    TILE,
     Kernel,
     PlainKernels,
+    Tiles,
     TokenPlaces,
-    decode_attention_for,
+    attention_for,
     kernels_for,
 )
 
@@ -96,15 +97,16 @@ def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
     dtypes,
     st.lists(st.integers(1, 4 * BLOCK), min_size=1, max_size=5),
     st.sampled_from([(1, 1, 8), (2, 2, 32), (1, 5, 20), (3, 1, 80), (1, 4, 3)]),
+    st.sampled_from([1, TILE]),
     seeds,
 )
-def test_decodes_attend_to_their_blocks_and_to_nothing_behind_their_end(
-    dtype, lengths, shape, seed
+def test_tokens_attend_to_their_blocks_and_to_nothing_behind_them(
+    dtype, lengths, shape, size, seed
 ):
     make, rng = draw(seed), np.random.default_rng(seed)
-    (num_kv_heads, share, head_dim), count = shape, len(lengths)
+    (num_kv_heads, share, head_dim), num_requests = shape, len(lengths)
     k_plane, v_plane = (make(21, num_kv_heads, BLOCK, head_dim, dtype=dtype) for _ in range(2))
-    tables = rng.permutation(20)[: 4 * count].reshape(count, 4) + 1
+    tables = rng.permutation(20)[: 4 * num_requests].reshape(num_requests, 4) + 1
     k, v = (plane[tables].transpose(1, 2).flatten(2, 3).double() for plane in (k_plane, v_plane))
     k_plane[0] = v_plane[0] = torch.nan
     for table, length in zip(tables, lengths, strict=True):
@@ -114,19 +116,36 @@ def test_decodes_attend_to_their_blocks_and_to_nothing_behind_their_end(
                 plane[table[length // BLOCK], :, length % BLOCK :] = torch.nan
     num_heads = num_kv_heads * share
     # Other tokens lie between, and queries are part of a wider tensor.
-    q = make(2 * count, num_heads + 3, head_dim, dtype=dtype)[:, :num_heads]
-    out = torch.zeros(2 * count, num_heads, head_dim, dtype=dtype)
-    tokens = rng.permutation(2 * count)[:count].astype(np.int64)
-    rows = DecodeRows(tokens, tables.astype(np.int64), np.array(lengths, dtype=np.int64))
-    decode_attention_for(dtype, head_dim, share)(q, rows, (k_plane, v_plane), out)
+    counts = np.array([int(rng.integers(1, min(size, length) + 1)) for length in lengths])
+    tokens = rng.permutation(2 * num_requests)[:num_requests].astype(np.int64) * size
+    num_tokens = 2 * num_requests * size
+    q = make(num_tokens, num_heads + 3, head_dim, dtype=dtype)[:, :num_heads]
+    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=dtype)
+    order = rng.permutation(num_requests)
+    tiles = Tiles(
+        size, tokens, counts, np.array(lengths), np.argsort(order), tables[order].astype(np.int64)
+    )
+    attention_for(dtype, head_dim, share)(q, tiles, (k_plane, v_plane), out)
 
-    for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
-        queries = q[token].double().view(num_kv_heads, share, head_dim)
-        scores = queries @ k[row, :, :length].transpose(1, 2) * head_dim**-0.5
-        wanted = (scores.softmax(-1) @ v[row, :, :length]).reshape(num_heads, head_dim)
-        assert_near(out[token], wanted, dtype)
-    others = np.setdiff1d(np.arange(2 * count), tokens)
-    assert not out[others].any()
+    written = []
+    for row, (first, count, length) in enumerate(zip(tokens, counts, lengths, strict=True)):
+        for token in range(first, first + count):
+            seen = length - (first + count - 1 - token)
+            queries = q[token].double().view(num_kv_heads, share, head_dim)
+            scores = queries @ k[row, :, :seen].transpose(1, 2) * head_dim**-0.5
+            wanted = (scores.softmax(-1) @ v[row, :, :seen]).reshape(num_heads, head_dim)
+            assert_near(out[token], wanted, dtype)
+            written.append(token)
+    assert not out[np.setdiff1d(np.arange(num_tokens), written)].any()
+
+
+def one_tile(length, block):
+    """The first token of a pass, alone."""
+    return Tiles(
+        1,
+        *(np.array([number]) for number in (0, 1, length, 0)),
+        np.array([[block]]),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -137,8 +156,7 @@ def test_great_scores_leave_one_token(dtype, scale):
     v_plane = torch.arange(2 * BLOCK * 4).view(2, 1, BLOCK, 4).to(dtype)
     q = torch.full((1, 1, 4), scale, dtype=dtype)
     out = torch.empty_like(q)
-    rows = DecodeRows(np.array([0]), np.array([[1]]), np.array([BLOCK]))
-    decode_attention_for(dtype, 4, 1)(q, rows, (k_plane, v_plane), out)
+    attention_for(dtype, 4, 1)(q, one_tile(BLOCK, 1), (k_plane, v_plane), out)
     if scale > 1:
         assert torch.equal(out[0, 0], v_plane[1, 0, 5])
     assert out.isfinite().all()
@@ -154,8 +172,7 @@ def test_a_number_that_is_none_stays_so(dtype):
     assert ours.multiply(x, ones, None, "swish").isnan().all()
     planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
     out = torch.zeros(1, 1, 8, dtype=dtype)
-    rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([3]))
-    decode_attention_for(dtype, 8, 1)(x.view(1, 1, 8), rows, planes, out)
+    attention_for(dtype, 8, 1)(x.view(1, 1, 8), one_tile(3, 0), planes, out)
     assert out.isnan().all()
 
 
@@ -244,7 +261,6 @@ def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):
 
 def test_heads_of_another_shape_are_refused():
     planes = torch.zeros(1, 1, BLOCK, 8), torch.zeros(1, 1, BLOCK, 8)
-    rows = DecodeRows(np.array([0]), np.array([[0]]), np.array([1]))
     q = torch.zeros(1, 3, 8)
     with pytest.raises(ValueError, match=r"heads \(3, 8\) over 8, made for \(2, 8\)"):
-        decode_attention_for(torch.float32, 8, 2)(q, rows, planes, q.clone())
+        attention_for(torch.float32, 8, 2)(q, one_tile(1, 0), planes, q.clone())
