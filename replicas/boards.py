@@ -4,9 +4,8 @@
 meshes the boards make.
 
 Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
-source; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal. Unsure:
-that numbers in TT_VISIBLE_DEVICES are those of the device nodes where only some nodes are given to
-a container.
+source; a Galaxy's subsystem ids from tt-smi; numbers in TT_VISIBLE_DEVICES from tt-umd's
+pci_device.cpp; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.metadata
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -26,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replicas.meshes import MESHES, Arch, MeshSpec
+from replicas.tt_smi import TTSmi, find_tt_smi, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +43,8 @@ _SFPI_COMPILER = "compiler/bin/riscv-tt-elf-g++"
 _ELF = b"\x7fELF"
 _CHIPS_PER_BOARD: Mapping[str | None, int] = {"n300": 2, "p300": 2}
 _CHIPS_PER_DEVICE: Mapping[str | None, int] = {"n300": 2}
-_TT_SMI_TIMEOUT_S = 30.0
+_GALAXIES: Mapping[int, str] = {0x35: "galaxy-wormhole", 0x47: "galaxy-blackhole"}
+"""Subsystem ids of their chips."""
 _CARD = re.compile(r"^(?:tt-)?(galaxy|[np]\d{3})(?:-(wormhole|blackhole|wh|bh))?")
 
 
@@ -75,6 +73,11 @@ class Device:
     firmware: str | None
     holders: tuple[int, ...]
 
+    @property
+    def is_galaxy(self) -> bool:
+        """Whether it is one of a Galaxy's chips."""
+        return (self.board or "").startswith("galaxy")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
@@ -97,6 +100,7 @@ class HostReport:
             and has_mock_descriptor whether it is there.
         has_mock_descriptor: See `mock_descriptor`.
         visible_devices: What TT_VISIBLE_DEVICES says.
+        tt_smi: The command that resets boards, or None.
     """
 
     devices: tuple[Device, ...]
@@ -114,6 +118,7 @@ class HostReport:
     mock_descriptor: str | None
     has_mock_descriptor: bool
     visible_devices: str | None
+    tt_smi: TTSmi | None
 
     @property
     def usable(self) -> tuple[Device, ...]:
@@ -129,17 +134,26 @@ class HostReport:
     def is_visible(self, device: Device) -> bool:
         """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
         names = self.visible_names
-        return not names or any(is_named(device, name) for name in names)
+        return not names or any(device in named(self.devices, name) for name in names)
 
 
-def is_named(device: Device, name: str) -> bool:
-    """Whether a name in TT_VISIBLE_DEVICES is this device's: its number, or a part of its address.
+def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
+    """The devices that a name in TT_VISIBLE_DEVICES stands for.
 
-    Source: tt-umd's messages about the variable, in the ttnn 0.81.1 wheel.
+    Args:
+        devices: All of the host.
+        name: A part of a PCI address, or a number: a place in the order of the addresses of those
+            that have a node here. It need not be the N of /dev/tenstorrent/N.
     """
-    if name.isdigit():
-        return device.index == int(name)
-    return name.lower() in device.address.lower()
+    if not name.isdigit():
+        return tuple(d for d in devices if name.lower() in d.address.lower())
+    return tuple(d for d in devices if visible_number(devices, d) == int(name))
+
+
+def visible_number(devices: Sequence[Device], device: Device) -> int | None:
+    """What TT_VISIBLE_DEVICES calls a device; None without a node. See `named`."""
+    addresses = sorted(d.address for d in devices if d.has_node)
+    return addresses.index(device.address) if device.has_node else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +186,8 @@ def read_host(
         python: Version of the interpreter that engines run in.
         packages: Folders to look for ttnn in; None takes this interpreter's.
     """
-    devices = tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
-    devices = _name_boards(devices, environment)
+    tool = find_tt_smi(environment)
+    devices = _name_boards(read_devices(root), tool, environment)
     ttnn, package = _ttnn(packages)
     home = environment.get(METAL_HOME) or None
     sfpi = _sfpi(root, package, home)
@@ -199,7 +213,17 @@ def read_host(
         mock_descriptor=mock,
         has_mock_descriptor=mock is not None and Path(mock).is_file(),
         visible_devices=environment.get(VISIBLE_DEVICES),
+        tt_smi=tool,
     )
+
+
+def read_devices(root: Path = Path("/")) -> tuple[Device, ...]:
+    """The Tenstorrent devices of this host by device node, from the driver's files alone.
+
+    Args:
+        root: Folder that holds dev, sys and proc.
+    """
+    return tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
 
 
 def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
@@ -309,7 +333,7 @@ def _device(root: Path, folder: Path) -> Device:
         index=index,
         has_node=has_node,
         is_usable=has_node and os.access(node, os.R_OK | os.W_OK),
-        board=_board(_read(attributes / "tt_card_type")),
+        board=_board(_read(attributes / "tt_card_type")) or _galaxy(folder),
         firmware=_read(attributes / "tt_fw_bundle_ver") or None,
         holders=tuple(sorted({int(pid) for pid in (pids or "").split() if pid.isdigit()})),
     )
@@ -327,27 +351,21 @@ def _board(name: str | None) -> str | None:
     return "galaxy-wormhole" if card[2] in {"wh", "wormhole"} else "galaxy-blackhole"
 
 
-def _name_boards(devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+def _galaxy(folder: Path) -> str | None:
+    """A Galaxy by its chip's subsystem, whatever the driver's version."""
+    with contextlib.suppress(ValueError):
+        return _GALAXIES.get(int(_read(folder / "subsystem_device") or "0", 16))
+    return None
+
+
+def _name_boards(
+    devices: tuple[Device, ...], tool: TTSmi | None, environment: Mapping[str, str]
+) -> tuple[Device, ...]:
     """Ask tt-smi for what an older driver does not say; not while anything runs on a board."""
     unnamed = any(d.has_node and d.board is None for d in devices)
-    tool = shutil.which("tt-smi", path=environment.get("PATH", ""))
     if not unnamed or tool is None or any(d.holders for d in devices):
         return devices
-    try:
-        run = subprocess.run(
-            [tool, "-s", "--snapshot_no_tty"],
-            capture_output=True,
-            text=True,
-            timeout=_TT_SMI_TIMEOUT_S,
-            check=True,
-            env=dict(environment),
-        )
-        text = run.stdout
-        snapshot = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        # A board's second chip, which has no PCIe device, has no address either.
-        of_address = {chip["board_info"]["bus_id"]: chip for chip in snapshot["device_info"]}
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return devices
+    of_address = snapshot(tool, environment)
     return tuple(_told(d, of_address.get(d.address)) for d in devices)
 
 

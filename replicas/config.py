@@ -94,8 +94,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         l1_small_size: Bytes of L1 set aside for small buffers.
         fabric: Member of `ttnn.FabricConfig`, instead of the mesh's usual one.
         dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
-        visible_devices: Indices of the boards to open; None takes those that Ray, or the
-            environment, has bound the process to.
+        visible_devices: Boards to open, by their places in the order of PCI addresses; None takes
+            those that Ray, or the environment, has bound the process to.
         weight_cache: Folder for converted weights; None is a folder in the user's cache.
         tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
             `generator` it is refused, as is the next.

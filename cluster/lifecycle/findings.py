@@ -22,7 +22,8 @@ from replicas.boards import (
     RESOURCE,
     VISIBLE_DEVICES,
     HostReport,
-    is_named,
+    named,
+    visible_number,
 )
 
 if TYPE_CHECKING:
@@ -243,8 +244,9 @@ def _visible(report: HostReport) -> Iterator[Finding]:
         return
     subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
     opened = [d for d in report.devices if d.is_usable]
-    strays = [n for n in report.visible_names if not any(is_named(d, n) for d in report.devices)]
-    advice = f"unset it, or name boards that are here: {', '.join(str(d.index) for d in opened)}"
+    strays = [n for n in report.visible_names if not named(report.devices, n)]
+    numbers = sorted(str(visible_number(report.devices, d)) for d in opened)
+    advice = f"unset it, or name boards that are here: {', '.join(numbers)}"
     if not opened or not report.visible_names or report.mock_descriptor is not None:
         yield _finding("note", subject, text)
     elif not report.usable:

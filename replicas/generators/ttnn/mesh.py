@@ -15,26 +15,24 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ttnn
 
+from replicas.boards import MOCK_DESCRIPTOR, read_devices
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
+from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
 from replicas.meshes import MeshSpec, lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from replicas.boards import Device
     from replicas.config import MeshConfig
 
 _LOG = logging.getLogger(__name__)
-_DEVICE_NODES = Path("/dev/tenstorrent")
-_RESET_TIMEOUT_S = 300
 
 
 @dataclass(eq=False)
@@ -154,9 +152,10 @@ def open_mesh(
     spec.check_one_host()
     # ttnn itself reads this variable; it is no setting of ours.
     bound = os.environ.get("TT_VISIBLE_DEVICES")  # noqa: TID251
-    locks = BoardLocks(boards_to_open(settings, bound))
+    devices = _host_devices()
+    locks = BoardLocks(lock_names(names_to_open(settings, bound), devices))
     try:
-        _reset(locks.left_open)
+        reset_left_open(locks, devices, os.environ)  # noqa: TID251 - for PATH alone
         _check_chips(spec, bound)
         fabric = _fabric(spec, settings, fabric_config)
         arguments = _open_arguments(spec, settings)
@@ -179,8 +178,8 @@ def open_mesh(
     return mesh
 
 
-def boards_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
-    """Names of the boards that ttnn opens in this process: all that it sees.
+def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
+    """Names of the boards that ttnn opens in this process; none for all that the host has.
 
     Args:
         settings: Whose `visible_devices` must be what the process is bound to.
@@ -198,9 +197,13 @@ def boards_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
                 f"TT_VISIBLE_DEVICES={bound or ''}: set that to {','.join(sorted(wanted))} before "
                 "the process starts"
             )
-    if seen or not _DEVICE_NODES.is_dir():
-        return seen
-    return tuple(sorted(node.name for node in _DEVICE_NODES.iterdir() if node.name.isdigit()))
+    return seen
+
+
+def _host_devices() -> tuple[Device, ...]:
+    """The host's boards; none beside a mock cluster, for which no board is opened."""
+    # ttnn's own variable.
+    return () if os.environ.get(MOCK_DESCRIPTOR) else read_devices()  # noqa: TID251
 
 
 def ttnn_message(error: BaseException) -> str:
@@ -212,36 +215,6 @@ def ttnn_message(error: BaseException) -> str:
     if "info:" in lines[:-1]:
         return lines[lines.index("info:") + 1]
     return lines[0] if lines else type(error).__name__
-
-
-def _reset(boards: tuple[str, ...]) -> None:
-    """Bring boards that a dead process had open back to a state that can be opened."""
-    if not boards:
-        return
-    names = ",".join(boards)
-    tool = shutil.which("tt-smi")
-    if tool is None:
-        _LOG.warning(
-            "a process died with boards %s open and tt-smi is not on PATH to reset them: if "
-            "opening hangs, run `tt-smi -r %s` on this host (pip install tt-smi)",
-            names, names,
-        )  # fmt: skip
-        return
-    _LOG.warning("a process died with boards %s open: resetting them", names)
-    try:
-        done = subprocess.run(
-            [tool, "-r", names],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            check=False, timeout=_RESET_TIMEOUT_S,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"`tt-smi -r {names}` did not reset the boards: {error}") from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise DeviceError(
-            f"`tt-smi -r {names}` did not reset the boards, exit code {done.returncode}: "
-            f"{said[-1] if said else 'it said nothing'}"
-        )
 
 
 def _check_chips(spec: MeshSpec, bound: str | None) -> None:
