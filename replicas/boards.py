@@ -188,7 +188,7 @@ def read_host(
     """
     tool = find_tt_smi(environment)
     devices = _name_boards(read_devices(root), tool, environment)
-    ttnn, package = _ttnn(packages)
+    ttnn, package = find_ttnn(packages)
     home = environment.get(METAL_HOME) or None
     sfpi = _sfpi(root, package, home)
     mock = environment.get(MOCK_DESCRIPTOR) or None
@@ -379,8 +379,12 @@ def _told(device: Device, chip: Mapping[str, Mapping[str, str]] | None) -> Devic
     )
 
 
-def _ttnn(packages: Sequence[str] | None) -> tuple[str | None, Path | None]:
-    """Version and folder of ttnn, without importing it: that takes seconds and looks for boards."""
+def find_ttnn(packages: Sequence[str] | None = None) -> tuple[str | None, Path | None]:
+    """Version and folder of ttnn, without importing it: that takes seconds and looks for boards.
+
+    Args:
+        packages: Folders to look in; None takes this interpreter's.
+    """
     path = sys.path if packages is None else list(packages)
     for distribution in importlib.metadata.distributions(name=PACKAGE, path=path):
         return distribution.version, Path(str(distribution.locate_file(PACKAGE)))

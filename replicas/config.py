@@ -1,6 +1,7 @@
 """Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
 
 import math
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -96,7 +97,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
         visible_devices: Boards to open, by their places in the order of PCI addresses; None takes
             those that Ray, or the environment, has bound the process to.
-        weight_cache: Folder for converted weights; None is a folder in the user's cache.
+        weight_cache: Folder for converted weights, of others' classes too; None is a folder in the
+            user's cache.
         tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
             `generator` it is refused, as is the next.
         extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
@@ -125,6 +127,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ConfigError: There is no such mesh, or it is of another architecture than `arch`.
         """
         return mesh_spec(self.name, arch=self.arch)
+
+    @property
+    def weight_cache_folder(self) -> Path:
+        """Folder for the converted weights of all models."""
+        if self.weight_cache is not None:
+            return Path(self.weight_cache)
+        return Path.home() / ".cache" / "ttserve" / "weights"
 
     def validate(self) -> None:
         """Check what can be checked without the device.

@@ -169,12 +169,15 @@ def test_boards_make_meshes(host, cards, choices):
     assert list(mesh_choices(host.report())) == choices
 
 
-def test_a_galaxy_is_one_mesh_and_is_named_once(host):
+def test_a_galaxy_is_one_mesh_or_its_trays(host):
     for _ in range(32):
         host.add_board("n", is_named=False)
     for folder in (host.root / "sys/bus/pci/devices").glob("*/tenstorrent/*"):
         (folder / "tt_card_type").write_text("galaxy-wormhole\n")
-    assert mesh_choices(host.report()) == (MeshChoice("Galaxy", 1),)
+    assert mesh_choices(host.report()) == (
+        MeshChoice("Galaxy", 1),
+        MeshChoice("GalaxyT3K", 4, CABLED),
+    )
 
 
 @pytest.mark.parametrize(

@@ -310,10 +310,14 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
 def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment(of_meshes):
     mesh = MeshConfig(name="t3k", tt_metal_home="/metal")
     theirs = config(mesh=mesh, generator="tt-metal")
-    assert child_environment(theirs, {"HF_MODEL": "other", "A": "b"}) == {
+    told = child_environment(theirs, {"HF_MODEL": "other", "A": "b"})
+    assert not told.pop("TT_CACHE_PATH").startswith(theirs.model)
+    assert told == {
         "A": "b",
+        "ARCH_NAME": "wormhole_b0",
         "HF_MODEL": theirs.model,
         "MESH_DEVICE": "T3K",
         "TT_METAL_HOME": "/metal",
+        "WH_ARCH_YAML": "wormhole_b0_80_arch_eth_dispatch.yaml",
         **of_meshes,
     }

@@ -18,15 +18,13 @@ from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn import mesh as mesh_module
 from replicas.generators.ttnn.board_locks import BoardLocks
-from replicas.generators.ttnn.mesh import names_to_open, open_mesh, ttnn_message
+from replicas.generators.ttnn.mesh import TTMesh, names_to_open, open_mesh, ttnn_message
 from replicas.launch import child_environment
 from tests.hosts import FakeHost
 from tests.tt.mock.boards import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from replicas.generators.ttnn.mesh import TTMesh
 
     OpenMesh = Callable[..., TTMesh]
 
@@ -89,6 +87,44 @@ def test_a_mesh_is_cut_as_flat_as_it_can_be(
     shape: tuple[int, int], num_chips: int, cut: tuple[int, int]
 ) -> None:
     assert mesh_module._cut(shape, num_chips) == cut
+
+
+class _Galaxy:
+    """A double of 32 chips, of which ttnn's mock cluster has no descriptor here: what is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def reshape(self, shape: ttnn.MeshShape) -> None:
+        self.asked.append(("reshape", tuple(shape)))
+
+    def create_submeshes(self, shape: ttnn.MeshShape) -> list[_Galaxy]:
+        self.asked.append(("cut", tuple(shape)))
+        self.parts = [_Galaxy() for _ in range(32 // (shape[0] * shape[1]))]
+        return list(self.parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "cut", "order"),
+    [
+        ("Galaxy", 2, (2, 8), [0, 1]),
+        ("Galaxy", 4, (1, 8), [0, 2, 3, 1]),
+        ("TG", 4, (1, 8), [0, 2, 3, 1]),
+        ("BHGalaxy", 4, (1, 8), [0, 1, 2, 3]),
+        ("Galaxy", 8, (1, 4), list(range(8))),
+        ("Galaxy", 32, (1, 1), list(range(32))),
+    ],
+)
+def test_lanes_of_a_galaxy_are_cut_from_rows_of_eight(
+    name: str, lanes: int, cut: tuple[int, int], order: list[int]
+) -> None:
+    settings = MeshConfig(name=name)
+    device = _Galaxy()
+    mesh = TTMesh(device, settings.spec, settings)
+    assert mesh.lanes(lanes) == [device.parts[index] for index in order]
+    assert device.asked == [("reshape", (4, 8)), ("cut", cut)]
+    rows = [] if cut[0] == 1 else [("reshape", (1, 32 // lanes))]
+    assert all(lane.asked == rows for lane in device.parts)
 
 
 def test_no_rectangles_of_that_many_chips() -> None:

@@ -7,7 +7,7 @@ worker calls when its engine ends, and otherwise when the interpreter exits. A p
 killed cannot; the next one to open its boards resets them first.
 
 Source: the order and the arguments are those of vllm-tt-plugin's worker; the submeshes of a
-Galaxy those of tt_transformers' ``create_submeshes``.
+Galaxy those of tt_transformers' ``create_submeshes``, their order that of the plugin's discovery.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from replicas.config import MeshConfig
 
 _LOG = logging.getLogger(__name__)
+_GALAXY = (8, 4)
+_TRAYS = (0, 2, 3, 1)
+"""Rows of a Wormhole Galaxy's chips, in the order of their mesh ids."""
+_NUM_TRAYS = len(_TRAYS)
 
 
 @dataclass(eq=False)
@@ -68,7 +72,8 @@ class TTMesh:
             num_lanes: Copies of the model. One takes the whole mesh.
 
         Returns:
-            Mesh devices of shape (1, chips / num_lanes), in the order of the mesh's chips.
+            Mesh devices of shape (1, chips / num_lanes), in the order of the mesh's chips; four of
+            a Wormhole Galaxy in that of its mesh ids.
 
         Raises:
             ConfigError: The number does not divide the chips, or the mesh is already divided into
@@ -86,13 +91,20 @@ class TTMesh:
 
     def _divide(self, num_lanes: int) -> list[Any]:
         row = lane_shape(self.spec, num_lanes)
-        cut = _cut(self.spec.shape, row[1])
+        shape = self.spec.shape
         try:
+            if num_lanes > 1 and shape == _GALAXY:
+                # Rows of eight, each of which is a ring.
+                shape = _GALAXY[::-1]
+                self.device.reshape(ttnn.MeshShape(*shape))
+            cut = _cut(shape, row[1])
             lanes = (
                 [self.device]
                 if num_lanes == 1
                 else self.device.create_submeshes(ttnn.MeshShape(*cut))
             )
+            if num_lanes == _NUM_TRAYS and self.spec.is_galaxy and self.spec.arch == "wormhole":
+                lanes = [lanes[tray] for tray in _TRAYS]
             if cut != row:
                 for lane in lanes:
                     lane.reshape(ttnn.MeshShape(*row))
