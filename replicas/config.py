@@ -90,7 +90,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             prefill too; None is whatever the generator can. Draws of a device are its own: they are
             not those of the host for the same seed. For a request that it cannot draw for, for one
             with a larger top_k, the host draws, whoever else is in the step.
-        trace_region_size: Bytes of each chip's DRAM set aside for traces.
+        trace_region_size: Bytes of each chip's DRAM set aside for traces; None is what the mesh and
+            the model usually need, see `replicas.trace_regions`.
         worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
         l1_small_size: Bytes of L1 set aside for small buffers.
         fabric: Member of `ttnn.FabricConfig`, instead of the mesh's usual one.
@@ -109,7 +110,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     optimizations: _Optimizations = "performance"
     trace: _Calls = "all"
     sample_on_device: _Calls | None = None
-    trace_region_size: int = 50_000_000
+    trace_region_size: int | None = None
     worker_l1_size: int = 0
     l1_small_size: int = 0
     fabric: str | None = None
@@ -145,12 +146,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         spec.check_one_host()
         self._validate_choices()
         for name in ("trace_region_size", "worker_l1_size", "l1_small_size"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"mesh.{name} must not be negative, got {getattr(self, name)}")
-        if self.trace != "none" and not self.trace_region_size:
+        if self.trace != "none" and self.trace_region_size == 0:
             raise ConfigError(
                 f"mesh.trace {self.trace!r} needs memory for traces and mesh.trace_region_size is "
-                "0; set it, for one to 50000000, or set mesh.trace: none"
+                "0; leave it out for the usual, or set mesh.trace: none"
             )
         devices = self.visible_devices
         if devices is None:

@@ -34,6 +34,7 @@ from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import longest_sequence, resolve_dtype
+from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -286,8 +287,11 @@ class Worker:
         self._generator_class = resolve_mesh_generator(self._config.generator, architecture, mesh)
         capabilities = self._generator_class.model_capabilities
         self._check_mesh_capabilities(mesh, capabilities)
+        region = trace_region_bytes(
+            mesh, self._hf_config.num_hidden_layers, self._config.tt_data_parallel
+        )
         self._device = self._mesh = open_mesh(
-            mesh,
+            msgspec.structs.replace(mesh, trace_region_size=region),
             fabric_config=capabilities.get("fabric_config"),
             load_format=self._config.load_format,
             seed=self._config.weights_seed,

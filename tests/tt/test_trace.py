@@ -113,13 +113,13 @@ def test_without_traces_a_replay_is_the_call(double):
 
 
 @contextlib.contextmanager
-def traced_calls(monkeypatch, trace="all"):
+def traced_calls(monkeypatch, trace="all", **sizes):
     """A generator of two lanes on golden chips whose traces are a double's: (calls, double)."""
     with golden_mesh(2) as (mesh, library):
         double = TraceCalls()
         monkeypatch.setattr(trace_module, "ttnn", double)
         mesh.settings = msgspec.structs.replace(mesh.settings, trace=trace)
-        calls = Calls(load_hf_config(model_folder("llama-32")), mesh, num_lanes=2)
+        calls = Calls(load_hf_config(model_folder("llama-32")), mesh, num_lanes=2, **sizes)
         calls.library = library
         yield calls, double
 
@@ -155,6 +155,20 @@ def test_what_is_recorded(monkeypatch, trace, samples, per_lane):
         on = [event[1] for event in double.events if event[0] == "begin"]
         lanes = [lane.device for lane in calls.generator._lanes]
         assert sorted(map(lanes.index, on)) == [0] * per_lane + [1] * per_lane
+
+
+def test_chunks_of_more_than_1024_tokens_are_compiled_and_not_recorded(monkeypatch):
+    with traced_calls(monkeypatch, max_seq_len=1200) as (calls, double):
+        warmed_up(calls)
+        assert names(double) == ["begin", "end"] * 2 * (NUM_CHUNKS + 2)
+        double.events.clear()
+        devices = [lane.device for lane in calls.generator._lanes]
+        before = [set(device.programs) for device in devices]
+        for end, replays in ((1000, 1), (1150, 0)):
+            calls.prefill([0], ends=[end])
+            assert names(double) == ["execute"] * replays
+            double.events.clear()
+        assert [set(device.programs) for device in devices] == before
 
 
 def test_everything_is_compiled_and_allocated_before_the_first_capture(monkeypatch):

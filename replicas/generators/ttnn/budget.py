@@ -18,9 +18,11 @@ from replicas.generators.ttnn.buckets import (
     check_lane,
     padded_vocab_size,
     prefill_buckets,
+    traced_buckets,
 )
 from replicas.generators.ttnn.profiles import profile
 from replicas.meshes import lane_shape
+from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from replicas.config import MeshConfig
@@ -109,7 +111,7 @@ def lane_memory(
         activations=activation_bytes_per_chip(model, tp, length),
         outputs=_output_bytes_per_chip(model, settings, tp, length),
         rope=2 * length * model.head_dim * _ACTIVATION_BYTES,
-        trace_region=settings.trace_region_size,
+        trace_region=trace_region_bytes(settings, model.num_hidden_layers, tt_data_parallel),
         reserved=int(dram * RESERVED_SHARE),
         block=block_size // TILE * _row_bytes_per_chip(model, chosen, tp),
     )
@@ -238,8 +240,8 @@ def _output_bytes_per_chip(
         # Of the decode that gives logits, and of the one that draws from them.
         num_kept += 1 if settings.sample_on_device == "none" else 2
     if settings.trace == "all":
-        # A first and a later chunk of each bucket.
-        num_kept += 2 * len(prefill_buckets(max_seq_len))
+        # A first and a later chunk of each traced bucket.
+        num_kept += 2 * len(traced_buckets(max_seq_len))
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
     return num_kept * TILE * vocab * _ACTIVATION_BYTES
 

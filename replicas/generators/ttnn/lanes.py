@@ -20,6 +20,7 @@ from replicas.generators.ttnn.buckets import (
     prefill_buckets,
     prefill_table_width,
     split_chunks,
+    traced_buckets,
 )
 from replicas.generators.ttnn.inputs import (
     PADDING_POSITION,
@@ -151,9 +152,11 @@ class Lane:
                     self._sample_chunk(logits, greedy_rows(1), position=0)
 
     def capture_prefill(self) -> None:
-        """Trace what ``compile_prefill`` has run."""
-        for _, call in self._chunks.values():
-            call.capture(self._prefill_tracer, self.device)
+        """Trace what ``compile_prefill`` has run, of the buckets that are traced."""
+        traced = traced_buckets(self._sizes.max_seq_len)
+        for (bucket, _), (_, call) in self._chunks.items():
+            if bucket in traced:
+                call.capture(self._prefill_tracer, self.device)
 
     def compile_decode(self, *, sample: bool) -> None:
         """Run a full decode batch in the null block."""

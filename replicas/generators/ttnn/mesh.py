@@ -146,7 +146,7 @@ def open_mesh(
     """Open a mesh, alone of all processes of this user.
 
     Args:
-        settings: Which mesh, and how.
+        settings: Which mesh, and how; without a trace region, unless it says its size.
         fabric_config: Arguments of ``ttnn.set_fabric_config`` that a generator's capabilities ask
             for, enums by value or by name. `settings.fabric` goes before them, they go before
             the mesh's usual fabric.
@@ -272,7 +272,7 @@ def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
         "dispatch_core_config": ttnn.DispatchCoreConfig(
             axis=_member(ttnn.DispatchCoreAxis, axis.upper())
         ),
-        "trace_region_size": settings.trace_region_size,
+        "trace_region_size": settings.trace_region_size or 0,
         "l1_small_size": settings.l1_small_size,
     }
     if settings.worker_l1_size:
