@@ -22,6 +22,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
+from replicas.engine.foreign_limits import check_foreign_sizes, foreign_token_budget
 from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
@@ -33,7 +34,12 @@ from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layo
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.kv_groups import only_kv_group
-from replicas.kv_sizing import longest_sequence, resolve_dtype
+from replicas.kv_sizing import (
+    derive_max_model_len,
+    kv_groups,
+    longest_sequence,
+    resolve_dtype,
+)
 from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +64,6 @@ if TYPE_CHECKING:
         KVCache,
         ModelCapabilities,
         SupportsLayerCallbacks,
-        SupportsTokenBudget,
     )
     from replicas.generators.ttnn.mesh import TTMesh
     from replicas.kv_groups import KVGroup
@@ -148,7 +153,12 @@ class Worker:
             )
             return model_facts(config, hf, self._generator_class.model_capabilities)
         max_seq_len = longest_sequence(config, hf)
-        budget = self._token_budget(config.mesh, max_seq_len)
+        budget = None
+        if not config.uses_native_generator:
+            generator = self._generator_class
+            budget = foreign_token_budget(config, config.mesh, hf, generator, max_seq_len)
+            # Known only now, and not to be found out after minutes of loading.
+            derive_max_model_len(config, max_seq_len, kv_groups(config, hf, budget))
         self._generator = self._generator_class.initialize_vllm_model(
             hf,
             self._device,
@@ -287,6 +297,9 @@ class Worker:
         self._generator_class = resolve_mesh_generator(self._config.generator, architecture, mesh)
         capabilities = self._generator_class.model_capabilities
         self._check_mesh_capabilities(mesh, capabilities)
+        if not self._config.uses_native_generator:
+            longest = longest_sequence(self._config, self._hf_config)
+            check_foreign_sizes(self._config, self._generator_class, longest)
         region = trace_region_bytes(
             mesh, self._hf_config.num_hidden_layers, self._config.tt_data_parallel
         )
@@ -319,20 +332,6 @@ class Worker:
         if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
             config = msgspec.structs.replace(config, enable_chunked_prefill=False)
         longest_sequence(config, self._hf_config)
-
-    def _token_budget(self, mesh: MeshConfig, max_seq_len: int) -> int | None:
-        """What a class that is not ours says of a lane's KV cache, if anything."""
-        config = self._config
-        ask = getattr(self._generator_class, "get_max_tokens_all_users", None)
-        if config.uses_native_generator or not callable(ask):
-            return None
-        return cast("SupportsTokenBudget", self._generator_class).get_max_tokens_all_users(
-            model_name=config.model,
-            num_devices=mesh.spec.num_chips,
-            tt_data_parallel=config.tt_data_parallel,
-            max_model_len=max_seq_len,
-            max_num_seqs=config.slots_per_group,
-        )
 
     def _cpu(self) -> CpuDevice:
         return CpuDevice(
