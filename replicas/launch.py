@@ -30,6 +30,7 @@ from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
 from replicas.engine.pulse import first_turn_s
 from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
+from replicas.generators.targets import with_registered_generator
 from replicas.mesh_environment import make_cache_folder, mesh_environment
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def start_engine(
         EngineStartError: The engine failed, ended, or hung before it was ready, or may not listen
             on that address; carries the reason.
     """
-    config = _with_secret(config, host)
+    config = with_registered_generator(_with_secret(config, host))
     environment = child_environment(config, env)
     try:
         make_cache_folder(config, environment)

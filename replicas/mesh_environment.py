@@ -20,6 +20,7 @@ import msgspec
 from replicas.boards import METAL_HOME, VISIBLE_DEVICES, find_ttnn
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.plugin.routes import route_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,7 +114,7 @@ def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
 def _foreign_defaults(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
     """What classes of tt-metal read while they load."""
     spec = mesh.spec
-    defaults = {"ARCH_NAME": _ARCH_NAMES[spec.arch]}
+    defaults = {"ARCH_NAME": _ARCH_NAMES[spec.arch], **route_environment(config.generator)}
     if spec.name in _HAS_ETHERNET_DISPATCH:
         defaults["WH_ARCH_YAML"] = _DISPATCH_ON_ETHERNET
     cache = _cache_folder(config, mesh)

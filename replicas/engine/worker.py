@@ -27,6 +27,7 @@ from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
+from replicas.generators.plugin.routes import route_mesh
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator, resolve_mesh_generator
 from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, WallClock
@@ -128,7 +129,7 @@ class Worker:
         self._hf_config = load_engine_model(config)
         self._faults = engine_faults(config)
         if config.mesh is not None:
-            self._init_mesh(config.mesh)
+            self._init_mesh(route_mesh(config.generator, config.mesh))
             return
         self._dtype = _DTYPES[resolve_dtype(config, self._hf_config)]
         if config.simulated_mesh is not None:
@@ -294,7 +295,7 @@ class Worker:
         self._dtype = _MESH_DTYPE
         open_mesh = _import_open_mesh(mesh)
         architecture = self._hf_config.architectures[0]
-        self._generator_class = resolve_mesh_generator(self._config.generator, architecture, mesh)
+        self._generator_class = resolve_mesh_generator(self._config, architecture)
         capabilities = self._generator_class.model_capabilities
         self._check_mesh_capabilities(mesh, capabilities)
         if not self._config.uses_native_generator:

@@ -161,6 +161,6 @@ def install(
     doubles = Doubles()
     monkeypatch.setattr(worker_module, "_import_open_mesh", lambda mesh: doubles.open_mesh)
     monkeypatch.setattr(
-        worker_module, "resolve_mesh_generator", lambda name, architecture, mesh: generator
+        worker_module, "resolve_mesh_generator", lambda _config, _architecture: generator
     )
     return doubles

@@ -264,7 +264,7 @@ def run_by_hand(
     hand.decode(a, b, c, d)
     note("c ends")
     hand.give_up(c)
-    if generation.signature.decode.takes("slot_remap"):
+    if hand.generator.signature.decode.takes("slot_remap"):
         note("b moves from slot 2 to slot 1")
         b.slot = 1
         hand.decode(a, b, d, slot_remap=[0, 2, 1, 3])

@@ -152,7 +152,8 @@ class Documents:
     """Holds the calls that one instance got to the documents.
 
     Attributes:
-        generation: "contract1", "legacy" or "seed".
+        generation: "contract1", "legacy" or "seed"; "chosen" is of contract 1, with one cache for
+            all layers and an end.
     """
 
     generation: str
@@ -180,7 +181,10 @@ class Documents:
             "read_decode_output": self._read,
             "process_decode_output_host": self._process,
             "release_request": lambda _: None,
+            "cleanup": lambda _: None,
         }
+        ends = [call.name == "cleanup" for call in rest]
+        assert ends == [False] * (len(ends) - 1) + [self.generation == "chosen"]
         for call in rest:
             methods[call.name](call)
         assert not self.unread
@@ -295,7 +299,7 @@ class Documents:
         self, named: dict[str, Any], *, draws: bool, changed: bool, table: list[list[int]]
     ) -> bool:
         """Whether the host's tokens and positions are those that count."""
-        if self.generation == "contract1":
+        if self.generation in ("contract1", "chosen"):
             assert "reset_batch" not in named
             inputs, page, params, state = (named[key] for key in COMMANDS)
             assert not (inputs and page)

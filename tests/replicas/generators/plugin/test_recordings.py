@@ -90,7 +90,7 @@ WRONG = [
     ("legacy-device", "reset_batch=False", "reset_batch=True"),
     ("legacy-device", ", reset_batch=True", ""),
     ("legacy-device", ", reset_batch=True", ", reset_batch=True, reload_inputs=True"),
-    ("seed-host", "empty_slots=[0, 2]", "empty_slots=[0, 2], start_pos=int32[2] [0, 0]"),
+    ("seed-host", "empty_slots=[0]", "empty_slots=[0], start_pos=int32[1] [0]"),
     ("seed-host", "read_from_device=True)\n  # two", "read_from_device=False)\n  # two"),
     # Outputs.
     (CONTRACT1, "read_decode_output(<output 1 on the device>, async_read=True)\n", ""),
@@ -101,6 +101,9 @@ WRONG = [
     ),
     (CONTRACT1, "is_tokens=True", "is_tokens=False"),
     (CONTRACT1, "async_read=True", "async_read=False"),
+    # The end.
+    ("chosen-host", "cleanup()\n", ""),
+    ("chosen-host", "cleanup()\n", "cleanup()\ncleanup()\n"),
 ]  # fmt: skip
 
 
