@@ -130,7 +130,7 @@ def test_all_that_a_lane_has_fits_its_dram_and_fills_it(
 
 
 def test_activations_are_those_that_ttnn_allocates():
-    """Peaks of DRAM in graphs that ttnn captured on mock chips, over 2 bytes and 2,048 tokens."""
+    """Peaks of DRAM over 2 bytes and 2,048 tokens; tests/tt/test_budget.py measures them."""
 
     def columns(tp, hidden, inner, heads):
         sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
