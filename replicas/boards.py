@@ -11,8 +11,6 @@ pci_device.cpp; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked f
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
-import importlib.metadata
 import os
 import re
 import sys
@@ -23,6 +21,13 @@ from typing import TYPE_CHECKING
 
 from replicas.meshes import MESHES, Arch, MeshSpec
 from replicas.tt_smi import TTSmi, find_tt_smi, snapshot
+from replicas.ttnn_package import (
+    WantedVersions,
+    find_sfpi,
+    find_ttnn,
+    sfpi_version,
+    wanted_versions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,12 +40,9 @@ VISIBLE_DEVICES = "TT_VISIBLE_DEVICES"
 MOCK_DESCRIPTOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
 METAL_HOME = "TT_METAL_HOME"
 
-PACKAGE = "ttnn"
-
 _ARCHS: Mapping[str, Arch] = {"0x401e": "wormhole", "0xb140": "blackhole"}
 HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
-_SFPI_COMPILER = "compiler/bin/riscv-tt-elf-g++"
-_ELF = b"\x7fELF"
+_FREE_HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages"
 _CHIPS_PER_BOARD: Mapping[str | None, int] = {"n300": 2, "p300": 2}
 _CHIPS_PER_DEVICE: Mapping[str | None, int] = {"n300": 2}
 _GALAXIES: Mapping[int, str] = {0x35: "galaxy-wormhole", 0x47: "galaxy-blackhole"}
@@ -88,12 +90,16 @@ class HostReport:
         num_ray_devices: `TTNPU` that Ray would count by itself.
         driver: Version of the loaded driver; "" where it says none; None without one.
         num_hugepages: Of 1 GiB.
+        num_free_hugepages: Of these, how many nobody uses; None where the kernel does not say.
         has_hugepage_mount: Whether /dev/hugepages-1G is there.
         has_iommu: Whether an IOMMU translates for every device.
         python: Of the interpreter.
         ttnn: Version of the installed package, "from source" without one, or None.
         sfpi: Path of the SFPI compiler, which builds kernels; None without one.
         is_sfpi_real: Whether that is an executable and not a script in its place.
+        sfpi_version: Of that compiler, or None.
+        wanted: The versions that ttnn wants of it, of firmware and driver.
+        blocked_folders: Where engines keep files of their own, and this user may not write.
         metal_home: What TT_METAL_HOME says, and has_metal_home whether that is a folder.
         has_metal_home: See `metal_home`.
         mock_descriptor: File of a mock cluster that stands in for boards, if ttnn is told of one,
@@ -107,12 +113,16 @@ class HostReport:
     num_ray_devices: int
     driver: str | None
     num_hugepages: int
+    num_free_hugepages: int | None
     has_hugepage_mount: bool
     has_iommu: bool
     python: tuple[int, int]
     ttnn: str | None
     sfpi: str | None
     is_sfpi_real: bool
+    sfpi_version: str | None
+    wanted: WantedVersions
+    blocked_folders: tuple[str, ...]
     metal_home: str | None
     has_metal_home: bool
     mock_descriptor: str | None
@@ -188,9 +198,11 @@ def read_host(
     """
     tool = find_tt_smi(environment)
     devices = _name_boards(read_devices(root), tool, environment)
-    ttnn, package = find_ttnn(packages)
+    package = find_ttnn(packages)
     home = environment.get(METAL_HOME) or None
-    sfpi = _sfpi(root, package, home)
+    sfpi = find_sfpi(root, package, home)
+    is_sfpi_real, version = (False, None) if sfpi is None else sfpi_version(sfpi)
+    free = _read(root / _FREE_HUGEPAGES_FILE)
     mock = environment.get(MOCK_DESCRIPTOR) or None
     pci = root / "sys/bus/pci/devices"
     return HostReport(
@@ -198,6 +210,7 @@ def read_host(
         num_ray_devices=len(list((root / "dev/tenstorrent").glob("*"))),
         driver=_driver(root),
         num_hugepages=int(_read(root / HUGEPAGES_FILE) or 0),
+        num_free_hugepages=int(free) if free else None,
         has_hugepage_mount=(root / "dev/hugepages-1G").is_dir(),
         has_iommu=bool(devices)
         and all(
@@ -205,9 +218,12 @@ def read_host(
             for device in devices
         ),
         python=python,
-        ttnn=ttnn,
+        ttnn=None if package is None else package.version,
         sfpi=None if sfpi is None else str(sfpi),
-        is_sfpi_real=sfpi is not None and _is_elf(sfpi),
+        is_sfpi_real=is_sfpi_real,
+        sfpi_version=version,
+        wanted=wanted_versions(package, home),
+        blocked_folders=tuple(str(f) for f in _own_folders(environment) if not can_write(f)),
         metal_home=home,
         has_metal_home=home is not None and Path(home).is_dir(),
         mock_descriptor=mock,
@@ -224,6 +240,20 @@ def read_devices(root: Path = Path("/")) -> tuple[Device, ...]:
         root: Folder that holds dev, sys and proc.
     """
     return tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
+
+
+def can_write(folder: Path) -> bool:
+    """Whether this user may write in a folder, or make it."""
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _own_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where engines keep converted weights and logs, and ttnn its compiled kernels."""
+    cache = Path(environment.get("HOME") or Path.home()) / ".cache"
+    kernels = environment.get("TT_METAL_CACHE")
+    return cache / "ttserve", Path(kernels) if kernels else cache / "tt-metal-cache"
 
 
 def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
@@ -377,35 +407,3 @@ def _told(device: Device, chip: Mapping[str, Mapping[str, str]] | None) -> Devic
         board=device.board or _board(chip["board_info"].get("board_type")),
         firmware=device.firmware or chip.get("firmwares", {}).get("fw_bundle_version"),
     )
-
-
-def find_ttnn(packages: Sequence[str] | None = None) -> tuple[str | None, Path | None]:
-    """Version and folder of ttnn, without importing it: that takes seconds and looks for boards.
-
-    Args:
-        packages: Folders to look in; None takes this interpreter's.
-    """
-    path = sys.path if packages is None else list(packages)
-    for distribution in importlib.metadata.distributions(name=PACKAGE, path=path):
-        return distribution.version, Path(str(distribution.locate_file(PACKAGE)))
-    spec = importlib.machinery.PathFinder.find_spec(PACKAGE, path)
-    if spec is None or spec.origin is None:
-        return None, None
-    return "from source", Path(spec.origin).parent
-
-
-def _sfpi(root: Path, package: Path | None, metal_home: str | None) -> Path | None:
-    """The compiler in the places where tt-metal looks for it."""
-    folders = [Path(metal_home) / "runtime/sfpi"] if metal_home is not None else []
-    folders += [package / "runtime/sfpi"] if package is not None else []
-    folders.append(root / "opt/tenstorrent/sfpi")
-    compilers = (folder / _SFPI_COMPILER for folder in folders)
-    return next((path for path in compilers if path.is_file()), None)
-
-
-def _is_elf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_ELF)) == _ELF
-    except OSError:
-        return False

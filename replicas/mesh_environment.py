@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas.boards import METAL_HOME, VISIBLE_DEVICES, find_ttnn
+from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.plugin.routes import route_environment
+from replicas.ttnn_package import find_ttnn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,8 +105,11 @@ def _power_and_fabric(mesh: MeshConfig, inherited: Mapping[str, str]) -> dict[st
 
 def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
     """The file in the checkout of tt-metal, or else in the ttnn package."""
-    _, package = find_ttnn()
-    roots = (Path(metal_home) if metal_home is not None else None, package)
+    package = find_ttnn()
+    roots = (
+        Path(metal_home) if metal_home is not None else None,
+        package.folder if package is not None else None,
+    )
     folder = "tt_metal/fabric/mesh_graph_descriptors"
     files = (root / folder / name for root in roots if root is not None)
     return next((file for file in files if file.is_file()), None)
@@ -137,7 +141,8 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig) -> Path | None:
         times = [path.stat().st_mtime_ns for path in sorted(model.glob("*.safetensors"))]
     except OSError:
         return None
-    version, _ = find_ttnn()
+    package = find_ttnn()
+    version = None if package is None else package.version
     digest = hashlib.blake2b(repr((fingerprint, times, version)).encode(), digest_size=12)
     spec = mesh.spec
     words = (model.name, spec.name, spec.arch, f"{config.tt_data_parallel} lanes")

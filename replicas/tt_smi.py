@@ -86,8 +86,13 @@ class TTSmi:
             )
         return ("-glx_reset",)
 
-    def run(self, arguments: Sequence[str]) -> None:
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run a reset and wait for it.
+
+        Args:
+            arguments: Its own.
+            environment: Its variables; TT_VISIBLE_DEVICES limits what a reset by nodes looks at
+                afterwards, and a Galaxy is not reset where it is set.
 
         Raises:
             DeviceError: It did not succeed, or takes longer than five minutes; with its last line.
@@ -97,7 +102,7 @@ class TTSmi:
             done = subprocess.run(
                 [self.path, *arguments],
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                check=False, timeout=_RESET_TIMEOUT_S,
+                check=False, timeout=_RESET_TIMEOUT_S, env=dict(environment),
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"{command} did not reset the boards: {error}") from error

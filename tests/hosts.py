@@ -18,6 +18,9 @@ class FakeHost:
     environment: dict[str, str] = field(default_factory=dict)
     python: tuple[int, int] = (3, 12)
 
+    def __post_init__(self) -> None:
+        self.environment.setdefault("HOME", str(self.root / "home"))
+
     @property
     def packages(self) -> Path:
         return self.root / "site-packages"
@@ -68,9 +71,11 @@ class FakeHost:
         self.write(HUGEPAGES_FILE, f"{count}\n")
         (self.root / "dev/hugepages-1G").mkdir(parents=True)
 
-    def add_ttnn(self, compiler: bytes | None = b"\x7fELF...") -> None:
-        metadata = "Metadata-Version: 2.1\nName: ttnn\nVersion: 0.81.1\n"
+    def add_ttnn(self, compiler: bytes | None = b"\x7fELF...", wants: str = "") -> None:
+        """`wants`: what its metadata says of releases, and its file of the compiler."""
+        metadata = f"Metadata-Version: 2.1\nName: ttnn\nVersion: 0.81.1\n\n{wants}\n"
         self.write("site-packages/ttnn-0.81.1.dist-info/METADATA", metadata)
+        self.write("site-packages/ttnn/tt_metal/sfpi-version", wants)
         self.write("site-packages/ttnn/__init__.py", "raise AssertionError('imported')\n")
         if compiler is not None:
             tool = "site-packages/ttnn/runtime/sfpi/compiler/bin/riscv-tt-elf-g++"
@@ -85,7 +90,8 @@ class FakeHost:
         tool = self.write(
             "bin/tt-smi",
             f'#!/bin/sh\nif [ "$1" = -v ]; then echo "{version}"; exit 0; fi\n'
-            f"echo \"$@\" >> {asked}\necho noise\necho '{snapshot}'\nexit {code}\n",
+            f'echo "$@${{TT_VISIBLE_DEVICES:+ on $TT_VISIBLE_DEVICES}}" >> {asked}\n'
+            f"echo noise\necho '{snapshot}'\nexit {code}\n",
         )
         tool.chmod(0o755)
         self.environment["PATH"] = f"{self.root / 'bin'}{os.pathsep}/usr/bin:/bin"
@@ -97,3 +103,4 @@ class FakeHost:
             self.add_board(card)
         self.add_hugepages(4 * len(cards))
         self.add_ttnn()
+        self.add_tt_smi()

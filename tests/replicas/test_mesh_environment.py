@@ -8,6 +8,7 @@ from replicas import mesh_environment as module
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError
 from replicas.mesh_environment import make_cache_folder, mesh_environment
+from replicas.ttnn_package import TtnnPackage
 
 CACHE = "TT_CACHE_PATH"
 
@@ -52,7 +53,7 @@ def of(config, **inherited):
 def test_a_foreign_class_is_told_what_tt_inference_server_tells_it(
     model, monkeypatch, mesh, expected
 ):
-    monkeypatch.setattr(module, "find_ttnn", lambda: (None, None))
+    monkeypatch.setattr(module, "find_ttnn", lambda: None)
     told = of(theirs(model, mesh))
     for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE):
         told.pop(name)
@@ -87,7 +88,7 @@ def test_a_part_of_a_machine_has_its_own_descriptor(model, tmp_path, monkeypatch
         folder.mkdir(parents=True)
         for name in ("p300", "t3k"):
             (folder / f"{name}_mesh_graph_descriptor.textproto").touch()
-    monkeypatch.setattr(module, "find_ttnn", lambda: ("0.81.1", package))
+    monkeypatch.setattr(module, "find_ttnn", lambda: TtnnPackage("0.81.1", package))
     name = "TT_MESH_GRAPH_DESC_PATH"
     config = theirs(model, mesh)
     if descriptor is None:

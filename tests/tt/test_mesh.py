@@ -382,7 +382,7 @@ def test_a_board_that_was_left_open_is_reset_before_it_is_opened(
     dead.mark_open()
     dead.release()
     mesh = open_mock_mesh()
-    assert asked.read_text() == "-r /dev/tenstorrent/4\n"
+    assert asked.read_text() == "-r /dev/tenstorrent/4 on 0\n"
     mesh.close()
     open_mock_mesh().close()
     assert asked.read_text().count("-r") == 1, "a mesh that was closed needs no reset"

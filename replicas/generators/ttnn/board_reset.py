@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from replicas.boards import named
+from replicas.boards import VISIBLE_DEVICES, named
 from replicas.errors import DeviceError
 from replicas.tt_smi import find_tt_smi
 
@@ -75,13 +75,14 @@ def reset_left_open(
     if any(device.is_galaxy for device in boards):
         _check_whole_galaxy(locks, devices, by_hand)
         arguments = tool.galaxy_reset_arguments()
+        environment = {k: v for k, v in environment.items() if k != VISIBLE_DEVICES}
     else:
         arguments = tool.reset_arguments(nodes)
     _LOG.warning(
         "a process died with boards %s open: resetting them with tt-smi %s",
         ", ".join(device.address for device in boards), " ".join(arguments),
     )  # fmt: skip
-    tool.run(arguments)
+    tool.run(arguments, environment)
 
 
 def _by_hand(boards: Sequence[Device], nodes: Sequence[int]) -> str:
