@@ -20,7 +20,7 @@ import msgspec
 from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import model_fingerprint
-from replicas.generators.plugin.routes import route_environment
+from replicas.generators.plugin.routes import ROUTES, route_environment
 from replicas.ttnn_package import find_ttnn
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
     mesh = config.mesh
     if mesh is None:
         return dict(inherited)
-    defaults = {**_file_defaults(), **_power_and_fabric(mesh, inherited)}
+    defaults = {**_file_defaults(), **_power_and_fabric(config, mesh, inherited)}
     if not config.uses_native_generator:
         defaults |= _foreign_defaults(config, mesh)
     return {**defaults, **inherited, **_bindings(config, mesh)}
@@ -89,11 +89,15 @@ def _file_defaults() -> dict[str, str]:
     }
 
 
-def _power_and_fabric(mesh: MeshConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+def _power_and_fabric(
+    config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
+) -> dict[str, str]:
     """What the boards need, whoever's class runs on them."""
     spec = mesh.spec
     defaults = {}
-    if spec.board in {"galaxy-wormhole", "galaxy-blackhole"}:
+    route = ROUTES.get(config.generator or "")
+    is_made_for_it = route is not None and route.is_for_galaxy
+    if spec.board in {"galaxy-wormhole", "galaxy-blackhole"} and not is_made_for_it:
         defaults["TT_MM_THROTTLE_PERF"] = _THROTTLE
     if spec.name in _DESCRIPTORS:
         name = f"{_DESCRIPTORS[spec.name]}_mesh_graph_descriptor.textproto"

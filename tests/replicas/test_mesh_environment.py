@@ -2,6 +2,7 @@
 
 import os
 
+import msgspec
 import pytest
 
 from replicas import mesh_environment as module
@@ -58,6 +59,13 @@ def test_a_foreign_class_is_told_what_tt_inference_server_tells_it(
     for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE):
         told.pop(name)
     assert told == expected
+
+
+def test_classes_made_for_a_galaxy_run_at_its_full_rate(model):
+    config = msgspec.structs.replace(theirs(model, "Galaxy"), generator="llama3_70b_galaxy")
+    told = of(config)
+    assert "TT_MM_THROTTLE_PERF" not in told
+    assert told["TT_LLAMA_TEXT_VER"] == "llama3_70b_galaxy"
 
 
 def test_what_the_user_has_set_stays_but_for_model_and_mesh(model):
