@@ -317,7 +317,7 @@ def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
 
 def _engine_options(options: argparse.Namespace) -> dict[str, object]:
     is_demo = options.model == DEMO_MODEL
-    folder = demo_model_folder() if is_demo else options.model.expanduser().resolve()
+    folder = demo_model_folder() if is_demo else options.model.expanduser().absolute()
     chosen: dict[str, object] = {
         "model": str(folder),
         "max_batch_size": options.max_batch_size,

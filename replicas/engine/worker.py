@@ -325,6 +325,11 @@ class Worker:
                 f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
                 "sample on the device; set it to none"
             )
+        if mesh.sample_on_device == "all" and not can.get("supports_sample_in_prefill"):
+            raise ConfigError(
+                f"mesh.sample_on_device is 'all' and generator {name} does not sample in prefill; "
+                "set it to decode_only"
+            )
         block_size = can.get("required_block_size") or config.block_size
         if block_size != config.block_size:
             raise ConfigError(

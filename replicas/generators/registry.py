@@ -96,12 +96,6 @@ def resolve_mesh_generator(config: EngineConfig, architecture: str) -> type[Gene
         return cast("type[Generator]", found)
     adapted = adapt(found)
     adapted.check_checkpoint(config.model)
-    draws_in_prefill = adapted.model_capabilities.get("supports_sample_in_prefill")
-    if mesh.sample_on_device == "all" and not draws_in_prefill:
-        raise ConfigError(
-            f"generator {adapted.entry.class_name} does not sample in prefill: its "
-            "prefill_forward takes no sampling_params; set mesh.sample_on_device: decode_only"
-        )
     return adapted
 
 

@@ -51,6 +51,7 @@ class MeshGenerator(TorchGenerator):
         "supports_chunked_prefill": True,
         "supports_async_decode": True,
         "supports_sample_on_device": True,
+        "supports_sample_in_prefill": True,
         "max_device_top_k": 32,
         "fabric_config": {"config": "FABRIC_2D"},
     }

@@ -294,11 +294,19 @@ class Narrowed(MeshGenerator):
         self.model_capabilities = {**self.model_capabilities, self.loses: False}
 
 
-def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(monkeypatch, folder):
-    loses = {"loses": "supports_sample_on_device"}
-    doubles = install(monkeypatch, type("Narrowed", (Narrowed,), loses))
+@pytest.mark.parametrize(
+    ("loses", "what"),
+    [
+        ("supports_sample_on_device", "on the device; set it to none"),
+        ("supports_sample_in_prefill", "in prefill; set it to decode_only"),
+    ],
+)
+def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(
+    monkeypatch, folder, loses, what
+):
+    doubles = install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": loses}))
     drawing = config(folder, mesh={"sample_on_device": "all"})
-    with pytest.raises(ConfigError, match="'all' and generator Narrowed does not sample"):
+    with pytest.raises(ConfigError, match=f"'all' and generator Narrowed does not sample {what}"):
         EngineCore(drawing, UniProcExecutor(drawing))
     assert [mesh.closed for mesh in doubles.meshes] == [1]
 
@@ -307,6 +315,12 @@ def test_a_loaded_model_that_cannot_run_ahead_reads_at_once(monkeypatch, folder)
     install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": "supports_async_decode"}))
     with engine_core(config(folder)) as core:
         assert not core._executor._worker._runner._reads_later
+
+
+class DecodeOnly(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {
+        **MeshGenerator.model_capabilities, "supports_sample_in_prefill": False,
+    }  # fmt: skip
 
 
 class Whole(MeshGenerator):
@@ -318,6 +332,8 @@ class Whole(MeshGenerator):
     [
         (Undrawing, {"sample_on_device": "decode_only"},
          "'decode_only' and generator Undrawing does not sample on the device"),
+        (DecodeOnly, {"sample_on_device": "all"},
+         "'all' and generator DecodeOnly does not sample in prefill; set it to decode_only"),
         (Blocks64, {}, "block_size is 32 and generator Blocks64 needs 64"),
         (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
     ],

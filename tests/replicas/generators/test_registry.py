@@ -214,12 +214,6 @@ def test_a_class_of_the_plugin_is_adapted_on_a_mesh():
     assert found.plugin_class is Plugin
 
 
-def test_a_class_that_cannot_draw_in_prefill_is_refused_before_a_request_finds_out():
-    mesh = MeshConfig(name="N150", sample_on_device="all")
-    with pytest.raises(ConfigError, match=r"Plugin does not sample in prefill.*decode_only"):
-        resolve_mesh(f"{__name__}:Plugin", "LlamaForCausalLM", mesh)
-
-
 def test_a_class_that_extends_ours_is_taken_as_it_is(monkeypatch):
     monkeypatch.setattr(registry, "NATIVE_TT_GENERATOR", f"{__name__}:Complete")
     child = f"{__name__}:Child"

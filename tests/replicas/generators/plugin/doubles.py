@@ -194,7 +194,7 @@ class Double:
         assert isinstance(shape, tuple)
         assert all(type(size) is int for size in shape)
         num_blocks, heads, block_size, head_dim = shape
-        chips = self.mesh.get_num_devices() if isinstance(self.mesh, Mesh) else 1
+        chips = 1 if isinstance(self.mesh, CpuDevice) else self.mesh.get_num_devices()
         assert heads == NUM_KV_HEADS // min(chips // self.num_lanes, NUM_KV_HEADS)
         assert head_dim == HEAD_DIM
         assert isinstance(dtype, torch.dtype)
