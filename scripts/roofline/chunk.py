@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.generators.ttnn.buckets import TILE
+from scripts.roofline.decode import LOCAL_ROWS
 from scripts.roofline.ops import LAYER_PRODUCTS, TILE_BYTES, Op, products
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
         Op(part="rest of a layer", calls=("mul",), count=layers, num_bytes=3 * width * inner),
         Op(part="rest of a layer", calls=("add",), count=2 * layers, num_bytes=3 * width * hidden),
         *sums,
-        *(
-            Op(part="ends", calls=(call,), num_bytes=2 * width * hidden)
-            for call in ("embedding", "to_layout")
-        ),
+        *_ends(model, tp, width),
         Op(part="norms", calls=("rms_norm",), kernel="norm column", columns=hidden),
         *products(
             model, tp, precision, programs, num_banks=num_banks, num_tokens=num_tokens
@@ -71,11 +69,23 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
     ]  # fmt: skip
 
 
+def _ends(model: ModelConfig, tp: int, width: int) -> list[Op]:
+    """Embedding, the rows of the rotary tables, and the last token's row."""
+    whole = [
+        Op(part="ends", calls=(call,), num_bytes=2 * width * model.hidden_size)
+        for call in ("embedding", "to_layout")
+    ]
+    calls = ["reshape", *(2 * ["embedding", "reshape"]), "embedding", "reshape"]
+    calls += LOCAL_ROWS if tp > 1 else ()
+    return whole + [Op(part="ends", calls=(call,), kernel="other") for call in calls]
+
+
 def _attention(model: ModelConfig, tp: int, precision: Precision, num_tokens: int) -> list[Op]:
     """Between the two products of an attention."""
     layers, width = model.num_hidden_layers, num_tokens * _BYTES
     q = model.num_attention_heads // tp * model.head_dim
     kv = model.num_key_value_heads // tp * model.head_dim
+    casts = precision.kv_dtype != "bfloat16"
     kv_bytes = num_tokens * kv * TILE_BYTES[precision.kv_dtype] / TILE**2
 
     def op(call: str, num_bytes: float) -> Op:
@@ -86,8 +96,8 @@ def _attention(model: ModelConfig, tp: int, precision: Precision, num_tokens: in
         *([op("rms_norm", 2 * width * q), op("rms_norm", 2 * width * kv)] if model.qk_norm else []),
         op("experimental.rotary_embedding_hf", 2 * width * q),
         op("experimental.rotary_embedding_hf", 2 * width * kv),
-        op("typecast", 2 * (width * kv + kv_bytes)),
-        op("experimental.paged_fill_cache", 4 * kv_bytes),
+        *(2 * [op("typecast", width * kv + kv_bytes)] if casts else []),
+        *(2 * [op("experimental.paged_fill_cache", 2 * kv_bytes)]),
         Op(
             part="attention",
             calls=("transformer.scaled_dot_product_attention",),

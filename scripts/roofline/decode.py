@@ -19,6 +19,13 @@ _PIECE = 32768
 """Most columns of which `topk` takes the best at once."""
 
 
+LOCAL_ROWS = (
+    "typecast", "to_layout", "subtract", "lt", "ge", "logical_or", "where", "typecast",
+    "to_layout",
+)  # fmt: skip
+"""Which row of its part of the embedding each chip takes."""
+
+
 def decode_ops(
     model: ModelConfig,
     tp: int,
@@ -54,11 +61,7 @@ def decode_ops(
 
 def _beginning(model: ModelConfig, tp: int, design: Design) -> list[Op]:
     """Embedding, and the rows of the rotary tables."""
-    local = (
-        "typecast", "to_layout", "subtract", "lt", "ge", "logical_or", "where", "typecast",
-        "to_layout",
-    )  # fmt: skip
-    calls = [*(local if tp > 1 else ()), "embedding", "reshape"]
+    calls = [*(LOCAL_ROWS if tp > 1 else ()), "embedding", "reshape"]
     calls += 2 * ["embedding", "reshape", "to_layout", "to_memory_config"]
     ops = [Op(part="embedding, rotary rows", calls=(call,), kernel="other") for call in calls]
     return [*ops, *_sums(model, tp, design, 1)]

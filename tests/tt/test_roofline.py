@@ -1,0 +1,115 @@
+"""The roofline's ops are those that the native models call: on ttnn's mock device, each by name.
+
+Numbers of calls are compared, not their order. Moves between shards are as many as the roofline
+reckons with, or fewer: they depend on which grids happen to be equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from replicas.generators.ttnn.inputs import host_decode_inputs, host_prefill_inputs, to_device
+from replicas.generators.ttnn.profiles import PROFILES
+from replicas.generators.ttnn.sampling import Sampler, greedy_rows, host_sampling_inputs
+from scripts.roofline.chunk import chunk_ops
+from scripts.roofline.decode import decode_ops
+from scripts.roofline.facts import CORES
+from scripts.roofline.ops import NATIVE, native_precision
+from tests.tt.golden.library import TRANSFERS, Noting, installed
+from tests.tt.test_model import LaneUnderTest, make_config
+
+MOVE = "to_memory_config"
+NUM_TOKENS = 128
+
+
+def called(run):
+    """Name -> calls of ttnn's ops."""
+    with installed(Noting()) as noting:
+        run()
+    return Counter(call.name for call in noting.calls if call.name not in TRANSFERS)
+
+
+def listed(ops):
+    """Name -> calls that the roofline reckons with."""
+    counts = Counter()
+    for op in ops:
+        for call in op.calls:
+            counts[call] += op.count
+    return counts
+
+
+def assert_same(found, wanted):
+    assert found.pop(MOVE, 0) <= wanted.pop(MOVE, 0)
+    assert found == wanted
+
+
+def on_board(board, *values):
+    return pytest.param(board, *values, marks=pytest.mark.board(board))
+
+
+def decode_inputs(lane):
+    host = host_decode_inputs(
+        np.zeros(lane.rows, dtype=np.int64),
+        np.full(lane.rows, 7),
+        np.ones((lane.rows, 1), dtype=np.int64),
+        table_width=lane.decode_width,
+    )
+    return to_device(host, lane.device)
+
+
+def chunk_inputs(lane):
+    host = host_prefill_inputs(
+        np.zeros(NUM_TOKENS, dtype=np.int64),
+        0,
+        np.array([1, 2]),
+        max_seq_len=lane.max_seq_len,
+        block_size=lane.block_size,
+        table_width=8,
+    )
+    return to_device(host, lane.device)
+
+
+@pytest.mark.parametrize(
+    ("board", "family", "size", "vocab_size"),
+    [
+        on_board("N150", "llama", "small", 2000),
+        on_board("N150", "qwen3", "large", 2000),
+        on_board("N150", "mistral", "small", 70_000),
+        on_board("N300", "llama", "small", 70_000),
+        on_board("P150", "llama", "small", 2000),
+    ],
+)
+def test_a_step_calls_what_is_listed(open_mock_mesh, board, family, size, vocab_size):
+    mesh = open_mock_mesh(load_format="random", trace="none")
+    lane = LaneUnderTest(mesh, make_config(family, size, vocab_size=vocab_size))
+    sampler = Sampler(lane.device, lane.rows, lane.vocab // lane.tp)
+    greedy = host_sampling_inputs(greedy_rows(lane.rows), np.zeros(lane.rows, dtype=np.int64))
+    rows, chunk, sampling = decode_inputs(lane), chunk_inputs(lane), to_device(greedy, lane.device)
+
+    found = called(
+        lambda: sampler.sample(lane.model.decode(rows, lane.cache), sampling, rows.tokens)
+    )
+    # The lane's own, on positions and rotary rows.
+    found["plus_one"] += 2
+    kind = lane.config, lane.tp, native_precision(PROFILES["performance"]), NATIVE
+    assert_same(found, listed(decode_ops(*kind, num_banks=12, context=8)))
+
+    found = called(lambda: lane.model.prefill(chunk, lane.cache))
+    ops = chunk_ops(*kind, num_banks=12, num_cores=64, num_tokens=NUM_TOKENS)
+    assert_same(found, listed(ops))
+
+
+@pytest.mark.parametrize(
+    "board",
+    [pytest.param(name, marks=pytest.mark.board(name)) for name in ("N150", "N300", "T3K", "P150")],
+)
+def test_banks_and_cores_are_those_of_the_chips(open_mock_mesh, board):
+    mesh = open_mock_mesh()
+    (device,) = mesh.lanes(1)
+    cores = CORES[mesh.spec.arch]
+    grid = device.compute_with_storage_grid_size()
+    assert device.dram_grid_size().x == cores.num_banks
+    assert grid.x * grid.y == cores.num_cores
