@@ -169,7 +169,8 @@ class Worker:
             optimizations=config.mesh.optimizations,
         )
         capabilities = self._generator.model_capabilities
-        self._check_mesh_capabilities(config.mesh, capabilities)
+        name = self._generator_class.__qualname__
+        _check_capabilities(config, config.mesh, hf, name, capabilities)
         return model_facts(config, hf, capabilities, budget)
 
     def initialize_kv_cache(
@@ -297,7 +298,8 @@ class Worker:
         architecture = self._hf_config.architectures[0]
         self._generator_class = resolve_mesh_generator(self._config, architecture)
         capabilities = self._generator_class.model_capabilities
-        self._check_mesh_capabilities(mesh, capabilities)
+        name = self._generator_class.__qualname__
+        _check_capabilities(self._config, mesh, self._hf_config, name, capabilities)
         if not self._config.uses_native_generator:
             longest = longest_sequence(self._config, self._hf_config)
             check_foreign_sizes(self._config, self._generator_class, longest)
@@ -311,33 +313,6 @@ class Worker:
             seed=self._config.weights_seed,
             progress=self._progress,
         )
-
-    def _check_mesh_capabilities(self, mesh: MeshConfig, can: ModelCapabilities) -> None:
-        """Refuse what cannot work.
-
-        Asked before a mesh is opened and minutes of loading have passed, and again of the model
-        that was loaded, which may be able to do less than its class.
-        """
-        config, name = self._config, self._generator_class.__qualname__
-        asked = mesh.sample_on_device not in (None, "none")
-        if asked and not can.get("supports_sample_on_device"):
-            raise ConfigError(
-                f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
-                "sample on the device; set it to none"
-            )
-        if mesh.sample_on_device == "all" and not can.get("supports_sample_in_prefill"):
-            raise ConfigError(
-                f"mesh.sample_on_device is 'all' and generator {name} does not sample in prefill; "
-                "set it to decode_only"
-            )
-        block_size = can.get("required_block_size") or config.block_size
-        if block_size != config.block_size:
-            raise ConfigError(
-                f"block_size is {config.block_size} and generator {name} needs {block_size}"
-            )
-        if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
-            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
-        longest_sequence(config, self._hf_config)
 
     def _cpu(self) -> CpuDevice:
         return CpuDevice(
@@ -385,6 +360,35 @@ class Worker:
             rope=rope,
             model_fingerprint=model_fingerprint(config),
         )
+
+
+def _check_capabilities(
+    config: EngineConfig, mesh: MeshConfig, model: ModelConfig, name: str, can: ModelCapabilities
+) -> None:
+    """Refuse what cannot work.
+
+    Asked before a mesh is opened and minutes of loading have passed, and again of the model
+    that was loaded, which may be able to do less than its class.
+    """
+    asked = mesh.sample_on_device not in (None, "none")
+    if asked and not can.get("supports_sample_on_device"):
+        raise ConfigError(
+            f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
+            "sample on the device; set it to none"
+        )
+    if mesh.sample_on_device == "all" and not can.get("supports_sample_in_prefill"):
+        raise ConfigError(
+            f"mesh.sample_on_device is 'all' and generator {name} does not sample in prefill; "
+            "set it to decode_only"
+        )
+    block_size = can.get("required_block_size") or config.block_size
+    if block_size != config.block_size:
+        raise ConfigError(
+            f"block_size is {config.block_size} and generator {name} needs {block_size}"
+        )
+    if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
+        config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+    longest_sequence(config, model)
 
 
 def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:
