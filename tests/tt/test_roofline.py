@@ -10,8 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
+import ttnn
 
-from replicas.generators.ttnn.inputs import host_decode_inputs, host_prefill_inputs, to_device
+from replicas.generators.ttnn.inputs import to_device
 from replicas.generators.ttnn.profiles import PROFILES
 from replicas.generators.ttnn.sampling import Sampler, greedy_rows, host_sampling_inputs
 from scripts.roofline.chunk import chunk_ops
@@ -50,26 +52,19 @@ def on_board(board, *values):
     return pytest.param(board, *values, marks=pytest.mark.board(board))
 
 
-def decode_inputs(lane):
-    host = host_decode_inputs(
-        np.zeros(lane.rows, dtype=np.int64),
-        np.full(lane.rows, 7),
-        np.ones((lane.rows, 1), dtype=np.int64),
-        table_width=lane.decode_width,
+def draw(lane):
+    """Tokens from logits, all of them equal."""
+    num_rows, width = lane.rows, lane.vocab // lane.tp
+    greedy = host_sampling_inputs(greedy_rows(num_rows), np.zeros(num_rows, dtype=np.int64))
+    logits = torch.zeros(1, 1, 32, width, dtype=torch.bfloat16)
+    sampler = Sampler(lane.device, num_rows, width)
+    return lambda: sampler.sample(
+        ttnn.from_torch(logits, layout=ttnn.TILE_LAYOUT, device=lane.device),
+        to_device(greedy, lane.device),
+        ttnn.from_torch(
+            torch.zeros(1, num_rows, dtype=torch.int32), dtype=ttnn.uint32, device=lane.device
+        ),
     )
-    return to_device(host, lane.device)
-
-
-def chunk_inputs(lane):
-    host = host_prefill_inputs(
-        np.zeros(NUM_TOKENS, dtype=np.int64),
-        0,
-        np.array([1, 2]),
-        max_seq_len=lane.max_seq_len,
-        block_size=lane.block_size,
-        table_width=8,
-    )
-    return to_device(host, lane.device)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +80,13 @@ def chunk_inputs(lane):
 def test_a_step_calls_what_is_listed(open_mock_mesh, board, family, size, vocab_size):
     mesh = open_mock_mesh(load_format="random", trace="none")
     lane = LaneUnderTest(mesh, make_config(family, size, vocab_size=vocab_size))
-    sampler = Sampler(lane.device, lane.rows, lane.vocab // lane.tp)
-    greedy = host_sampling_inputs(greedy_rows(lane.rows), np.zeros(lane.rows, dtype=np.int64))
-    rows, chunk, sampling = decode_inputs(lane), chunk_inputs(lane), to_device(greedy, lane.device)
-
-    found = called(
-        lambda: sampler.sample(lane.model.decode(rows, lane.cache), sampling, rows.tokens)
-    )
+    found = called(lambda: lane.decode([7])) + called(draw(lane))
     # The lane's own, on positions and rotary rows.
     found["plus_one"] += 2
     kind = lane.config, lane.tp, native_precision(PROFILES["performance"]), NATIVE
     assert_same(found, listed(decode_ops(*kind, num_banks=12, context=8)))
 
-    found = called(lambda: lane.model.prefill(chunk, lane.cache))
+    found = called(lambda: lane.prefill(0, NUM_TOKENS))
     ops = chunk_ops(*kind, num_banks=12, num_cores=64, num_tokens=NUM_TOKENS)
     assert_same(found, listed(ops))
 
