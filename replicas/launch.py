@@ -31,7 +31,7 @@ from replicas.engine.pulse import first_turn_s
 from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
-from replicas.mesh_environment import make_cache_folder, mesh_environment
+from replicas.mesh_environment import make_folders, mesh_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -236,7 +236,7 @@ def start_engine(
     config = with_registered_generator(_with_secret(config, host))
     environment = child_environment(config, env)
     try:
-        make_cache_folder(config, environment)
+        make_folders(config, environment)
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
     process, reports, ready_fd = _spawn(environment)

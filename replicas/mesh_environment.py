@@ -9,6 +9,7 @@ model_specs), and how tt_transformers' model_config.py reads it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -20,6 +21,7 @@ import msgspec
 from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import ROUTES, route_environment
 from replicas.ttnn_package import find_ttnn
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig, MeshConfig
 
+MODEL = "HF_MODEL"
 CACHE = "TT_CACHE_PATH"
 """Where classes of tt-metal keep converted weights and zeros for KV caches. Without it they write
 beside a checkpoint that is named by its path, and they take whatever lies there for their own."""
@@ -58,13 +61,30 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
     return {**defaults, **inherited, **_bindings(config, mesh)}
 
 
-def make_cache_folder(config: EngineConfig, environment: Mapping[str, str]) -> None:
-    """Make the folder for a foreign class's converted weights.
+def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
+    """Make what a foreign class finds by its environment: a model's other name, and its cache.
+
+    Args:
+        config: The engine's configuration.
+        environment: Of `mesh_environment`.
 
     Raises:
         ConfigError: It cannot be written; says what to set.
     """
-    if config.mesh is None or config.uses_native_generator or CACHE not in environment:
+    if config.mesh is None or config.uses_native_generator:
+        return
+    name = Path(environment[MODEL])
+    if str(name) != config.model:
+        try:
+            name.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                name.symlink_to(config.model, target_is_directory=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot name {config.model} by a link {name}: {error.strerror}; give a folder "
+                f"that is called {name.name} as the model"
+            ) from error
+    if CACHE not in environment:
         return
     folder = Path(environment[CACHE])
     try:
@@ -149,7 +169,7 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig) -> Path | None:
     version = None if package is None else package.version
     digest = hashlib.blake2b(repr((fingerprint, times, version)).encode(), digest_size=12)
     spec = mesh.spec
-    words = (model.name, spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
+    words = (model_name(config.model), spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
     readable = (re.sub(r"[^\w.]+", "-", word).strip("-") for word in (*words, mesh.optimizations))
     return mesh.weight_cache_folder / "tt-metal" / "-".join((*readable, digest.hexdigest()))
 
@@ -160,7 +180,19 @@ def _bindings(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
     if mesh.visible_devices is not None:
         variables[VISIBLE_DEVICES] = ",".join(map(str, mesh.visible_devices))
     if not config.uses_native_generator:
-        variables |= {"HF_MODEL": config.model, "MESH_DEVICE": mesh.spec.mesh_device}
+        variables |= {MODEL: _named_model(config.model), "MESH_DEVICE": mesh.spec.mesh_device}
         if mesh.tt_metal_home is not None:
             variables[METAL_HOME] = mesh.tt_metal_home
     return variables
+
+
+def _named_model(folder: str) -> str:
+    """A path of a model whose last part is the model's name: classes of tt-metal go by that alone.
+
+    The folder's own; or one for a link to it, which `make_folders` makes.
+    """
+    name = model_name(folder)
+    if name == Path(folder).name:
+        return folder
+    digest = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
+    return str(Path.home() / ".cache" / "ttserve" / "names" / digest / name)

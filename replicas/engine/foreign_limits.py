@@ -10,10 +10,10 @@ sizes, lengths of the warm-up and names from its model_config.py.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
+from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.ttnn.budget import lane_memory
 from replicas.kv_sizing import DEFAULT_TOKEN_BUDGET
 
@@ -76,10 +76,10 @@ def check_foreign_sizes(config: EngineConfig, generator: type, max_seq_len: int)
 
 
 def _warn_of_name(folder: str) -> None:
-    name = Path(folder).name
+    name = model_name(folder)
     if not any(known in name for known in _KNOWN_NAMES):
         _LOG.warning(
-            "the model's folder is called %r, and classes of tt-metal tell models by this name: "
+            "the model's folder is called %r, and classes of tt-metal tell models by such names: "
             "none of their limits and settings are for it; name the folder as Hugging Face names "
             "the model, for one Llama-3.1-8B-Instruct", name,
         )  # fmt: skip

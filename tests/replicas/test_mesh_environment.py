@@ -1,6 +1,7 @@
 """What an engine on a mesh finds in its environment."""
 
 import os
+import shutil
 
 import msgspec
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from replicas import mesh_environment as module
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError
-from replicas.mesh_environment import make_cache_folder, mesh_environment
+from replicas.mesh_environment import make_folders, mesh_environment
 from replicas.ttnn_package import TtnnPackage
 
 CACHE = "TT_CACHE_PATH"
@@ -146,6 +147,25 @@ def test_a_renamed_folder_is_another_model_to_classes_that_go_by_names(model):
     assert of(theirs(renamed))[CACHE] != first
 
 
+def test_a_snapshot_of_hugging_faces_cache_bears_its_models_name(model, tmp_path):
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d9c46"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    config = theirs(snapshot)
+    told = of(config)
+    assert told["HF_MODEL"].startswith(str(tmp_path / "home"))
+    assert told["HF_MODEL"].endswith("/Qwen3-8B")
+    assert "/Qwen3-8B-T3K-" in told[CACHE]
+    for _ in range(2):
+        make_folders(config, told)
+    assert os.path.samefile(told["HF_MODEL"], snapshot)
+    blocked = tmp_path / "home/.cache/ttserve/names"
+    shutil.rmtree(blocked)
+    blocked.touch()
+    with pytest.raises(ConfigError, match=r"cannot name .* give a folder that is called Qwen3-8B"):
+        make_folders(config, told)
+
+
 def test_a_model_that_is_not_there_is_the_engines_to_refuse(tmp_path, model):
     assert CACHE not in of(theirs(tmp_path / "none"))
 
@@ -153,11 +173,11 @@ def test_a_model_that_is_not_there_is_the_engines_to_refuse(tmp_path, model):
 def test_the_folder_is_made_or_it_is_said_what_to_set(model, tmp_path):
     config = theirs(model)
     told = of(config)
-    make_cache_folder(config, told)
+    make_folders(config, told)
     assert os.path.isdir(told[CACHE])
     (tmp_path / "file").touch()
     blocked = theirs(model, weight_cache=str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"TT_CACHE_PATH .*file.* set mesh\.weight_cache"):
-        make_cache_folder(blocked, of(blocked))
+        make_folders(blocked, of(blocked))
     native = EngineConfig(model=str(model), mesh=MeshConfig(name="N150"))
-    make_cache_folder(native, {CACHE: str(tmp_path / "file" / "x")})
+    make_folders(native, {CACHE: str(tmp_path / "file" / "x")})

@@ -129,13 +129,13 @@ def test_batches_that_tt_transformers_does_not_take_are_refused():
         ("/models/meta-llama/Llama-3.3-70B-Instruct", True),
         ("/models/Qwen3-8B", True),
         ("/models/mine", False),
-        # What a class reads is the last part of the path.
-        ("/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46", False),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46", True),
+        ("/hub/models--me--mine/snapshots/b968826d9c46", False),
     ],
 )
 def test_a_name_that_hugging_face_does_not_have_is_warned_of(folder, is_known, caplog):
     check_foreign_sizes(config(folder), Adapted, 2048)
-    assert ("classes of tt-metal tell models by this name" in caplog.text) != is_known
+    assert ("classes of tt-metal tell models by such names" in caplog.text) != is_known
 
 
 def test_no_other_class_is_warned_of_names(caplog):

@@ -17,7 +17,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError, DeviceError
 from replicas.launch import child_environment
-from replicas.mesh_environment import make_cache_folder
+from replicas.mesh_environment import make_folders
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions
 from tests.models import model_folder
@@ -378,7 +378,7 @@ def test_a_checkpoint_folder_may_be_read_only_and_gets_nothing_from_a_foreign_cl
     theirs = config(str(model), generator="theirs:Converting")
     for _ in range(2):
         environment = child_environment(theirs)
-        make_cache_folder(theirs, environment)
+        make_folders(theirs, environment)
         for name in ("HF_MODEL", "MESH_DEVICE", "TT_CACHE_PATH"):
             monkeypatch.setenv(name, environment[name])
         with engine_core(theirs) as core:
