@@ -78,9 +78,12 @@ def reset_left_open(
         environment = {k: v for k, v in environment.items() if k != VISIBLE_DEVICES}
     else:
         arguments = tool.reset_arguments(nodes)
+    # A daemon that looks at all boards, as a rule: no reason to leave a board that may hang.
+    holders = sorted({str(pid) for device in boards for pid in device.holders})
     _LOG.warning(
-        "a process died with boards %s open: resetting them with tt-smi %s",
+        "a process died with boards %s open: resetting them with tt-smi %s%s",
         ", ".join(device.address for device in boards), " ".join(arguments),
+        f", which processes {', '.join(holders)} have open too" if holders else "",
     )  # fmt: skip
     tool.run(arguments, environment)
 

@@ -83,6 +83,17 @@ def test_a_reset_by_nodes_looks_at_our_own_boards_alone_afterwards(host: FakeHos
     assert run.read_text() == "-r /dev/tenstorrent/0 on 2\n"
 
 
+def test_who_else_has_a_board_open_is_told(
+    host: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = crossed(host)
+    run = host.add_tt_smi()
+    host.write("proc/driver/tenstorrent/3/pids", "71\n72\n")
+    reset(host, die_with(host, addresses[:1]))
+    assert "which processes 71, 72 have open too" in caplog.text
+    assert run.exists()
+
+
 def test_boards_that_were_closed_are_left_alone(host: FakeHost) -> None:
     addresses = crossed(host)
     run = host.add_tt_smi()
