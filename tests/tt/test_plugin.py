@@ -8,6 +8,8 @@ adapter and class are tensors and events of ttnn, on meshes that the engine open
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -200,3 +202,31 @@ def check_kv_transfer(cache, lanes):
         rows = io.read_rows(lane, [1, 2], 0, 2)
         assert rows.shape == (2, layout.row_bytes)
         io.write_rows(lane, [3, 4], 0, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "failed"),
+    [
+        ("OnContract1", "decode again", None),
+        ("OnSeed", "decode again", None),
+        ("Unwilling", "allocate the cache", "warm up prefill: RuntimeError: no such core"),
+    ],
+)
+def test_the_harness_tells_how_far_a_class_comes(name, last, failed, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.foreign_class", f"{__name__}:{name}", str(tmp_path),
+         "--board", "N300", "--max-model-len", "128"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == (0 if failed is None else 1), done.stdout + done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| "))
+    assert f"| {last} | {failed or 'nothing'}" in row
+    assert "close: ok" in done.stdout
+
+
+class Unwilling(OnContract1):
+    """Whose warm-up fails."""
+
+    def warmup_model_prefill(self, **_settings: Any) -> None:
+        raise RuntimeError("no such core\nbacktrace: ...")

@@ -72,8 +72,8 @@ class AdaptedGenerator(AdaptedModel):
             loaded model's own are.
 
         Raises:
-            ConfigError: The class refuses these numbers or the checkpoint; says its reason. Or what
-                the loaded model has or says of itself will not do.
+            ConfigError: The class refuses these numbers or the checkpoint, or lacks a package; says
+                its reason. Or what the loaded model has or says of itself will not do.
         """
         for note in cls.notes:
             _LOG.info("generator %s: %s", cls.entry.class_name, note)
@@ -97,6 +97,11 @@ class AdaptedGenerator(AdaptedModel):
                 model = cls.plugin_class.initialize_vllm_model(
                     config, device, max_batch_size, **taken(cls.entry.initialize, settings)
                 )
+        except ImportError as error:
+            raise ConfigError(
+                f"generator {cls.entry.class_name} cannot load its model: {error}; install what "
+                "its package asks for"
+            ) from error
         except (AssertionError, NotImplementedError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise ConfigError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicas.errors import ConfigError
 from replicas.generators.plugin.sampling import warmup_sampling_params
-from replicas.generators.protocol import DeviceSamplingParams
+from replicas.generators.protocol import PADDING_ROW, DeviceSamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,6 +89,12 @@ def image_arguments(
         require(class_name, parameters, name, "it is for text only")
     missing = parameters.required.intersection(_IMAGES) - set(images)
     return {**images, **{name: [None] * num_rows for name in missing}}
+
+
+def padding_rows(num_rows: int) -> DeviceSamplingParams:
+    """Settings of rows that nobody uses."""
+    columns: dict[str, Any] = {name: [value] * num_rows for name, value in PADDING_ROW.items()}
+    return DeviceSamplingParams(**columns)
 
 
 def prefill_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from replicas.errors import ConfigError, DeviceError
 from replicas.generators.plugin.arguments import (
     image_arguments,
     layer_tables,
+    padding_rows,
     prefill_row,
     require,
     taken,
@@ -93,17 +94,25 @@ class AdaptedModel(LoadedModel):
     ) -> None:
         """Warm up; see `GeneratorBase.warmup_model_decode`.
 
-        A class without a warm-up for decode decodes a batch of padding instead.
+        A class without a warm-up for decode decodes a batch of padding instead, in each way in
+        which its tokens will be drawn. What it answers is not looked at.
         """
         parameters = self.signature.warmup_decode
         if parameters is None:
-            self.decode_forward(
-                tokens=torch.zeros((max_batch_size, 1), dtype=torch.int32),
-                page_table=torch.zeros((max_batch_size, num_blocks), dtype=torch.int32),
-                kv_cache=kv_cache,
-                start_pos=torch.full((max_batch_size,), -1, dtype=torch.int32),
-                enable_trace=enable_trace,
-            )
+            nothing = padding_rows(max_batch_size)
+            for params in (None, nothing) if can_sample_on_device else (None,):
+                handle = self.decode_forward(
+                    tokens=torch.zeros((max_batch_size, 1), dtype=torch.int32),
+                    page_table=torch.zeros((max_batch_size, num_blocks), dtype=torch.int32),
+                    kv_cache=kv_cache,
+                    start_pos=torch.full((max_batch_size,), -1, dtype=torch.int32),
+                    enable_trace=enable_trace,
+                    read_from_device=False,
+                    sampling_params=params,
+                    reload_sampling_params=params is not None,
+                    reset_sampling_state=params is not None,
+                )
+                _wait_for(self.read_decode_output(handle)[0].events)
             return
         arguments = taken(parameters, {"max_batch_size": max_batch_size, "num_blocks": num_blocks})
         arguments |= warmup_arguments(

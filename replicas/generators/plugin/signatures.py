@@ -35,6 +35,8 @@ COMMANDS = (
 )
 """Of decode contract 1; each is a bool, and all are sent with every decode."""
 
+_FIRST = 3
+"""Arguments of ``initialize_vllm_model`` that are given by place, whatever they are called."""
 _EVERY_MODEL_HAS = (
     "allocate_kv_cache", "warmup_model_prefill", "prefill_forward", "decode_forward",
 )  # fmt: skip
@@ -73,11 +75,13 @@ class Parameters:
     """The parameters of one method, ``self`` and ``cls`` left out.
 
     Attributes:
+        in_order: Names of those that can be given by place.
         names: Those that can be given by keyword.
         required: Those among them without a default.
         takes_any: It has ``**kwargs``.
     """
 
+    in_order: tuple[str, ...]
     names: frozenset[str]
     required: frozenset[str]
     takes_any: bool
@@ -157,7 +161,7 @@ def read_entry(cls: type) -> EntrySignature:
         token_budget=_optional(cls, "get_max_tokens_all_users"),
         model=None if only_chooses else read_signature(cls),
     )
-    _check_required(name, "initialize", entry.initialize)
+    _check_required(name, "initialize", entry.initialize, by_place=_FIRST)
     _check_required(name, "token_budget", entry.token_budget)
     return entry
 
@@ -208,8 +212,10 @@ def read_signature(cls: type) -> ModelSignature:
     return signature
 
 
-def _check_required(name: str, call: str, parameters: Parameters | None) -> None:
-    unknown = (parameters.required if parameters is not None else frozenset()) - _ANSWERABLE[call]
+def _check_required(name: str, call: str, parameters: Parameters | None, by_place: int = 0) -> None:
+    if parameters is None:
+        return
+    unknown = parameters.required - set(parameters.in_order[:by_place]) - _ANSWERABLE[call]
     if unknown:
         raise ConfigError(
             f"generator {name}: {call} requires {', '.join(sorted(unknown))}, which a text-only "
@@ -241,7 +247,9 @@ def _parameters(cls: type, name: str) -> Parameters:
     method, mentioned = _what_runs(cls, name)
     parameters = inspect.signature(method).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return Parameters(
+        in_order=tuple(name for name in by_place if name not in {"self", "cls"}),
         names=mentioned.union(p.name for p in named) - {"self", "cls"},
         required=frozenset(p.name for p in named if p.default is p.empty) - {"self", "cls"},
         takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),

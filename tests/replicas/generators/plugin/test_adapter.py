@@ -336,6 +336,20 @@ def test_decode_warm_up_of_a_class_without() -> None:
     assert arguments["start_pos"].tolist() == [-1, -1]
     assert arguments["page_table"].tolist() == [[0, 0, 0]] * 2
     assert arguments["enable_trace"] is True
+    assert "sampling_params" not in arguments
+    assert [name for name, _, _ in generator._model.calls] == ["initialize", "decode"]
+
+
+def test_decode_warm_up_of_a_class_that_always_draws() -> None:
+    """Logits and draws; what is answered in a warm-up is nobody's."""
+    generator = make()
+    generator._model.answer = torch.ones((2, 1), dtype=torch.int32)
+    sizes = {"kv_cache": None, "enable_trace": False, "max_batch_size": 2, "num_blocks": 3}
+    generator.warmup_model_decode(**sizes, can_sample_on_device=True)
+    logits, draws = (arguments for _, _, arguments in generator._model.calls[1:])
+    assert "sampling_params" not in logits
+    assert draws["sampling_params"].temperature == [0.0, 0.0]
+    assert draws["reset_batch"] is True
 
 
 # --- forward --------------------------------------------------------------------------------------

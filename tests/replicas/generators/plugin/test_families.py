@@ -186,6 +186,19 @@ def test_chosen_model_that_will_not_do_is_cleaned_up(
     assert len(Unusable.cleaned_up) == 1
 
 
+def test_model_whose_package_lacks_another(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_args: object, **_settings: object) -> None:
+        raise ModuleNotFoundError("No module named 'loguru'")
+
+    monkeypatch.setattr(Chosen, "initialize_vllm_model", load)
+    with pytest.raises(ConfigError, match=r"cannot load its model: No module named 'loguru'; inst"):
+        adapt(Registered).initialize_vllm_model(
+            load_hf_config(checkpoint), Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN
+        )
+
+
 @pytest.mark.usefixtures("tt_transformers")
 def test_renamed_folder_is_refused_before_a_mesh_is_opened(
     folder: Path, monkeypatch: pytest.MonkeyPatch

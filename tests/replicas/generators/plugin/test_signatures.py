@@ -157,10 +157,23 @@ def test_class_that_only_chooses() -> None:
     assert not entry.initialize.takes("optimizations")
 
 
+def test_first_arguments_have_any_names() -> None:
+    """They are given by place: the mesh was called after a machine once."""
+
+    class Named(Minimal):
+        @classmethod
+        def initialize_vllm_model(cls, hf_config: Any, t3k_mesh_device: Any, max_batch_size: Any):
+            return cls()
+
+    assert read_entry(Named).initialize.in_order[1] == "t3k_mesh_device"
+
+
 def test_class_that_only_chooses_and_wants_what_nobody_has() -> None:
     class Chooses:
         @classmethod
-        def initialize_vllm_model(cls, hf_config: Any, mesh_device: Any, gpu: Any): ...
+        def initialize_vllm_model(
+            cls, hf_config: Any, mesh_device: Any, max_batch_size: Any, gpu: Any
+        ): ...
 
     with pytest.raises(ConfigError, match="Chooses: initialize requires gpu, which a text-only"):
         read_entry(Chooses)
