@@ -5,7 +5,7 @@ meshes the boards make.
 
 Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
 source; a Galaxy's subsystem ids from tt-smi; numbers in TT_VISIBLE_DEVICES from tt-umd's
-pci_device.cpp; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal.
+pci_device.cpp; the TTNPU count from Ray 2.60's ttnpu.py.
 """
 
 from __future__ import annotations
