@@ -10,9 +10,11 @@ Sources: the arguments of tt-smi at its tags v3.0.20 to v6.2.1, and its README o
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -119,11 +121,12 @@ class TTSmi:
 
 
 def find_tt_smi(environment: Mapping[str, str]) -> TTSmi | None:
-    """The command on this environment's PATH, or None; asks it for its version alone.
+    """The command on this environment's PATH, or beside this interpreter; or None.
 
-    That touches no board.
+    Asks it for its version alone, which touches no board.
     """
-    path = shutil.which(NAME, path=environment.get("PATH", ""))
+    folders = (environment.get("PATH"), os.path.dirname(sys.executable))
+    path = shutil.which(NAME, path=os.pathsep.join(folder for folder in folders if folder))
     if path is None:
         return None
     said = _VERSION.search(_said(path, ["-v"], environment) or "")

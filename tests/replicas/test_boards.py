@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 
@@ -95,6 +96,14 @@ def test_tt_smi_is_left_alone_while_a_board_works(host):
     host.add_tt_smi([{"board_info": {"board_type": "n300 L", "bus_id": address}}])
     host.write("proc/driver/tenstorrent/0/pids", "71\n")
     assert host.report().devices[0].board is None
+
+
+def test_a_tt_smi_beside_this_interpreter_is_found(host, monkeypatch):
+    host.add_tt_smi(version="6.2.1")
+    del host.environment["PATH"]
+    assert host.report().tt_smi is None
+    monkeypatch.setattr(sys, "executable", str(host.root / "bin" / "python"))
+    assert host.report().tt_smi.version == "6.2.1"
 
 
 def test_a_tt_smi_that_fails_names_nothing(host):
