@@ -28,6 +28,7 @@ from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model
+from replicas.generators.plugin.routes import check_route
 from replicas.kv_sizing import longest_sequence
 
 
@@ -179,6 +180,7 @@ def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfi
         for role, engine in engines.items():
             engine.validate()
             models[role] = load_engine_model(engine)
+            check_route(engine, next(iter(models[role].architectures), ""))
             lengths.append(longest_sequence(engine, models[role]))
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error

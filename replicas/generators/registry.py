@@ -82,11 +82,11 @@ def resolve_mesh_generator(config: EngineConfig, architecture: str) -> type[Gene
     # They import torch, which most that ask this module for something do without.
     from replicas.generators.plugin.adapter import adapt
     from replicas.generators.plugin.find import PluginPaths, find_plugin_class, find_route_class
-    from replicas.generators.plugin.routes import ROUTES, check_galaxy
+    from replicas.generators.plugin.routes import ROUTES, check_route
 
     assert mesh is not None
     if name in ROUTES:
-        check_galaxy(name, mesh, config.tt_data_parallel)
+        check_route(config, architecture)
         found = find_route_class(name, architecture, PluginPaths(mesh.tt_metal_home))
     else:
         found = find_plugin_class(name, PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir))

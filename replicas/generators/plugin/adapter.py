@@ -183,7 +183,7 @@ def _max_tokens_all_users(
     assert cls.entry.token_budget is not None
     try:
         budget = cls.plugin_class.get_max_tokens_all_users(**taken(cls.entry.token_budget, sizes))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ImportError, ValueError) as error:
         raise ConfigError(
             f"generator {cls.entry.class_name} has no KV budget for {model_name} on "
             f"{num_devices} chips with max_model_len {max_model_len} and {max_num_seqs} slots: "

@@ -18,12 +18,12 @@ from replicas.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from replicas.config import MeshConfig
+    from replicas.config import EngineConfig, MeshConfig
 
 _IN_TT_METAL = "models.tt_transformers.tt.generator_vllm"
 _GEMMA4 = "models.demos.gemma4.tt.generator_vllm:Gemma4ForCausalLM"
 _GALAXY = "models.demos.llama3_70b_galaxy.tt.generator_vllm"
-_GALAXY_LANES = 4
+_GALAXY_LANES, _GALAXY_SLOTS = 4, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class Route:
         package: Where they come from, for messages.
         environment: What else the process has in its environment, where its parent's has not.
         mesh: Fields of `MeshConfig` -> value, where the configuration leaves the usual one.
-        is_for_galaxy: They run on the 32 chips of a Galaxy alone, in a multiple of four lanes: one
-            for each column.
+        is_for_galaxy: They run on the 32 chips of a Galaxy alone, with a lane for each column.
     """
 
     classes: Mapping[str, str]
@@ -146,24 +145,37 @@ def check_decoder(architecture: str) -> None:
         )
 
 
-def check_galaxy(name: str | None, mesh: MeshConfig, tt_data_parallel: int) -> None:
-    """Refuse a mesh that a route's classes do not run on.
+def check_route(config: EngineConfig, architecture: str) -> None:
+    """Refuse what the classes of the route that a configuration names can never serve.
+
+    Args:
+        config: Of an engine; one whose generator is no route is left alone.
+        architecture: Of the model.
 
     Raises:
-        ConfigError: The route is for a Galaxy, and the mesh is none or has other lanes.
+        ConfigError: The route has no class for the architecture; or it is for a Galaxy, and the
+            mesh is none or has other lanes or more slots; names both.
     """
-    route = ROUTES.get(name or "")
-    if route is None or not route.is_for_galaxy:
+    name, mesh = config.generator, config.mesh
+    if name is None or name not in ROUTES or mesh is None:
+        return
+    class_of_route(name, architecture)
+    if not ROUTES[name].is_for_galaxy:
         return
     if not mesh.spec.is_galaxy:
         raise ConfigError(
             f"generator {name!r} runs on the 32 chips of a Galaxy, and the mesh is {mesh.name}; "
             "use generator: tt-transformers or tt-metal"
         )
-    if tt_data_parallel % _GALAXY_LANES:
+    if config.tt_data_parallel != _GALAXY_LANES:
         raise ConfigError(
             f"generator {name!r} has a lane for each of a Galaxy's {_GALAXY_LANES} columns, and "
-            f"tt_data_parallel is {tt_data_parallel}; set it to {_GALAXY_LANES}"
+            f"tt_data_parallel is {config.tt_data_parallel}; set it to {_GALAXY_LANES}"
+        )
+    if config.max_batch_size > _GALAXY_SLOTS:
+        raise ConfigError(
+            f"generator {name!r} decodes {_GALAXY_SLOTS} rows on a Galaxy, and max_batch_size is "
+            f"{config.max_batch_size}; set it to {_GALAXY_SLOTS}"
         )
 
 

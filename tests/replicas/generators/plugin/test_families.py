@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from replicas.config import MeshConfig
+from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import load_hf_config
@@ -22,7 +22,7 @@ from replicas.generators.plugin.checkpoints import checkpoint_for
 from replicas.generators.plugin.find import PluginPaths, find_route_class
 from replicas.generators.plugin.routes import (
     ROUTES,
-    check_galaxy,
+    check_route,
     class_of_route,
     route_environment,
     route_mesh,
@@ -193,10 +193,15 @@ def test_model_whose_package_lacks_another(
         raise ModuleNotFoundError("No module named 'loguru'")
 
     monkeypatch.setattr(Chosen, "initialize_vllm_model", load)
+    monkeypatch.setattr(Registered, "get_max_tokens_all_users", load)
+    adapted: Any = adapt(Registered)
     with pytest.raises(ConfigError, match=r"cannot load its model: No module named 'loguru'; inst"):
-        adapt(Registered).initialize_vllm_model(
+        adapted.initialize_vllm_model(
             load_hf_config(checkpoint), Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN
         )
+    sizes = {"num_devices": 2, "tt_data_parallel": 1, "max_model_len": 128, "max_num_seqs": 4}
+    with pytest.raises(ConfigError, match=r"has no KV budget .* No module named 'loguru'"):
+        adapted.get_max_tokens_all_users(model_name=str(checkpoint), **sizes)
 
 
 @pytest.mark.usefixtures("tt_transformers")
@@ -277,17 +282,25 @@ def test_galaxy_through_an_engine(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "lanes", "reason"),
+    ("mesh", "lanes", "slots", "architecture", "reason"),
     [
-        ("T3K", 4, "runs on the 32 chips of a Galaxy, and the mesh is T3K"),
-        ("TG", 1, "a lane for each of a Galaxy's 4 columns, and tt_data_parallel is 1"),
+        ("T3K", 4, 32, "LlamaForCausalLM", "32 chips of a Galaxy, and the mesh is T3K"),
+        ("TG", 8, 32, "LlamaForCausalLM", "a Galaxy's 4 columns, and tt_data_parallel is 8"),
+        ("TG", 4, 64, "LlamaForCausalLM", "decodes 32 rows on a Galaxy, and max_batch_size is 64"),
+        ("TG", 4, 32, "Qwen3ForCausalLM", "has no class for 'Qwen3ForCausalLM'"),
     ],
 )
-def test_galaxy_of_another_shape(mesh: str, lanes: int, reason: str) -> None:
+def test_galaxy_of_another_shape(
+    mesh: str, lanes: int, slots: int, architecture: str, reason: str
+) -> None:
+    asked = EngineConfig(
+        model="/models/some", generator="llama3_70b_galaxy", mesh=MeshConfig(name=mesh),
+        tt_data_parallel=lanes, max_batch_size=slots,
+    )  # fmt: skip
     with pytest.raises(ConfigError, match=reason):
-        check_galaxy("llama3_70b_galaxy", MeshConfig(name=mesh), lanes)
-    check_galaxy("tt-metal", MeshConfig(name=mesh), lanes)
-    check_galaxy(None, MeshConfig(name=mesh), lanes)
+        check_route(asked, architecture)
+    for generator in ("tt-metal", "module:Class", None):
+        check_route(msgspec.structs.replace(asked, generator=generator), architecture)
 
 
 def test_what_the_configuration_says_goes_before_the_route() -> None:
