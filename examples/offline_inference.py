@@ -349,7 +349,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--mesh", help="run on this Tenstorrent mesh, for one N150, N300, T3K")
     device.add_argument("--simulate", metavar="MODEL@BOARD", help="for one Llama-3.1-8B@n150")
-    add("--optimizations", choices=("performance", "accuracy"), default="performance")
+    add("--optimizations", choices=("performance", "balanced", "accuracy"), default="performance")
     add("--trace", choices=("all", "decode_only", "none"), default="all")
     add("--sample-on-device", choices=("none", "decode_only", "all"),
         help="without it whatever the mesh can")  # fmt: skip

@@ -66,7 +66,7 @@ class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
 
-_Optimizations: TypeAlias = Literal["performance", "accuracy"]
+_Optimizations: TypeAlias = Literal["performance", "balanced", "accuracy"]
 _Calls: TypeAlias = Literal["none", "decode_only", "all"]
 _Axis: TypeAlias = Literal["row", "col"]
 _MESH_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -84,7 +84,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         name: A known mesh, for one "N150", "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
         arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
-        optimizations: "performance" keeps weights and KV in bfloat8_b, "accuracy" in bfloat16.
+        optimizations: "performance" keeps weights and KV in bfloat8_b, most of the MLP's weights in
+            bfloat4_b; "balanced" all in bfloat8_b; "accuracy" in bfloat16.
         trace: Which calls are captured once and replayed: all, decode only, or none.
         sample_on_device: Which steps draw their tokens on the device: none, decode steps, or
             prefill too; None is whatever the generator can. Draws of a device are its own: they are
@@ -352,7 +353,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.dtype != "auto":
             raise ConfigError(
                 f"dtype {self.dtype!r} and mesh exclude each other: mesh.optimizations decides, "
-                '"performance" for bfloat8_b, "accuracy" for bfloat16; remove dtype'
+                '"balanced" for bfloat8_b, "accuracy" for bfloat16; remove dtype'
             )
         if self.attention != "fast":
             raise ConfigError(f"attention {self.attention!r} is for engines on the CPU; remove it")
@@ -387,6 +388,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"load_format 'random' is for the generators of this package, and {self.generator} "
                 "loads its weights by itself; remove one of them"
+            )
+        elif mesh.optimizations == "balanced":
+            raise ConfigError(
+                "mesh.optimizations 'balanced' is for the generators of this package, and "
+                f"{self.generator} knows performance and accuracy; set one of them"
             )
 
     @property

@@ -38,17 +38,19 @@ class Chip:
         family: "wormhole" or "blackhole": chips of a family differ by memory alone.
         dram_bytes: Memory.
         dram_bytes_per_s: Peak bandwidth of the memory.
+        dram_banks: Banks that ttnn divides the memory into.
     """
 
     name: str
     family: Arch
     dram_bytes: int
     dram_bytes_per_s: float
+    dram_banks: int
 
 
-WORMHOLE = Chip("wormhole", "wormhole", 12 * 2**30, 288e9)
-P100_CHIP = Chip("p100", "blackhole", 28 * 10**9, 448e9)
-P150_CHIP = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9)
+WORMHOLE = Chip("wormhole", "wormhole", 12 * 2**30, 288e9, dram_banks=12)
+P100_CHIP = Chip("p100", "blackhole", 28 * 10**9, 448e9, dram_banks=7)
+P150_CHIP = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9, dram_banks=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

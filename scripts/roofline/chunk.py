@@ -71,13 +71,11 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
 
 def _ends(model: ModelConfig, tp: int, width: int) -> list[Op]:
     """Embedding, the rows of the rotary tables, and the last token's row."""
-    whole = [
-        Op(part="ends", calls=(call,), num_bytes=2 * width * model.hidden_size)
-        for call in ("embedding", "to_layout")
-    ]
-    calls = ["reshape", *(2 * ["embedding", "reshape"]), "embedding", "reshape"]
+    whole = Op(part="ends", calls=("embedding",), num_bytes=2 * width * model.hidden_size)
+    calls = ["reshape", *(2 * ["embedding", "reshape"])]
+    calls += ["slice", "to_layout", "embedding", "reshape", *(2 * ["to_memory_config"])]
     calls += LOCAL_ROWS if tp > 1 else ()
-    return whole + [Op(part="ends", calls=(call,), kernel="other") for call in calls]
+    return [whole, *(Op(part="ends", calls=(call,), kernel="other") for call in calls)]
 
 
 def _attention(model: ModelConfig, tp: int, precision: Precision, num_tokens: int) -> list[Op]:

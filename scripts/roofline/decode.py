@@ -63,6 +63,8 @@ def _beginning(model: ModelConfig, tp: int, design: Design) -> list[Op]:
     """Embedding, and the rows of the rotary tables."""
     calls = [*(LOCAL_ROWS if tp > 1 else ()), "embedding", "reshape"]
     calls += 2 * ["embedding", "reshape", "to_layout", "to_memory_config"]
+    # The residual stream into its shards, and out of them before the output layer.
+    calls += 2 * ["to_memory_config"]
     ops = [Op(part="embedding, rotary rows", calls=(call,), kernel="other") for call in calls]
     return [*ops, *_sums(model, tp, design, 1)]
 
@@ -99,7 +101,7 @@ def _attention(
     normed = [
         op("to_memory_config", "move", 4),
         # Heads are rows of tiles: 32 of them for each of 32 rows, on as many cores.
-        op("rms_norm", design.norms, 2, head_dim),
+        op("rms_norm", design.norms if design.is_fused else "norm column", 2, head_dim),
     ]
     once = 1 if design.is_fused else 2
     return [
@@ -117,7 +119,8 @@ def _attention(
             flops=2.0 * 2 * TILE**3 * tiles,
             fidelity=precision.attention,
         ),
-        op("to_memory_config", "move", 2),
+        # Between the grids of products that follow each other; a collective's is none.
+        op("to_memory_config", "move", 4 if tp == 1 else 6),
         op("experimental.nlp_concat_heads_decode", "join heads"),
     ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from replicas.generators.ttnn.buckets import TILE, padded_vocab_size
+from replicas.generators.ttnn.profiles import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,8 +102,8 @@ class Design:
 
 
 NATIVE = Design(
-    products={**dict.fromkeys(LAYER_PRODUCTS, "columns"), "output": "tiles"},
-    norms="norm column",
+    products={**dict.fromkeys(LAYER_PRODUCTS, "stripes"), "output": "columns"},
+    norms="norm column in shards",
     is_fused=False,
     sums=("all_reduce",),
 )
@@ -119,14 +120,21 @@ UPSTREAM = Design(
 
 def native_precision(profile: Profile) -> Precision:
     """What a profile of the native models says."""
-    mlp: tuple[Product, ...] = ("gate", "up", "down")
-    others: tuple[Product, ...] = ("qkv", "o", "output")
+    dtypes: dict[Product, str] = {_OUTPUT: profile.weight_dtype}
+    fidelities: dict[Product, Fidelity] = {_OUTPUT: profile.linear.fidelity}
+    last: dict[Product, str] = {}
+    for name in PRODUCTS:
+        dtypes[name] = profile.weight(name, is_last=False)
+        fidelities[name] = profile.product(name).fidelity
+        if profile.weight(name, is_last=True) != dtypes[name]:
+            last[name] = profile.weight(name, is_last=True)
     return Precision(
         name=profile.name,
-        dtypes=dict.fromkeys(mlp, profile.mlp_dtype) | dict.fromkeys(others, profile.weight_dtype),
-        fidelities=dict.fromkeys((*mlp, *others), profile.linear.fidelity),
+        dtypes=dtypes,
+        fidelities=fidelities,
         kv_dtype=profile.kv_dtype,
-        attention=profile.attention.fidelity,
+        attention=profile.attention_of_rows.fidelity,
+        last_dtypes=last,
     )
 
 

@@ -140,6 +140,7 @@ class LaneUnderTest:
             max_seq_len=self.max_seq_len,
             block_size=self.block_size,
             table_width=prefill_table_width(self.max_seq_len, self.block_size),
+            hidden_size=self.config.hidden_size,
         )
         self._check(self.model.prefill(to_device(host, self.device), self.cache))
 
@@ -272,18 +273,21 @@ def chunk(token_ids, start, block_ids, block_size=64):
         max_seq_len=256,
         block_size=block_size,
         table_width=8,
+        hidden_size=96,
     )
 
 
 def test_a_chunk_is_laid_out_for_the_device():
     found = chunk([7, 8, 9], 64, [5, 3, 6])
-    tokens, ropes, table, own, start, last = as_lists(
+    tokens, ropes, table, own, start, tile_start, tile_end, last = as_lists(
         found,
         "tokens",
         "rope_indices",
         "page_table",
         "chunk_page_table",
         "chunk_start",
+        "last_tile_start",
+        "last_tile_end",
         "last_index",
     )
     assert tokens == [[7, 8, 9] + [0] * 125]
@@ -292,7 +296,9 @@ def test_a_chunk_is_laid_out_for_the_device():
     assert table == [[5, 3] + [0] * 6]
     assert own == [[3, 0]]
     assert start == [64]
-    assert last == [[2] * 32]
+    assert (tile_start, tile_end, last) == ([0, 0, 0, 0], [1, 1, 32, 96], [[2] * 32])
+    tiles = as_lists(chunk(range(70), 0, [5, 3]), "last_tile_start", "last_tile_end", "last_index")
+    assert tiles == [[0, 0, 64, 0], [1, 1, 96, 96], [[5] * 32]]
     assert found.tokens.dtype == found.rope_indices.dtype == found.last_index.dtype == ttnn.uint32
     assert found.page_table.dtype == found.chunk_page_table.dtype == ttnn.int32
     assert found.chunk_start.dtype == ttnn.int32

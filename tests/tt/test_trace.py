@@ -248,8 +248,8 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
         assert [devices.index(event[1]) for event in double.events] == [0, 1] * 4
         # The inputs were refreshed in place, and what a first chunk reads was sent to it.
         copies = [c for c in calls.library.calls if c.name == "copy_host_to_device_tensor"]
-        assert [c.operands[0][0] for c in copies[:5]] == [
-            (1, 128), (1, 128), (1, 16), (1, 2), (1, 32),
+        assert [c.operands[0][0] for c in copies[:7]] == [
+            (1, 128), (1, 128), (1, 16), (1, 2), (4,), (4,), (1, 32),
         ]  # fmt: skip
         # A trace for another kind of decode.
         assert double.events[2][2] != double.events[4][2] == double.events[6][2]

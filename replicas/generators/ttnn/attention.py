@@ -15,7 +15,7 @@ import numpy as np
 import ttnn
 
 from replicas.generators.ttnn.buckets import TILE
-from replicas.generators.ttnn.collectives import sum_over_chips
+from replicas.generators.ttnn.products import moved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
     from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.products import Products
     from replicas.generators.ttnn.weights import LayerWeights
 
-_LONG_CHUNK = 2048
-"""From here on queries and keys are taken in larger pieces.
+_PIECES = (256, 128)
+"""Tokens of a chunk that attention takes at once, if that leaves work for every core; else 64.
 Source: SDPA program configurations of tt-metal's models/tt_transformers/tt/model_config.py."""
 
 _COLUMNS = 8
@@ -53,7 +54,6 @@ class PagedAttention:
     ) -> None:
         """Prepare for one lane; see ``buckets.check_lane`` for what fits."""
         self._kernels = kernels
-        self._tp = tp
         self._num_heads = config.num_attention_heads // tp
         self._num_kv_heads = config.num_key_value_heads // tp
         self._eps = config.rms_norm_eps
@@ -78,6 +78,7 @@ class PagedAttention:
         self,
         x: ttnn.Tensor,
         layer: LayerWeights,
+        products: Products,
         rope: Sequence[ttnn.Tensor],
         inputs: PrefillInputs,
         cache: Sequence[ttnn.Tensor],
@@ -87,6 +88,7 @@ class PagedAttention:
         Args:
             x: (1, 1, S, hidden) in DRAM; freed.
             layer: Its weights.
+            products: Of the lane's chunks.
             rope: Cos and sin (1, 1, S, head_dim).
             inputs: Page tables and start of the chunk.
             cache: Keys and values of the layer; the chunk's blocks are written.
@@ -95,7 +97,7 @@ class PagedAttention:
             (1, 1, S, hidden), summed over the chips.
         """
         dram = ttnn.DRAM_MEMORY_CONFIG
-        qkv = self._project(x, layer.qkv, layer.qkv_bias, dram)
+        qkv = products.times("qkv", x, layer.qkv, layer.qkv_bias)
         ttnn.deallocate(x)
         q, k, v = ttnn.experimental.nlp_create_qkv_heads(
             qkv,
@@ -138,12 +140,13 @@ class PagedAttention:
             ttnn.deallocate(used)
         joined = ttnn.experimental.nlp_concat_heads(heads, memory_config=dram)
         ttnn.deallocate(heads)
-        return self._output(joined, layer, dram)
+        return _output(joined, layer, products)
 
     def decode(
         self,
         x: ttnn.Tensor,
         layer: LayerWeights,
+        products: Products,
         rope: Sequence[ttnn.Tensor],
         inputs: DecodeInputs,
         cache: Sequence[ttnn.Tensor],
@@ -151,8 +154,9 @@ class PagedAttention:
         """Write each row's key and value, and attend with its query.
 
         Args:
-            x: (1, 1, 32, hidden) in L1, the first B rows used; freed.
+            x: (1, 1, 32, hidden) where ``qkv`` takes it, the first B rows used; freed.
             layer: Its weights.
+            products: Of the lane's decode steps.
             rope: Cos and sin (1, B, 1, head_dim), a core per row.
             inputs: Positions and page tables.
             cache: Keys and values of the layer, written at the rows' positions.
@@ -160,9 +164,9 @@ class PagedAttention:
         Returns:
             (1, 1, 32, hidden) in L1, summed over the chips; rows B to 31 mean nothing.
         """
-        l1 = ttnn.L1_MEMORY_CONFIG
-        qkv = self._project(x, layer.qkv, layer.qkv_bias, l1)
+        product = products.times("qkv", x, layer.qkv, layer.qkv_bias)
         ttnn.deallocate(x)
+        qkv = moved(product, ttnn.L1_MEMORY_CONFIG)
         if self._num_rows < TILE:
             # The heads are spread over a core per row of the shape.
             qkv = ttnn.slice(qkv, (0, 0, 0, 0), (1, 1, self._num_rows, qkv.shape[3]))
@@ -190,7 +194,7 @@ class PagedAttention:
             # Its output is refused in shards where heads share keys.
             memory_config=ttnn.DRAM_MEMORY_CONFIG,
             program_config=self._program(0),
-            compute_kernel_config=self._kernels.attention,
+            compute_kernel_config=self._kernels.attention_of_rows,
         )
         ttnn.deallocate(q)
         sharded = ttnn.to_memory_config(heads, self.rows_memory_config)
@@ -199,36 +203,7 @@ class PagedAttention:
             sharded, num_heads=self._num_heads, sub_core_grids=self._concat_cores
         )
         ttnn.deallocate(sharded)
-        joined = ttnn.to_memory_config(by_head, l1)
-        ttnn.deallocate(by_head)
-        return self._output(joined, layer, l1)
-
-    def _project(
-        self,
-        x: ttnn.Tensor,
-        weight: ttnn.Tensor,
-        bias: ttnn.Tensor | None,
-        memory_config: ttnn.MemoryConfig,
-    ) -> ttnn.Tensor:
-        return ttnn.linear(
-            x,
-            weight,
-            bias=bias,
-            dtype=self._kernels.activation_dtype,
-            memory_config=memory_config,
-            compute_kernel_config=self._kernels.linear,
-        )
-
-    def _output(
-        self, joined: ttnn.Tensor, layer: LayerWeights, memory_config: ttnn.MemoryConfig
-    ) -> ttnn.Tensor:
-        partial = self._project(joined, layer.o, None, memory_config)
-        ttnn.deallocate(joined)
-        out = sum_over_chips(partial, self._tp, memory_config)
-        if layer.o_bias is None:
-            return out
-        # Added once, not by each chip.
-        return ttnn.add(out, layer.o_bias, memory_config=memory_config)
+        return _output(by_head, layer, products)
 
     def _normed(
         self, heads: ttnn.Tensor, weight: ttnn.Tensor | None, memory_config: ttnn.MemoryConfig
@@ -285,8 +260,13 @@ class PagedAttention:
         return new
 
     def _chunk_program(self, num_tokens: int) -> ttnn.SDPAProgramConfig:
-        is_long = num_tokens >= _LONG_CHUNK and num_tokens % 256 == 0
-        return self._program(256 if is_long else 64)
+        num_cores = self._grid.x * self._grid.y
+        pieces = (
+            piece
+            for piece in _PIECES
+            if num_tokens % piece == 0 and self._num_heads * num_tokens // piece >= num_cores
+        )
+        return self._program(next(pieces, 64))
 
     def _program(self, chunk_size: int) -> ttnn.SDPAProgramConfig:
         """Take queries and keys in pieces of ``chunk_size`` tokens; 0 leaves it to the op.
@@ -299,6 +279,12 @@ class PagedAttention:
             k_chunk_size=chunk_size,
             exp_approx_mode=False,
         )
+
+
+def _output(joined: ttnn.Tensor, layer: LayerWeights, products: Products) -> ttnn.Tensor:
+    partial = products.times("o", joined, layer.o)
+    ttnn.deallocate(joined)
+    return products.summed(partial, layer.o_bias)
 
 
 def _whole(grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:

@@ -20,7 +20,8 @@ from replicas.generators.ttnn.buckets import (
     prefill_buckets,
     traced_buckets,
 )
-from replicas.generators.ttnn.profiles import profile
+from replicas.generators.ttnn.profiles import TILE_BYTES, profile
+from replicas.generators.ttnn.programs import bank_columns, product_sizes
 from replicas.meshes import lane_shape
 from replicas.trace_regions import trace_region_bytes
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.profiles import Dtype, Profile
     from replicas.meshes import MeshSpec
-
-TILE_BYTES: dict[Dtype, int] = {"bfloat8_b": 1088, "bfloat16": 2048}
-"""Bytes of 32x32 elements."""
 
 RESERVED_SHARE = 0.03
 """Of each chip's DRAM, for what the terms of `LaneMemory` leave out. Assumed; ttnn's allocator
@@ -107,7 +105,7 @@ def lane_memory(
     dram = mesh.dram_bytes_per_chip
     return LaneMemory(
         dram=dram,
-        weights=weight_bytes_per_chip(model, chosen, tp),
+        weights=weight_bytes_per_chip(model, chosen, tp, mesh.chip.dram_banks),
         activations=activation_bytes_per_chip(model, tp, length),
         outputs=_output_bytes_per_chip(model, settings, tp, length),
         rope=2 * length * model.head_dim * _ACTIVATION_BYTES,
@@ -174,21 +172,25 @@ def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
     return -(-(num_tokens + block_size * num_slots) // block_size)
 
 
-def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
+def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int, dram_banks: int = 1) -> int:
     """Bytes of the weights on each of ``tp`` chips of a lane, as ``weights`` lays them out.
 
     Args:
         model: The model; its heads and sizes are shared out evenly.
         chosen: Dtypes.
         tp: Chips of the lane.
+        dram_banks: Banks of a chip, which get equal stripes of a layer's matrices, in whole tiles;
+            1 for what is on disk.
     """
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = model.num_attention_heads // tp
     qkv = (heads + 2 * (model.num_key_value_heads // tp)) * model.head_dim
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
-    attention = hidden * qkv + heads * model.head_dim * hidden
-    matrices = _matrix_bytes(attention, chosen.weight_dtype)
-    matrices += _matrix_bytes(3 * hidden * inner, chosen.mlp_dtype)
+    matrices = 0
+    for name, (rows, columns) in product_sizes(model, tp).items():
+        tiles = rows // TILE * bank_columns(columns // TILE, dram_banks) * dram_banks
+        last, others = (TILE_BYTES[chosen.weight(name, is_last=last)] for last in (True, False))
+        matrices += tiles * (last + (model.num_hidden_layers - 1) * others)
     # A vector fills a row of tiles.
     vector = 2 * hidden
     vector += 2 * model.head_dim if model.qk_norm else 0
@@ -199,7 +201,7 @@ def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
     ends = _matrix_bytes((vocab + 1) * hidden, chosen.vector_dtype)
     ends += _matrix_bytes(vocab * hidden, chosen.weight_dtype)
     ends += _matrix_bytes(hidden * TILE, chosen.vector_dtype)
-    return model.num_hidden_layers * (matrices + vectors) + ends
+    return matrices + model.num_hidden_layers * vectors + ends
 
 
 def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> int:

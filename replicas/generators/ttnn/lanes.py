@@ -60,12 +60,14 @@ class LaneSizes:
         max_seq_len: Tokens of the longest sequence.
         block_size: Tokens per KV block.
         local_vocab: Vocabulary of one chip, padding included.
+        hidden_size: Of the model.
     """
 
     num_rows: int
     max_seq_len: int
     block_size: int
     local_vocab: int
+    hidden_size: int
 
 
 class _Call:
@@ -217,6 +219,7 @@ class Lane:
             max_seq_len=max_seq_len,
             block_size=block_size,
             table_width=prefill_table_width(max_seq_len, block_size),
+            hidden_size=self._sizes.hidden_size,
         )
         shape = bucket_for(end - begin, max_seq_len), begin == 0
         if shape in self._chunks:

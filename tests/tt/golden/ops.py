@@ -338,8 +338,19 @@ def set_fabric_config(*_, **__):
 
 @op("slice")
 def slice_(
-    tensor, slice_start, slice_end, slice_step=None, *, memory_config=None, output_tensor=None
+    tensor,
+    slice_start,
+    slice_end,
+    slice_step=None,
+    *,
+    memory_config=None,
+    output_tensor=None,
+    slice_dim=None,
+    num_devices=None,
 ):
+    if isinstance(slice_start, GoldenTensor):
+        require(slice_step is None and output_tensor is None, "not in the golden kit")
+        return _piece(tensor, slice_start, slice_end, slice_dim, num_devices, memory_config)
     starts, ends = list(slice_start), list(slice_end)
     steps = [1] * len(starts) if slice_step is None else list(slice_step)
     require(len(starts) == len(tensor.shape) == len(ends), f"{starts} to {ends} of {tensor}")
@@ -350,6 +361,24 @@ def slice_(
         return tensor
     parts = [golden("slice")(shard, starts, ends, steps).clone() for shard in tensor.shards]
     return store(tensor.like(parts, memory_config=memory_config), output_tensor)
+
+
+def _piece(tensor, start, end, dim, num_pieces, memory_config):
+    """One of so many equal pieces of a dim; where it begins is a tensor on the device."""
+    on_device(tensor, start, end)
+    in_layout(ROW_MAJOR, start, end)
+    in_dtypes([ttnn.uint32, ttnn.int32], start, end)
+    size = tensor.shape[dim]
+    require(size % num_pieces == 0, f"{tensor} in {num_pieces} pieces of dim {dim}")
+    shards = []
+    for shard, first, last in zip(
+        tensor.shards, replicated_ints(start), replicated_ints(end), strict=True
+    ):
+        starts, ends = first.tolist(), last.tolist()
+        require(ends[dim] - starts[dim] == size // num_pieces, f"{starts} to {ends} of {tensor}")
+        require(tensor.layout == ROW_MAJOR or starts[dim] % TILE == 0, f"{starts} within a tile")
+        shards.append(golden("slice")(shard, starts, ends, [1] * len(starts)).clone())
+    return tensor.like(shards, memory_config=memory_config)
 
 
 @op("concat")
@@ -680,17 +709,25 @@ def nlp_concat_heads(tensor, *, memory_config=None):
 
 @op("experimental.nlp_concat_heads_decode")
 def nlp_concat_heads_decode(tensor, *, num_heads, memory_config=None, **_):
-    """[1, B, heads padded to 32, d] -> [1, 1, B padded to 32, heads * d], width-sharded."""
+    """[1, B, heads padded to 32, d] -> [1, 1, B padded to 32, heads * d], a core for each head."""
     on_device(tensor)
     in_layout(TILED, tensor)
     require(tensor.is_sharded(), f"{tensor} is not height-sharded")
-    one, batch, rows, _ = list(tensor.shape)
+    one, batch, rows, head_dim = list(tensor.shape)
     require(one == 1 and batch <= TILE and num_heads <= rows, f"{num_heads} heads of {tensor}")
+    require(memory_config is None, "not in the golden kit")
+    grid = tensor.device().compute_with_storage_grid_size()
+    cores = ttnn.num_cores_to_corerangeset(num_heads, grid, row_wise=True)
+    where = ttnn.MemoryConfig(
+        ttnn.TensorMemoryLayout.WIDTH_SHARDED,
+        ttnn.BufferType.L1,
+        ttnn.ShardSpec(cores, [TILE, head_dim], ttnn.ShardOrientation.ROW_MAJOR),
+    )
     shards = []
     for shard in tensor.shards:
         flat = shard[:, :, :num_heads].reshape(1, 1, batch, -1)
         shards.append(torch.nn.functional.pad(flat, (0, 0, 0, TILE - batch), value=poison()))
-    return tensor.like(shards, memory_config=memory_config or ttnn.L1_WIDTH_SHARDED_MEMORY_CONFIG)
+    return tensor.like(shards, memory_config=where)
 
 
 @op("experimental.rotary_embedding_hf")
