@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.generators.ttnn.buckets import TILE
+from replicas.generators.ttnn.profiles import PRODUCTS, TILE_BYTES
 from scripts.roofline.decode import LOCAL_ROWS
-from scripts.roofline.ops import LAYER_PRODUCTS, TILE_BYTES, Op, products
+from scripts.roofline.ops import Op, products
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -41,7 +42,7 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
     width = num_tokens * _BYTES
     inner = model.intermediate_size // tp
     programs: dict[Product, Program] = {**design.products}
-    programs.update(dict.fromkeys(LAYER_PRODUCTS, "chunk"))
+    programs.update(dict.fromkeys(PRODUCTS, "chunk"))
     # A core has whole rows of tiles to norm.
     columns = -(-num_tokens // TILE // num_cores) * hidden
     sums = [
@@ -62,7 +63,7 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
         Op(part="rest of a layer", calls=("add",), count=2 * layers, num_bytes=3 * width * hidden),
         *sums,
         *_ends(model, tp, width),
-        Op(part="norms", calls=("rms_norm",), kernel="norm column", columns=hidden),
+        Op(part="norms", calls=("rms_norm",), kernel=design.norms, columns=hidden),
         *products(
             model, tp, precision, programs, num_banks=num_banks, num_tokens=num_tokens
         ),
@@ -71,11 +72,13 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
 
 def _ends(model: ModelConfig, tp: int, width: int) -> list[Op]:
     """Embedding, the rows of the rotary tables, and the last token's row."""
-    whole = Op(part="ends", calls=("embedding",), num_bytes=2 * width * model.hidden_size)
     calls = ["reshape", *(2 * ["embedding", "reshape"])]
     calls += ["slice", "to_layout", "embedding", "reshape", *(2 * ["to_memory_config"])]
     calls += LOCAL_ROWS if tp > 1 else ()
-    return [whole, *(Op(part="ends", calls=(call,), kernel="other") for call in calls)]
+    return [
+        Op(part="ends", calls=("embedding",), num_bytes=2 * width * model.hidden_size),
+        *(Op(part="ends", calls=(call,), kernel="other") for call in calls),
+    ]
 
 
 def _attention(model: ModelConfig, tp: int, precision: Precision, num_tokens: int) -> list[Op]:

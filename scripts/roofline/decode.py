@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.generators.ttnn.buckets import TILE, padded_vocab_size
-from scripts.roofline.ops import TILE_BYTES, Op, products
+from replicas.generators.ttnn.profiles import TILE_BYTES
+from scripts.roofline.ops import Op, products
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -55,7 +56,9 @@ def decode_ops(
         *_sums(model, tp, design, 2 * num_layers),
         _norm(model, design, 1),
         *_drawing(model, tp),
-        *products(model, tp, precision, design.products, num_banks=num_banks),
+        *products(
+            model, tp, precision, design.products, num_banks=num_banks, readers=design.readers
+        ),
     ]
 
 
@@ -100,8 +103,8 @@ def _attention(
 
     normed = [
         op("to_memory_config", "move", 4),
-        # Heads are rows of tiles: 32 of them for each of 32 rows, on as many cores.
-        op("rms_norm", design.norms if design.is_fused else "norm column", 2, head_dim),
+        # Heads of a row are a tile row, on a core each.
+        op("rms_norm", "norm column", 2, head_dim),
     ]
     once = 1 if design.is_fused else 2
     return [

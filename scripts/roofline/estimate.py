@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from replicas.meshes import MeshSpec
-    from scripts.roofline.facts import Cores
     from scripts.roofline.ops import Op
 
 STATED: dict[Key, float] = {key: stated.value for key, stated in ASSUMPTIONS.items()}
@@ -40,7 +39,7 @@ def limit_s(ops: Sequence[Op], mesh: MeshSpec) -> tuple[float, float]:
     cores = CORES[mesh.arch]
     num_bytes = sum(op.count * op.num_bytes for op in ops)
     math_s = sum(
-        op.count * op.flops / cores.flops_per_s(cores.num_cores, op.fidelity) for op in ops
+        op.count * op.flops / cores.flops_per_s(cores.grid.num_cores, op.fidelity) for op in ops
     )
     return num_bytes / mesh.chip.dram_bytes_per_s, math_s
 
@@ -72,7 +71,7 @@ def _timed(op: Op, mesh: MeshSpec, given: Mapping[Key, float], topology: Topolog
     slower = CORES["wormhole"].hertz / cores.hertz
     times = {
         "DRAM": op.num_bytes / (mesh.chip.dram_bytes_per_s * given[op.read]),
-        "arithmetic": op.flops / _flops_per_s(op, cores, given),
+        "arithmetic": op.flops / _flops_per_s(op, mesh, given),
         "kernel": given[op.kernel] * op.columns * slower if op.kernel is not None else 0.0,
         "links": 0.0,
     }
@@ -83,7 +82,9 @@ def _timed(op: Op, mesh: MeshSpec, given: Mapping[Key, float], topology: Topolog
     return Timed(op, op.count * (times[bound] + given["gap"]), bound)
 
 
-def _flops_per_s(op: Op, cores: Cores, given: Mapping[Key, float]) -> float:
+def _flops_per_s(op: Op, mesh: MeshSpec, given: Mapping[Key, float]) -> float:
+    cores = CORES[mesh.arch]
     if op.program == "stripes":
-        return cores.flops_per_s(cores.num_banks, op.fidelity) * given["tuned"]
-    return cores.flops_per_s(cores.num_cores, op.fidelity) * given["unaided"]
+        num_cores = mesh.chip.dram_banks * op.readers
+        return cores.flops_per_s(num_cores, op.fidelity) * given["tuned"]
+    return cores.flops_per_s(cores.grid.num_cores, op.fidelity) * given["unaided"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from replicas.generators.model_config import parse_hf_config
 from replicas.generators.simulated.meshes import PROMPT_LEN, ROWS, SLOTS_PER_LANE
+from replicas.generators.ttnn.programs import Grid
 
 if TYPE_CHECKING:
     from replicas.generators.ttnn.profiles import Fidelity
@@ -39,7 +40,7 @@ SOURCES = {
     "perf": "tt-metal `models/tt_transformers/PERF.md` at 040a27c1, performance settings",
     "targets": "tt-metal `models/model_targets.yaml` at 0008cdce: what its CI asks for, ± 15 %",
     "inference-server": "tt-inference-server's reference targets, theoretical",
-    "two-readers": "tt-metal #55080, September 2026",
+    "two-readers": "tt-metal #55080, September 2026: two cores beside each bank of a p150",
     "lofi": "tt-metal #50662, July 2026: LoFi in all products but gate and up "
     "takes a p150 of one user from 40.2 to 51.5 tokens/s",
 }
@@ -75,13 +76,11 @@ class Cores:
     """What computes on a chip.
 
     Attributes:
-        num_cores: Matrix engines that an op may use.
-        num_banks: Banks of DRAM; with weights in stripes, one core beside each computes.
+        grid: Worker cores, a matrix engine each.
         hertz: Cycles per second.
     """
 
-    num_cores: int
-    num_banks: int
+    grid: Grid
     hertz: float
 
     def flops_per_s(self, num_cores: int, fidelity: Fidelity) -> float:
@@ -95,10 +94,10 @@ PHASES: dict[Fidelity, int] = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}
 """Passes of the matrix engine, each with other bits of the mantissas."""
 
 CORES: dict[Arch, Cores] = {
-    "wormhole": Cores(num_cores=8 * 8, num_banks=12, hertz=1.0e9),
-    "blackhole": Cores(num_cores=13 * 10, num_banks=8, hertz=1.35e9),
+    "wormhole": Cores(Grid(8, 8), hertz=1.0e9),
+    "blackhole": Cores(Grid(13, 10), hertz=1.35e9),
 }
-"""Source: gemm; banks: dram, dram-blackhole."""
+"""Source: gemm."""
 
 Key: TypeAlias = Literal[
     "stripes", "interleaved", "cache", "tuned", "unaided", "gap", "norm column", "norm column in "
@@ -138,7 +137,11 @@ ASSUMPTIONS: dict[Key, Stated] = {
         180 / 288, "of peak DRAM bandwidth: decode attention, of the rows' whole contexts",
         "flash-decode",
     ),
-    "tuned": Stated(0.93, "of a core's arithmetic: products with a program of their own", "gemm"),
+    "tuned": Stated(
+        0.76, "of the arithmetic of the cores at the banks: the most that products in HiFi2 and "
+        "bfloat8_b reach on N150, whose rows are in L1; of 512 rows, the fewest measured", "gemm",
+        0.44, "gemm",
+    ),
     "unaided": Stated(
         0.52, "of all cores' arithmetic: programs that ttnn chooses, and chunks", "gemm",
         0.78, "gemm",

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from replicas.generators.simulated.calibration import CONTEXT
-from replicas.generators.ttnn.profiles import PROFILES
+from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES
+from replicas.generators.ttnn.programs import ChipCores
 from replicas.meshes import mesh_spec
 from scripts.roofline.chunk import chunk_ops
 from scripts.roofline.decode import decode_ops
 from scripts.roofline.estimate import STATED, limit_s, timed, total_s
 from scripts.roofline.facts import ASSUMPTIONS, CORES, MESHES, MODELS, SOURCES, published
 from scripts.roofline.ops import (
-    LAYER_PRODUCTS,
-    NATIVE,
+    ALL_PRODUCTS,
     UPSTREAM,
     UPSTREAM_PRECISION,
+    native_design,
     native_precision,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from replicas.generators.ttnn.profiles import Fidelity
     from scripts.roofline.estimate import Timed
@@ -32,37 +34,51 @@ CHUNKS = (128, 1024, 8192)
 """Buckets of chunks on the page."""
 
 _PARTS = (
-    *LAYER_PRODUCTS, "attention", "norms", "rest of a layer", "sums over chips", "output",
+    *PRODUCTS, "attention", "norms", "rest of a layer", "sums over chips", "output",
     "embedding, rotary rows", "drawing",
 )  # fmt: skip
 
 
 _FIDELITIES: tuple[Fidelity, ...] = ("LoFi", "HiFi2", "HiFi4")
 _MICRO = "\u00b5s"
-_ONCE: dict[Product, Program] = dict.fromkeys((*LAYER_PRODUCTS, "output"), "columns")
+_ONCE: dict[Product, Program] = dict.fromkeys(ALL_PRODUCTS, "columns")
 """Programs that read every weight once, and nothing in vain."""
 
 
-def native(profile: str) -> tuple[Precision, Design]:
+Kind: TypeAlias = "tuple[Precision, Design]"
+"""Dtypes and programs of a model on a mesh."""
+
+
+def native(profile: str, model: str, mesh: str) -> Kind:
     """What a profile of the native models runs."""
-    return native_precision(PROFILES[profile]), NATIVE
+    spec, chosen = mesh_spec(mesh), PROFILES[profile]
+    chip = ChipCores(CORES[spec.arch].grid, spec.chip.dram_banks)
+    return native_precision(chosen), native_design(MODELS[model], chosen, chip, spec.num_chips)
 
 
-def upstream() -> tuple[Precision, Design]:
-    """What upstream's performance settings run."""
-    return UPSTREAM_PRECISION, UPSTREAM
+def upstream(_model: str, mesh: str) -> Kind:
+    """What upstream's performance settings run; two cores beside each of a p150's banks."""
+    readers = 2 if mesh_spec(mesh).arch == "blackhole" else 1
+    return UPSTREAM_PRECISION, replace(UPSTREAM, readers=readers)
 
 
-def decode(model: str, mesh: str, kind: tuple[Precision, Design]) -> list[Op]:
+KINDS: dict[str, Callable[[str, str], Kind]] = {
+    **{name: partial(native, name) for name in PROFILES},
+    "*upstream's*": upstream,
+}
+"""What the page shows of each model and mesh, by name."""
+
+
+def decode(model: str, mesh: str, kind: Kind) -> list[Op]:
     """The ops of a decode step of the page."""
     spec, (precision, design) = mesh_spec(mesh), kind
     return decode_ops(
         MODELS[model], spec.num_chips, precision, design,
-        num_banks=CORES[spec.arch].num_banks, context=CONTEXT,
+        num_banks=spec.chip.dram_banks, context=CONTEXT,
     )  # fmt: skip
 
 
-def decode_timed(model: str, mesh: str, kind: tuple[Precision, Design]) -> list[Timed]:
+def decode_timed(model: str, mesh: str, kind: Kind) -> list[Timed]:
     """The same with times."""
     return timed(decode(model, mesh, kind), mesh_spec(mesh))
 
@@ -109,9 +125,9 @@ def _chips() -> str:
 
         rows.append([
             name, str(spec.num_chips), f"{spec.chip.dram_bytes_per_s / 1e9:.0f}",
-            str(cores.num_banks), str(cores.num_cores),
-            *(_tera(cores, cores.num_cores, fidelity) for fidelity in _FIDELITIES),
-            *(_tera(cores, cores.num_banks, fidelity) for fidelity in _FIDELITIES[:2]),
+            str(spec.chip.dram_banks), str(cores.grid.num_cores),
+            *(_tera(cores, cores.grid.num_cores, fidelity) for fidelity in _FIDELITIES),
+            *(_tera(cores, spec.chip.dram_banks, fidelity) for fidelity in _FIDELITIES[:2]),
         ])  # fmt: skip
     header = ["mesh", "chips", "GB/s", "banks", "cores", "LoFi", "HiFi2", "HiFi4",
               "LoFi at the banks", "HiFi2 at the banks"]  # fmt: skip
@@ -154,10 +170,6 @@ def _value(value: float) -> str:
     return f"{1e6 * value:.3g} {_MICRO}" if value > 1e-7 else f"{1e9 * value:.3g} ns"
 
 
-def _kinds() -> dict[str, tuple[Precision, Design]]:
-    return {**{name: native(name) for name in PROFILES}, "*upstream's*": upstream()}
-
-
 def _decode() -> str:
     rows = []
     for model in MODELS:
@@ -167,7 +179,8 @@ def _decode() -> str:
                 for rate in published()
                 if (rate.model, rate.mesh, rate.kind) == (model, mesh, "measured")
             ]
-            for name, kind in _kinds().items():
+            for name, make in KINDS.items():
+                kind = make(model, mesh)
                 found = decode_timed(model, mesh, kind)
                 dram_s, math_s = decode_limit_s(model, mesh, kind[0])
                 rows.append([
@@ -194,8 +207,8 @@ def _shares() -> str:
     rows = []
     for model in MODELS:
         for mesh in MESHES:
-            for name, kind in _kinds().items():
-                found = decode_timed(model, mesh, kind)
+            for name, make in KINDS.items():
+                found = decode_timed(model, mesh, make(model, mesh))
                 whole = total_s(found)
                 shares = [sum(t.total_s for t in found if t.op.part == part) for part in _PARTS]
                 rows.append([model, mesh, name, *(f"{100 * s / whole:.0f}" for s in shares)])
@@ -210,8 +223,8 @@ heads, the MLP's SiLU, sums of the residual.
 
 def _ops() -> str:
     tables = []
-    for name, kind in _kinds().items():
-        found = decode_timed("Llama-3.1-8B", "N150", kind)
+    for name, make in KINDS.items():
+        found = decode_timed("Llama-3.1-8B", "N150", make("Llama-3.1-8B", "N150"))
         whole = total_s(found)
         rows = [
             [
@@ -243,8 +256,8 @@ def _remains() -> str:
         if (r.model, r.mesh, r.kind) == (model, mesh, "measured")
     ]
     rows = []
-    for name, kind in _kinds().items():
-        whole = total_s(decode_timed(model, mesh, kind))
+    for name, make in KINDS.items():
+        whole = total_s(decode_timed(model, mesh, make(model, mesh)))
         rows.append([
             name, f"{1e3 * whole:.1f}", f"{1 / whole:.1f}", f"{100 / whole / rate:.0f} %",
             f"{1e3 * (1 / rate - whole):+.1f}",
@@ -274,29 +287,27 @@ def _sensitivities(model: str, mesh: str) -> str:
             continue
         given = {**STATED, key: stated.other}
         cells = []
-        for kind in _kinds().values():
-            ops = decode(model, mesh, kind)
+        for make in KINDS.values():
+            ops = decode(model, mesh, make(model, mesh))
             cells.append(
                 f"{1e3 * (total_s(timed(ops, spec, given)) - total_s(timed(ops, spec))):+.1f}"
             )
         rows.append([f"{_value(stated.other)} {stated.text}", *cells])
-    return _table(["assumption", *_kinds()], rows)
+    return _table(["assumption", *KINDS], rows)
 
 
 def _beside() -> str:
     rows = []
     for rate in published():
-        limits = [
-            1 / max(decode_limit_s(rate.model, rate.mesh, precision))
-            for precision in (native("performance")[0], UPSTREAM_PRECISION)
-        ]
-        estimate = 1 / total_s(decode_timed(rate.model, rate.mesh, native("performance")))
-        theirs = 1 / total_s(decode_timed(rate.model, rate.mesh, upstream()))
+        limit = 1 / max(decode_limit_s(rate.model, rate.mesh, UPSTREAM_PRECISION))
+        place = rate.model, rate.mesh
+        estimate = 1 / total_s(decode_timed(*place, native("performance", *place)))
+        theirs = 1 / total_s(decode_timed(*place, upstream(*place)))
         given = rate.tokens_per_s_per_user
         rows.append([
             rate.model, rate.mesh, str(rate.batch), str(rate.prompt or ""), rate.kind, rate.source,
             f"{rate.ttft_ms:g}", f"{given:g}", f"{100 * estimate / given:.0f} %",
-            f"{100 * theirs / given:.0f} %", "yes" if given > max(limits) else "",
+            f"{100 * theirs / given:.0f} %", "yes" if given > limit else "",
         ])  # fmt: skip
     header = ["model", "mesh", "users", "prompt", "kind", "source", "TTFT ms", "tokens/s/user",
               "`performance` of it", "upstream's programs of it", "above the limit"]  # fmt: skip
@@ -307,8 +318,9 @@ Estimates, of 32 rows, in percent of what is published. "Above the limit": more 
 could give with the weights of upstream's performance settings and all rows' contexts.
 
 {_table(header, rows)}
-Two readers a bank double the cores at a p150's banks; the ttnn that this project runs has one. That
-these cores' arithmetic, and not DRAM, is a p150's limit shows in what LoFi gives there (lofi).
+On a p150 the arithmetic of the cores at its eight banks is the limit, and not DRAM: so it gains by
+LoFi (lofi) and by two cores beside each bank (two-readers; `num_workers_per_dram_bank` of ttnn's
+program, reckoned with in upstream's programs there), of which the native programs have one.
 """
 
 
@@ -337,18 +349,18 @@ times to the first token of prompts of about 128 tokens, the host's and the draw
 {_table([*header, "published TTFT ms"], rows)}"""
 
 
-def chunk(model: str, mesh: str, kind: tuple[Precision, Design], num_tokens: int) -> list[Op]:
+def chunk(model: str, mesh: str, kind: Kind, num_tokens: int) -> list[Op]:
     """The ops of a chunk of the page."""
     spec, (precision, design) = mesh_spec(mesh), kind
     cores = CORES[spec.arch]
     return chunk_ops(
-        MODELS[model], spec.num_chips, precision, design, num_banks=cores.num_banks,
-        num_cores=cores.num_cores, num_tokens=num_tokens,
+        MODELS[model], spec.num_chips, precision, design, num_banks=spec.chip.dram_banks,
+        num_cores=cores.grid.num_cores, num_tokens=num_tokens,
     )  # fmt: skip
 
 
 def _chunk_cells(model: str, mesh: str, profile: str) -> list[str]:
-    spec, (precision, design) = mesh_spec(mesh), native(profile)
+    spec, (precision, design) = mesh_spec(mesh), native(profile, model, mesh)
     cells = []
     for num_tokens in CHUNKS:
         ops = chunk(model, mesh, (precision, design), num_tokens)

@@ -14,12 +14,14 @@ import torch
 import ttnn
 
 from replicas.generators.ttnn.inputs import to_device
+from replicas.generators.ttnn.products import chip_cores
 from replicas.generators.ttnn.profiles import PROFILES
+from replicas.generators.ttnn.programs import ChipCores
 from replicas.generators.ttnn.sampling import Sampler, greedy_rows, host_sampling_inputs
 from scripts.roofline.chunk import chunk_ops
 from scripts.roofline.decode import decode_ops
 from scripts.roofline.facts import CORES
-from scripts.roofline.ops import NATIVE, native_precision
+from scripts.roofline.ops import native_design, native_precision
 from tests.tt.golden.library import TRANSFERS, Noting, installed
 from tests.tt.test_model import LaneUnderTest, make_config
 
@@ -83,7 +85,9 @@ def test_a_step_calls_what_is_listed(open_mock_mesh, board, family, size, vocab_
     found = called(lambda: lane.decode([7])) + called(draw(lane))
     # The lane's own, on positions and rotary rows.
     found["plus_one"] += 2
-    kind = lane.config, lane.tp, native_precision(PROFILES["performance"]), NATIVE
+    profile, chip = PROFILES["performance"], chip_cores(lane.device)
+    design = native_design(lane.config, profile, chip, lane.tp)
+    kind = lane.config, lane.tp, native_precision(profile), design
     assert_same(found, listed(decode_ops(*kind, num_banks=12, context=8)))
 
     found = called(lambda: lane.prefill(0, NUM_TOKENS))
@@ -98,7 +102,4 @@ def test_a_step_calls_what_is_listed(open_mock_mesh, board, family, size, vocab_
 def test_banks_and_cores_are_those_of_the_chips(open_mock_mesh, board):
     mesh = open_mock_mesh()
     (device,) = mesh.lanes(1)
-    cores = CORES[mesh.spec.arch]
-    grid = device.compute_with_storage_grid_size()
-    assert device.dram_grid_size().x == cores.num_banks
-    assert grid.x * grid.y == cores.num_cores
+    assert chip_cores(device) == ChipCores(CORES[mesh.spec.arch].grid, mesh.spec.chip.dram_banks)
