@@ -212,8 +212,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
         mesh: A Tenstorrent mesh instead of the CPU. It decides dtype and KV capacity. `generator`
-            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class", "tt-metal"
-            for the one that serves the model's architecture there, or a bundle's architecture.
+            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class"; a route
+            (`replicas.generators.plugin.routes`), for one "tt-transformers" or "tt-metal", for the
+            class that serves the model's architecture there; or a bundle's architecture.
         step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
             None derives it, see `replicas.launch.step_timeout_s`.
         start_timeout_s: Longest time without progress while it starts. Classes of others report

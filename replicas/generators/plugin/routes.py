@@ -154,7 +154,7 @@ def check_route(config: EngineConfig, architecture: str) -> None:
 
     Raises:
         ConfigError: The route has no class for the architecture; or it is for a Galaxy, and the
-            mesh is none or has other lanes or more slots; names both.
+            mesh is none or has other lanes or more slots, or KV is to be moved; names both.
     """
     name, mesh = config.generator, config.mesh
     if name is None or name not in ROUTES or mesh is None:
@@ -176,6 +176,12 @@ def check_route(config: EngineConfig, architecture: str) -> None:
         raise ConfigError(
             f"generator {name!r} decodes {_GALAXY_SLOTS} rows on a Galaxy, and max_batch_size is "
             f"{config.max_batch_size}; set it to {_GALAXY_SLOTS}"
+        )
+    if config.kv_connector is not None:
+        raise ConfigError(
+            f"generator {name!r} keeps the KV of all lanes in one cache, from which "
+            f"kv_connector {config.kv_connector!r} cannot take a lane's; run it in one pool, "
+            "without kv_connector"
         )
 
 

@@ -282,21 +282,22 @@ def test_galaxy_through_an_engine(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "lanes", "slots", "architecture", "reason"),
+    ("changes", "architecture", "reason"),
     [
-        ("T3K", 4, 32, "LlamaForCausalLM", "32 chips of a Galaxy, and the mesh is T3K"),
-        ("TG", 8, 32, "LlamaForCausalLM", "a Galaxy's 4 columns, and tt_data_parallel is 8"),
-        ("TG", 4, 64, "LlamaForCausalLM", "decodes 32 rows on a Galaxy, and max_batch_size is 64"),
-        ("TG", 4, 32, "Qwen3ForCausalLM", "has no class for 'Qwen3ForCausalLM'"),
+        ({"mesh": MeshConfig(name="T3K")}, "Llama", "of a Galaxy, and the mesh is T3K"),
+        ({"tt_data_parallel": 8}, "Llama", "a Galaxy's 4 columns, and tt_data_parallel is 8"),
+        ({"max_batch_size": 64}, "Llama", "32 rows on a Galaxy, and max_batch_size is 64"),
+        ({"kv_connector": "p2p"}, "Llama", "all lanes in one cache, .* 'p2p' cannot"),
+        ({}, "Qwen3", "has no class for 'Qwen3ForCausalLM'"),
     ],
 )
-def test_galaxy_of_another_shape(
-    mesh: str, lanes: int, slots: int, architecture: str, reason: str
-) -> None:
-    asked = EngineConfig(
-        model="/models/some", generator="llama3_70b_galaxy", mesh=MeshConfig(name=mesh),
-        tt_data_parallel=lanes, max_batch_size=slots,
+def test_galaxy_of_another_shape(changes: Any, architecture: str, reason: str) -> None:
+    served = EngineConfig(
+        model="/models/some", generator="llama3_70b_galaxy", mesh=MeshConfig(name="TG"),
+        tt_data_parallel=4, max_batch_size=32,
     )  # fmt: skip
+    check_route(served, "LlamaForCausalLM")
+    asked, architecture = msgspec.structs.replace(served, **changes), f"{architecture}ForCausalLM"
     with pytest.raises(ConfigError, match=reason):
         check_route(asked, architecture)
     for generator in ("tt-metal", "module:Class", None):
