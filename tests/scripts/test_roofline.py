@@ -181,6 +181,16 @@ def test_a_chunk_of_a_tile_has_the_arithmetic_of_a_step(mesh):
     assert flops[0] == flops[1]
 
 
+def test_a_chunk_attends_to_half_of_what_it_has():
+    """Scores and sums of values, 2 FLOPs for each of 4,096 channels and half of the pairs."""
+    ops = page.chunk("Llama-3.1-8B", "N150", (UPSTREAM_PRECISION, ONCE), 1024)
+    [attention] = [op for op in ops if op.part == "attention"]
+    assert attention.flops == 2 * 2 * 4096 * 1024 * 1024 / 2
+    assert attention.count == 32
+    # Queries and the result in bfloat16, keys and values of 8 heads in bfloat8_b.
+    assert attention.num_bytes == 2 * 1024 * 4096 * 2 + 2 * 1024 * 1024 * 1088 / 1024
+
+
 # --- what holds of any estimate ------------------------------------------------------------------
 
 

@@ -254,6 +254,9 @@ class Documents:
             assert (start_pos.dtype, start_pos.shape) == ("int32", (num_rows,))
             starts = start_pos.values
         assert len(slots) == len(set(slots)) == num_rows
+        if self.generation in ("legacy", "seed"):
+            # They index by slot what has an entry for each row, so only one row is ever safe.
+            assert num_rows == 1
         assert set(slots) <= set(range(self.num_slots))
         for row, (start, end, slot) in enumerate(zip(starts, ends.values, slots, strict=True)):
             assert 0 <= start < end

@@ -112,3 +112,15 @@ def test_what_the_documents_forbid_is_noticed(name, before, after):
     [path] = [path for path in RECORDINGS if path.stem == name]
     with pytest.raises(AssertionError):
         check(path, (before, after))
+
+
+def test_two_rows_at_once_are_for_contract_1_alone():
+    """A legacy class is given what one of contract 1 got there, and nothing else is changed."""
+    texts = {path.stem: path.read_text() for path in RECORDINGS}
+    begin, end = "prefill_forward", "  # c in slot 1"
+    both = texts[CONTRACT1].partition(end)[0].partition(begin)[2]
+    legacy = texts["legacy-device"]
+    changed = legacy.partition(begin)[0] + begin + both + end + legacy.partition(end)[2]
+    assert changed.count("empty_slots=[0, 2]") == 1
+    with pytest.raises(AssertionError):
+        Documents("legacy").check(read(changed))
