@@ -6,6 +6,7 @@ Their doubles stand in packages of the real names, and engines find them as they
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -41,7 +42,6 @@ from tests.replicas.generators.plugin.test_conformance import compare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.replicas.generators.plugin.doubles import Recording
 
@@ -336,6 +336,18 @@ def test_what_the_configuration_says_goes_before_the_route() -> None:
 )  # fmt: skip
 def test_class_of_a_route(route: str, architecture: str, target: str) -> None:
     assert class_of_route(route, architecture) == target
+
+
+def test_the_documents_have_every_route_and_what_it_serves() -> None:
+    """A column for each architecture that several routes serve."""
+    text = Path(__file__).parents[4].joinpath("docs/tenstorrent.md").read_text()
+    [header] = [line for line in text.splitlines() if line.startswith("| `generator` |")]
+    columns = [column.strip() for column in header.split("|")]
+    for name, route in ROUTES.items():
+        [row] = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        cells = dict(zip(columns, (cell.strip() for cell in row.split("|")), strict=True))
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"):
+            assert (cells[family] == "x") == (f"{family}ForCausalLM" in route.classes)
 
 
 def test_route_without_a_class_for_the_architecture() -> None:
