@@ -9,17 +9,23 @@ from __future__ import annotations
 import pytest
 import ttnn
 
-from replicas.generators.ttnn.budget import activation_bytes_per_chip
+from replicas.generators.ttnn.budget import activation_bytes_per_chip, weight_bytes_per_chip
+from replicas.generators.ttnn.profiles import PROFILES
+from replicas.generators.ttnn.weights import load_lane_weights
+from tests.replicas.generators.test_ttnn_budget import OFFERED
 from tests.tt.test_model import LaneUnderTest, make_config
 
 NUM_TOKENS = 2048
 
 
-def peak_dram_bytes(call):
-    """Most bytes that a call has in one chip's DRAM at once, beside what was there before."""
+def dram_bytes(call, num_banks):
+    """Bytes that a call has in one chip's DRAM, beside what was there before: at most, and after.
+
+    Every chip has the same. A tensor in stripes has as much in every bank as in the fullest.
+    """
     ttnn.graph.begin_graph_capture(ttnn.graph.RunMode.NORMAL)
     try:
-        call()
+        kept = call()
     finally:
         graph = ttnn.graph.end_graph_capture()
     now, peak = {}, {}
@@ -27,21 +33,25 @@ def peak_dram_bytes(call):
         sign = {"buffer_allocate": 1, "buffer_deallocate": -1}.get(node["node_type"], 0)
         if not sign or node["params"]["type"] != "DRAM":
             continue
-        chip = node["params"]["device_id"]
-        now[chip] = now.get(chip, 0) + sign * int(node["params"]["size"])
+        params = node["params"]
+        chip, size = params["device_id"], int(params["size"])
+        if params["layout"] != "INTERLEAVED":
+            size = num_banks * int(params["max_size_per_bank"])
+        now[chip] = now.get(chip, 0) + sign * size
         peak[chip] = max(peak.get(chip, 0), now[chip])
-    assert peak, "nothing was noted"
-    return max(peak.values())
+    del kept
+    [most], [after] = set(peak.values()), set(now.values())
+    return most, after
 
 
 def prefill_peak(mesh, config, monkeypatch):
     """Of a first chunk of 2,048 tokens, without its inputs."""
     lane = LaneUnderTest(mesh, config, max_seq_len=NUM_TOKENS)
-    prefill, found = lane.model.prefill, []
+    prefill, found, num_banks = lane.model.prefill, [], mesh.spec.chip.dram_banks
 
     def noted(*arguments):
         logits = []
-        found.append(peak_dram_bytes(lambda: logits.append(prefill(*arguments))))
+        found.append(dram_bytes(lambda: logits.append(prefill(*arguments)), num_banks)[0])
         return logits[0]
 
     monkeypatch.setattr(lane.model, "prefill", noted)
@@ -80,3 +90,28 @@ def test_activations_are_those_that_ttnn_allocates(
     )  # fmt: skip
     reckoned = activation_bytes_per_chip(config, mesh.spec.num_chips, NUM_TOKENS)
     assert prefill_peak(mesh, config, monkeypatch) == reckoned
+
+
+@pytest.mark.parametrize("optimizations", list(PROFILES))
+@pytest.mark.parametrize(
+    ("board", "family"),
+    [
+        pytest.param(board, family, marks=pytest.mark.board(board))
+        for board, family in (("N150", "qwen3"), ("N300", "llama-biases"), ("P150", "llama"))
+    ],
+)
+def test_weights_are_those_that_ttnn_allocates(open_mock_mesh, board, family, optimizations):
+    mesh = open_mock_mesh(load_format="random", trace="none")
+    config, chosen = make_config(family, "large"), PROFILES[optimizations]
+    lanes, banks = mesh.lanes(1), mesh.spec.chip.dram_banks
+    _, after = dram_bytes(lambda: load_lane_weights(config, mesh, lanes, chosen), banks)
+    assert after == weight_bytes_per_chip(config, chosen, mesh.spec.num_chips, banks)
+
+
+@pytest.mark.board("N150")
+def test_a_wormhole_chip_offers_what_the_budgets_tests_take_for_granted(open_mock_mesh):
+    mesh = open_mock_mesh(trace="none", trace_region_size=50_000_000)
+    (device,) = mesh.lanes(1)
+    view = ttnn.get_memory_view(device, ttnn.BufferType.DRAM)
+    offered = view.num_banks * view.total_bytes_per_bank + 50_000_000
+    assert abs(offered - OFFERED) < 1_000_000

@@ -67,7 +67,8 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
 }
 OFFERED = 12_822_000_000 + 50_000_000
-"""Bytes of DRAM that ttnn's allocator has of a Wormhole chip, the trace region included."""
+"""Bytes of DRAM that ttnn's allocator has of a Wormhole chip, the trace region included;
+tests/tt/test_budget.py asks it."""
 
 
 def budget(raw, mesh, lanes=1, **settings):
