@@ -3,8 +3,8 @@
 tt-metal's classes tell models by the name of their folder: under any other name a model has the
 limits of none, which may be more than the chips have room for. Pure, but for warnings.
 
-Sources: `LlamaForCausalLM.get_max_tokens_all_users` of tt_transformers' generator_vllm.py; batch
-sizes, lengths of the warm-up and names from its model_config.py.
+Sources: `LlamaForCausalLM.get_max_tokens_all_users` of tt_transformers' generator_vllm.py; names
+from its model_config.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ _KNOWN_NAMES = (
     "Qwen2.5-Coder-32B", "Qwen2.5-VL-", "Qwen3-32B", "Qwen3-8B", "gemma-3-", "gemma-4-", "gpt-oss-",
     "phi-4",
 )  # fmt: skip
-_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_LEAST_CHUNK = 4096
-"""Tokens that tt_transformers computes at once at least, and warms up in powers of two."""
-_MOST_CHUNK = 131_072
 
 
 def comes_from(generator: type, package: str) -> bool:
@@ -43,41 +39,10 @@ def comes_from(generator: type, package: str) -> bool:
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in adapted.__mro__)
 
 
-def check_foreign_sizes(config: EngineConfig, generator: type, max_seq_len: int) -> None:
-    """Say before minutes of loading what a class of tt-metal refuses after them.
-
-    Raises:
-        ConfigError: Its warm-up, or its model, takes no such length or batch.
-    """
-    if comes_from(generator, "models"):
-        _warn_of_name(config.model)
-    if not comes_from(generator, "models.tt_transformers"):
-        return
-    if config.slots_per_group not in _BATCH_SIZES:
-        raise ConfigError(
-            f"max_batch_size {config.max_batch_size} in {config.tt_data_parallel} lanes is "
-            f"{config.slots_per_group} slots a lane, and classes of tt_transformers take "
-            f"{', '.join(map(str, _BATCH_SIZES))}"
-        )
-    is_power = max_seq_len & (max_seq_len - 1) == 0
-    if is_power or max_seq_len > _MOST_CHUNK:
-        return
-    above = 1 << max_seq_len.bit_length()
-    ways = f"set max_model_len to {above // 2} or {above}"
-    if max_seq_len < _LEAST_CHUNK:
-        raise ConfigError(
-            f"max_model_len is {max_seq_len}, and classes of tt_transformers warm up in powers of "
-            f"two: {ways}"
-        )
-    _LOG.warning(
-        "max_model_len %d is no power of two, which classes of tt_transformers want where they "
-        "compute as many tokens at once: if the warm-up fails, %s", max_seq_len, ways,
-    )  # fmt: skip
-
-
-def _warn_of_name(folder: str) -> None:
-    name = model_name(folder)
-    if not any(known in name for known in _KNOWN_NAMES):
+def warn_of_name(config: EngineConfig, generator: type) -> None:
+    """Say that a class of tt-metal will not know the model by its folder's name."""
+    name = model_name(config.model)
+    if comes_from(generator, "models") and not any(known in name for known in _KNOWN_NAMES):
         _LOG.warning(
             "the model's folder is called %r, and classes of tt-metal tell models by such names: "
             "none of their limits and settings are for it; name the folder as Hugging Face names "

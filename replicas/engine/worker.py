@@ -22,12 +22,13 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
-from replicas.engine.foreign_limits import check_foreign_sizes, foreign_token_budget
+from replicas.engine.foreign_limits import foreign_token_budget, warn_of_name
 from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.routes import route_mesh
+from replicas.generators.plugin.sizes import check_class_sizes
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator, resolve_mesh_generator
 from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, WallClock
@@ -302,7 +303,8 @@ class Worker:
         _check_capabilities(self._config, mesh, self._hf_config, name, capabilities)
         if not self._config.uses_native_generator:
             longest = longest_sequence(self._config, self._hf_config)
-            check_foreign_sizes(self._config, self._generator_class, longest)
+            check_class_sizes(self._config, self._generator_class, longest)
+            warn_of_name(self._config, self._generator_class)
         region = trace_region_bytes(
             mesh, self._hf_config.num_hidden_layers, self._config.tt_data_parallel
         )

@@ -4,11 +4,10 @@ import pytest
 
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.foreign_limits import (
-    check_foreign_sizes,
     comes_from,
     foreign_token_budget,
+    warn_of_name,
 )
-from replicas.errors import ConfigError
 from replicas.generators.model_config import parse_hf_config
 
 LLAMA_8B = {
@@ -97,31 +96,6 @@ def test_where_a_class_comes_from():
     assert not comes_from(type("X", (), {"__module__": "models_of_mine"}), "models")
 
 
-@pytest.mark.parametrize("length", [128, 1024, 2048, 32_768, 131_072, 200_000])
-def test_powers_of_two_and_what_is_longer_than_any_chunk_may_be(length, caplog):
-    check_foreign_sizes(config(), Adapted, length)
-    assert not caplog.records
-
-
-def test_other_lengths_are_refused_with_those_that_will_do(caplog):
-    with pytest.raises(
-        ConfigError, match=r"is 1280, .* powers of two: set max_model_len to 1024 or 2048"
-    ):
-        check_foreign_sizes(config(), Adapted, 1280)
-    # An n150 computes 4,096 tokens at once, a T3K 131,072: not known here.
-    check_foreign_sizes(config(), Adapted, 40_960)
-    assert "set max_model_len to 32768 or 65536" in caplog.text
-    check_foreign_sizes(config(), Named, 1280)
-
-
-def test_batches_that_tt_transformers_does_not_take_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"48 in 4 lanes is 12 slots a lane, .* 1, 2, 4, 8, 16, 32"
-    ):
-        check_foreign_sizes(config(mesh="T3K", lanes=4, rows=12), Adapted, 2048)
-    check_foreign_sizes(config(mesh="T3K", lanes=4, rows=12), Named, 2048)
-
-
 @pytest.mark.parametrize(
     ("folder", "is_known"),
     [
@@ -134,10 +108,10 @@ def test_batches_that_tt_transformers_does_not_take_are_refused():
     ],
 )
 def test_a_name_that_hugging_face_does_not_have_is_warned_of(folder, is_known, caplog):
-    check_foreign_sizes(config(folder), Adapted, 2048)
+    warn_of_name(config(folder), Adapted)
     assert ("classes of tt-metal tell models by such names" in caplog.text) != is_known
 
 
 def test_no_other_class_is_warned_of_names(caplog):
-    check_foreign_sizes(config("/models/mine"), Named, 2048)
+    warn_of_name(config("/models/mine"), Named)
     assert not caplog.records
