@@ -39,6 +39,10 @@ _PARTS = (
 )  # fmt: skip
 
 
+_WORKING = (*PRODUCTS, "attention", "rest of a layer", "output")
+"""Those of the parts that read DRAM or compute."""
+_PROFILE = "performance"
+"""The profile that most of the page is about."""
 _FIDELITIES: tuple[Fidelity, ...] = ("LoFi", "HiFi2", "HiFi4")
 _MICRO = "\u00b5s"
 _ONCE: dict[Product, Program] = dict.fromkeys(ALL_PRODUCTS, "columns")
@@ -91,8 +95,8 @@ def decode_limit_s(model: str, mesh: str, precision: Precision) -> tuple[float, 
 
 def text() -> str:
     """The whole page."""
-    parts = [_INTRODUCTION, _chips(), _assumptions(), _decode(), _shares(), _ops(), _remains(),
-             _beside(), _prefill(), _FOLLOWS, _sources()]  # fmt: skip
+    parts = [_INTRODUCTION, _chips(), _assumptions(), _decode(), _work(), _shares(), _ops(),
+             _remains(), _beside(), _prefill(), _FOLLOWS, _sources()]  # fmt: skip
     return "\n".join(parts)
 
 
@@ -203,6 +207,30 @@ number of users, up to 32. Published are measured rates, of batches of 1 and 32.
 {_table(header, rows)}"""
 
 
+def _work() -> str:
+    rows = []
+    for model in MODELS:
+        for mesh in MESHES:
+            kind = native(_PROFILE, model, mesh)
+            steps = {"decode": decode(model, mesh, kind)}
+            steps |= {f"{n} tokens": chunk(model, mesh, kind, n) for n in CHUNKS[1:2]}
+            for name, ops in steps.items():
+                rows.append([model, mesh, name, *(_work_of(ops, part) for part in _WORKING)])
+    return f"""\
+## Bytes and arithmetic by op
+
+Of one chip, all layers, with `{_PROFILE}`: MB between DRAM and the cores, and GFLOP, of a decode
+step (32 tokens, one of each user) and of a chunk of a prompt.
+
+{_table(["model", "mesh", "step", *_WORKING], rows)}"""
+
+
+def _work_of(ops: Sequence[Op], part: str) -> str:
+    num_bytes = sum(op.count * op.num_bytes for op in ops if op.part == part)
+    flops = sum(op.count * op.flops for op in ops if op.part == part)
+    return f"{num_bytes / 1e6:.0f}, {flops / 1e9:.1f}"
+
+
 def _shares() -> str:
     rows = []
     for model in MODELS:
@@ -301,7 +329,7 @@ def _beside() -> str:
     for rate in published():
         limit = 1 / max(decode_limit_s(rate.model, rate.mesh, UPSTREAM_PRECISION))
         place = rate.model, rate.mesh
-        estimate = 1 / total_s(decode_timed(*place, native("performance", *place)))
+        estimate = 1 / total_s(decode_timed(*place, native(_PROFILE, *place)))
         theirs = 1 / total_s(decode_timed(*place, upstream(*place)))
         given = rate.tokens_per_s_per_user
         rows.append([

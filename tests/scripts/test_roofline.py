@@ -70,6 +70,16 @@ def test_shares_of_a_row_are_the_whole_step():
         assert abs(sum(map(int, row)) - 100) <= 6  # rounded
 
 
+def test_bytes_and_arithmetic_by_op_are_in_the_text():
+    """Gate of 31 layers in bfloat4_b and of one in bfloat8_b, in 12 stripes of 38 columns."""
+    tiles = 128 * 12 * 38
+    cell = f"{tiles * (31 * 576 + 1088) / 1e6:.0f}, {32 * 2 * 32**3 * tiles / 1e9:.1f}"
+    [row] = [
+        line for line in page.text().splitlines() if "| Llama-3.1-8B | N150 | decode |" in line
+    ]
+    assert row.split("|")[6].strip() == cell
+
+
 # --- facts ---------------------------------------------------------------------------------------
 
 
