@@ -68,6 +68,8 @@ def _beginning(model: ModelConfig, tp: int, design: Design) -> list[Op]:
     calls += 2 * ["embedding", "reshape", "to_layout", "to_memory_config"]
     # The residual stream into its shards, and out of them before the output layer.
     calls += 2 * ["to_memory_config"]
+    if not design.is_fused:
+        calls += 2 * ["to_memory_config"]  # rotary rows for the cores that have keys
     ops = [Op(part="embedding, rotary rows", calls=(call,), kernel="other") for call in calls]
     return [*ops, *_sums(model, tp, design, 1)]
 
@@ -106,12 +108,11 @@ def _attention(
         # Heads of a row are a tile row, on a core each.
         op("rms_norm", "norm column", 2, head_dim),
     ]
-    once = 1 if design.is_fused else 2
     return [
         op("experimental.nlp_create_qkv_heads_decode", "heads"),
         *(normed if model.qk_norm else ()),
-        op("experimental.rotary_embedding_hf", "rotate", once),
-        op("experimental.paged_update_cache", "write cache", once),
+        op("experimental.rotary_embedding_hf", "rotate", 1 if design.is_fused else 2),
+        op("experimental.paged_fused_update_cache", "write cache"),
         Op(
             part="attention",
             calls=("transformer.paged_scaled_dot_product_attention_decode",),

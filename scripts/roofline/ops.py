@@ -96,7 +96,7 @@ class Design:
     Attributes:
         products: Product -> program in a decode step.
         norms: How a norm of 32 rows runs.
-        is_fused: Queries and keys are rotated, keys and values written, by one op each.
+        is_fused: Queries and keys are rotated by one op.
         sums: Collectives that add up what the chips have.
         readers: Cores beside each bank that compute a layer's products with weights in stripes.
     """

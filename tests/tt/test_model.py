@@ -172,7 +172,7 @@ def mock_lane(open_mock_mesh):
 
 def on_board(board, *values):
     return pytest.param(
-        board, *values, marks=pytest.mark.board(board), id="-".join((board, *values))
+        board, *values, marks=pytest.mark.board(board), id="-".join(map(str, (board, *values)))
     )
 
 
@@ -217,6 +217,32 @@ def test_every_bucket_and_a_decode_are_taken_and_compile_once(
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31])
 def test_any_number_of_rows_is_taken(mock_lane, rows, heads):
     mock_lane(make_config("qwen3", num_attention_heads=heads), rows=rows).decode([3, -1])
+
+
+@pytest.mark.parametrize(
+    ("board", "kv_heads"), [on_board("N150", 8), on_board("N150", 32), on_board("P150", 32)]
+)
+@pytest.mark.parametrize("rows", [1, 9, 31, 32])
+def test_heads_are_rotated_on_the_cores_that_have_their_rotary_rows(
+    mock_lane, monkeypatch, board, kv_heads, rows
+):
+    config = make_config("qwen3", num_attention_heads=32, num_key_value_heads=kv_heads)
+    lane = mock_lane(config, rows=rows)
+    attention, places = lane.model._attention, []
+    rotated = attention._rotated
+
+    def noted(tensor, rope, *, is_decode):
+        places.append([each.memory_config() for each in (tensor, *rope)])
+        return rotated(tensor, rope, is_decode=is_decode)
+
+    monkeypatch.setattr(attention, "_rotated", noted)
+    lane.decode([3, -1])
+    assert len(places) == 2 * lane.config.num_hidden_layers
+    for of_heads, of_cos, of_sin in places:
+        assert of_heads == of_cos == of_sin
+    queries, keys = places[0][0], places[1][0]
+    # Where heads are more than cores, those of keys are on the same as those of queries.
+    assert (queries == keys) == (board == "N150" and kv_heads == 32)
 
 
 @pytest.mark.board("N150")

@@ -7,6 +7,7 @@ their circular buffers as a device would, and refuses what does not fit.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import ttnn
@@ -142,6 +143,14 @@ def test_every_product_runs_the_program_that_was_chosen(lane_of, model, optimiza
     lane = lane_of(model, optimizations, max_seq_len=2048)
     decode = programs_of(lambda: lane.decode([0, -1, 2047]))
     assert of("MatmulDeviceOperation", decode) == [STRIPES] * 5 * NUM_LAYERS + [COLUMNS]
+    norms = Counter(of("LayerNormDeviceOperation", decode))
+    of_heads = 2 * NUM_LAYERS if lane.config.qk_norm else 0
+    assert norms.pop("LayerNormShardedProgramFactory") == 2 * NUM_LAYERS + 1
+    assert norms == Counter({"LayerNormMultiCoreProgramFactory": of_heads})
+    sums = 0 if lane.tp == 1 else 2 * NUM_LAYERS + 1
+    assert of("ReduceScatterDeviceOperation", decode) == ["ReduceScatterProgram"] * sums
+    assert of("AllGatherDeviceOperation", decode) == ["AllGatherMulticastFactory"] * sums
+    assert len(of("PagedFusedUpdateCacheDeviceOperation", decode)) == NUM_LAYERS
     for bucket in prefill_buckets(2048):
         for start in (0, 64):
             chunk = programs_of(lambda: lane.prefill(start, bucket - start))  # noqa: B023

@@ -162,7 +162,7 @@ class TTTransformer:
         x = self._embedded(inputs.tokens, l1)
         if self._num_rows < TILE:
             x = ttnn.pad(x, [(0, 0), (0, 0), (0, TILE - self._num_rows), (0, 0)], value=0.0)
-        rope = self._rope.of_rows(inputs.rope_indices, self._attention.rows_memory_config)
+        rope = self._rope.of_rows(inputs.rope_indices, self._attention.rotated_in)
 
         def attend(
             normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]

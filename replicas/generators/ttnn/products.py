@@ -86,6 +86,26 @@ def striped(rows: int, columns: int, dram_banks: int) -> ttnn.MemoryConfig:
     )
 
 
+def core_range(first: int, count: int, grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:
+    """Cores of a chip's grid from the ``first`` on, counted row by row, as ops share out rows.
+
+    Args:
+        first: Of them.
+        count: How many.
+        grid: Of the chip.
+    """
+    ranges = []
+    end = first + count
+    while first < end:
+        row, column = divmod(first, grid.x)
+        whole_rows = (end - first) // grid.x if column == 0 else 0
+        taken = whole_rows * grid.x or min(end - first, grid.x - column)
+        last = ttnn.CoreCoord(column + min(taken, grid.x) - 1, row + max(whole_rows, 1) - 1)
+        ranges.append(ttnn.CoreRange(ttnn.CoreCoord(column, row), last))
+        first += taken
+    return ttnn.CoreRangeSet(ranges)
+
+
 class RowProducts:
     """Products of a decode step: 32 rows, in shards of columns in L1.
 
@@ -168,13 +188,13 @@ class RowProducts:
         """See `Products`; (1, 1, 32, hidden) in L1."""
         out = partial
         if self._tp > 1:
-            flat = _freed_after_move(partial, ttnn.L1_MEMORY_CONFIG)
+            flat = freed_after_move(partial, ttnn.L1_MEMORY_CONFIG)
             out = sum_over_chips(flat, self._tp, ttnn.L1_MEMORY_CONFIG)
         return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
         """See `Products`; both (1, 1, 32, hidden)."""
-        out = _freed_after_move(out, self.residual)
+        out = freed_after_move(out, self.residual)
         return _sum(x, out, self.residual)
 
     def _norm(self, kind: str, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
@@ -194,8 +214,7 @@ class RowProducts:
 
     def _shards(self, num_cores: int, width: int) -> ttnn.MemoryConfig:
         """32 rows in shards of ``width`` columns, on the first cores row by row."""
-        cores = ttnn.num_cores_to_corerangeset(num_cores, self._grid, row_wise=True)
-        return _width_shards(cores, width)
+        return width_shards(core_range(0, num_cores, self._grid), width)
 
 
 class ChunkProducts:
@@ -334,10 +353,11 @@ def _norm_program(norm: Norm) -> object:
 def _rectangle_shards(norm: Norm) -> ttnn.MemoryConfig:
     last = ttnn.CoreCoord(norm.grid.columns - 1, norm.grid.rows - 1)
     cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), last)])
-    return _width_shards(cores, norm.columns_per_core * TILE)
+    return width_shards(cores, norm.columns_per_core * TILE)
 
 
-def _width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
+def width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
+    """32 rows in shards of ``width`` columns in L1."""
     return ttnn.MemoryConfig(
         ttnn.TensorMemoryLayout.WIDTH_SHARDED,
         ttnn.BufferType.L1,
@@ -345,7 +365,7 @@ def _width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
     )
 
 
-def _freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+def freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
     """``x`` itself where it is there, otherwise a copy, and ``x`` is freed."""
     there = moved(x, memory_config)
     if there is not x:
@@ -355,7 +375,7 @@ def _freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.
 
 def _biased(x: ttnn.Tensor, bias: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
     """``x`` with the bias added to each row, in the place of ``x`` where that is interleaved."""
-    flat = _freed_after_move(x, memory_config)
+    flat = freed_after_move(x, memory_config)
     return ttnn.add(flat, bias, memory_config=memory_config, output_tensor=flat)
 
 

@@ -74,6 +74,11 @@ CASES = {
     ),
     "qwen3-32": ("Qwen3", {"num_attention_heads": 8}),
     "qwen3-64": ("Qwen3", {"head_dim": 64}),
+    # More heads than a chip has cores.
+    "mistral-96-heads": (
+        "Mistral",
+        {"num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": None},
+    ),
 }
 """Name -> (transformers class prefix, settings besides the common ones). All fit four chips."""
 

@@ -295,8 +295,13 @@ def no_traces(*_, **__):
 
 
 @op("reshape", "experimental.view")
-def reshape(tensor, shape, *, memory_config=None, pad_value=None, **_):
+def reshape(tensor, shape, padded_shape=None, *, memory_config=None, pad_value=None, **_):
     shape = list(shape)
+    if padded_shape is not None:
+        require(tensor.layout == TILED, "only tiles are padded")
+        require(list(tensor.padded_shape) == list(padded_shape), f"{tensor} is not {padded_shape}")
+        require(shape[:2] == list(padded_shape)[:2], f"{shape} of {padded_shape}")
+        return tensor.view([shard[:, :, : shape[2], : shape[3]] for shard in tensor.shards])
     shards = [shard.reshape(shape) for shard in tensor.shards]
     # Where a row, or a tile's two dims, stay as they are, the same memory gets another shape.
     kept = -1 if tensor.layout == ROW_MAJOR else slice(-2, None)
@@ -690,6 +695,7 @@ def nlp_create_qkv_heads_decode(
     head_dim = width // (num_heads + 2 * num_kv_heads)
     require(head_dim % TILE == 0, f"heads of {head_dim} are no whole tiles")
     require(memory_config is None or memory_config.is_sharded(), "the heads are height-sharded")
+    require(overlap_qk_coregrid or tensor.is_sharded(), f"{tensor} is not in shards of heads")
     heads = [
         shard.view(1, batch, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
         for shard in tensor.shards
@@ -855,6 +861,15 @@ def paged_update_cache(
             block, offset = _page(table, row, position, cache)
             cache.shards[chip][block, :, offset] = packed[0, row]
     return cache
+
+
+@op("experimental.paged_fused_update_cache")
+def paged_fused_update_cache(first_cache, first, second_cache, second, **settings):
+    """`paged_update_cache` of two caches at once; their rows are on different cores."""
+    return [
+        paged_update_cache(first_cache, first, **settings),
+        paged_update_cache(second_cache, second, **settings),
+    ]
 
 
 def _check_heads(q_heads, cache):
