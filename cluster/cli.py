@@ -375,9 +375,12 @@ def _supervise(options: ServeOptions, path: Path) -> int:
 
 
 def _absolute_model(model: str) -> str:
-    """Make a folder seen from the shell absolute; leave anything else for the checks to judge."""
+    """Make a folder seen from the shell absolute; leave anything else for the checks to judge.
+
+    A link keeps its name: classes of others know models by it.
+    """
     path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model
+    return str(path.absolute()) if path.is_dir() else model
 
 
 def _warn(path: Path | None, warning: str) -> None:

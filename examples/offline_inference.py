@@ -4,15 +4,18 @@
     python examples/offline_inference.py --model ~/Llama-3.1-8B --mesh N150
     python examples/offline_inference.py --simulate Llama-3.1-8B@n150 --measure-perf
     python examples/offline_inference.py --test_increasing_seq_lens       # up to max_model_len
+    python examples/offline_inference.py --async_engine --prompts_json prompts.json
 
 Requests join while others run (`--requests-per-step`), and there may be more of them than decode
 slots (`--max-batch-size`). With `--measure-perf` every prompt has `--prompt-len` tokens and no end
-token counts, so that runs compare. The last line is one JSON object.
+token counts, so that runs compare. With `--async_engine` the requests are coroutines of one event
+loop, all at once. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -21,9 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cluster.config.resolve import demo_model_folder
 from cluster.config.schema import DEMO_MODEL
-from replicas import LLM, SamplingParams
+from replicas import LLM, AsyncLLM, SamplingParams
+from replicas.config import EngineConfig
 from replicas.errors import EngineError
 
 if TYPE_CHECKING:
@@ -39,6 +45,10 @@ PROMPTS = (
     "This method returns the number of",
     "The following example shows how to",
 )
+
+
+_OF_IMAGES = ("multi_modal", "multi_image", "mm_processor_kwargs")
+"""Flags of Tenstorrent's own example that need images; the last takes a value."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,25 @@ def run(
     return outputs, figures(outputs, [times[request_id] for request_id in order])
 
 
+async def run_async(
+    llm: AsyncLLM, prompts: Sequence[str | list[int]], params: SamplingParams
+) -> tuple[list[RequestOutput], Figures]:
+    """Generate for every prompt at once; as `run`."""
+
+    async def one(prompt: str | list[int]) -> tuple[RequestOutput, Timeline]:
+        line = Timeline(time.perf_counter())
+        outputs = []
+        async for output in llm.generate(prompt, params):
+            line.last_s = time.perf_counter()
+            line.first_s = line.first_s or line.last_s
+            outputs.append(output)
+        return outputs[-1], line
+
+    results = await asyncio.gather(*map(one, prompts))
+    outputs = [output for output, _ in results]
+    return outputs, figures(outputs, [line for _, line in results])
+
+
 def figures(outputs: Sequence[RequestOutput], times: Sequence[Timeline]) -> Figures:
     """Sum up a run."""
     counts = [len(output.outputs[0].token_ids) for output in outputs]
@@ -183,6 +212,10 @@ def unlike_prompt(number: int, length: int) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     options = _parse(arguments)
+    if unsupported := [flag for flag in _OF_IMAGES if getattr(options, flag)]:
+        print(f"--{unsupported[0]}: images are not supported yet; leave it out for prompts of text",
+              file=sys.stderr)  # fmt: skip
+        return 1
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -193,8 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         prompts = _prompts(options)
-        with LLM(**_engine_options(options)) as llm:
-            result = _run(llm, prompts, params, options)
+        if options.async_engine:
+            result = asyncio.run(_run_async(prompts, params, options))
+        else:
+            with LLM(**_engine_options(options)) as llm:
+                result = _run(llm, prompts, params, options)
     except EngineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -213,7 +249,29 @@ def _run(
     if options.measure_perf:
         # Once unseen: the first requests of an engine pay for what is set up on first use.
         run(engine, [unlike_prompt(options.num_prompts, options.prompt_len)], params)
-    outputs, took = run(engine, prompts, params, requests_per_step=options.requests_per_step)
+    return _shown(
+        *run(engine, prompts, params, requests_per_step=options.requests_per_step), options
+    )
+
+
+async def _run_async(
+    prompts: list[str | list[int]], params: SamplingParams, options: argparse.Namespace
+) -> dict[str, object]:
+    config = msgspec.convert(_engine_options(options), EngineConfig)
+    config.validate()
+    llm = await AsyncLLM.start(config)
+    try:
+        if options.measure_perf:
+            # As in `_run`.
+            await run_async(llm, [unlike_prompt(options.num_prompts, options.prompt_len)], params)
+        return _shown(*await run_async(llm, prompts, params), options)
+    finally:
+        await llm.shutdown()
+
+
+def _shown(
+    outputs: list[RequestOutput], took: Figures, options: argparse.Namespace
+) -> dict[str, object]:
     if not options.measure_perf:
         for output in outputs:
             print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
@@ -232,9 +290,9 @@ def read_prompts(path: Path) -> list[str]:
     try:
         texts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EngineError(f"--prompts {path}: {error}") from error
+        raise EngineError(f"--prompts_json {path}: {error}") from error
     if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
-        raise EngineError(f"--prompts {path} must hold a JSON list of texts")
+        raise EngineError(f"--prompts_json {path} must hold a JSON list of texts")
     return texts
 
 
@@ -252,14 +310,14 @@ def at_least(least: int) -> Callable[[str], int]:
 def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
     if options.measure_perf:
         return [unlike_prompt(number, options.prompt_len) for number in range(options.num_prompts)]
-    texts = list(PROMPTS) if options.prompts is None else read_prompts(options.prompts)
-    count = options.num_prompts if options.num_prompts is not None else len(texts)
+    texts = list(PROMPTS) if options.prompts_json is None else read_prompts(options.prompts_json)
+    count = options.num_prompts or len(texts) * options.num_repeat_prompts
     return [texts[i % len(texts)] for i in range(count)]
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, object]:
     is_demo = options.model == DEMO_MODEL
-    folder = demo_model_folder() if is_demo else options.model.expanduser().resolve()
+    folder = demo_model_folder() if is_demo else options.model.expanduser().absolute()
     chosen: dict[str, object] = {
         "model": str(folder),
         "max_batch_size": options.max_batch_size,
@@ -291,15 +349,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--mesh", help="run on this Tenstorrent mesh, for one N150, N300, T3K")
     device.add_argument("--simulate", metavar="MODEL@BOARD", help="for one Llama-3.1-8B@n150")
-    add("--optimizations", choices=("performance", "accuracy"), default="performance")
+    add("--optimizations", choices=("performance", "balanced", "accuracy"), default="performance")
     add("--trace", choices=("all", "decode_only", "none"), default="all")
     add("--sample-on-device", choices=("none", "decode_only", "all"),
         help="without it whatever the mesh can")  # fmt: skip
     add("--lanes", type=at_least(1), default=1, help="data-parallel groups of the mesh")
     add("--max-batch-size", type=at_least(1), default=32, help="decode slots, over all lanes")
     add("--max-model-len", type=at_least(2), help="longest sequence; the model's, if not given")
-    add("--prompts", type=Path, help="JSON file: a list of texts")
-    add("--num-prompts", type=at_least(1), help="how many requests; prompts repeat")
+    count = parser.add_mutually_exclusive_group()
+    count.add_argument("--num-prompts", type=at_least(1), help="how many requests; prompts repeat")
     add(
         "--requests-per-step",
         type=at_least(0),
@@ -314,9 +372,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--measure-perf", action="store_true", help="equal prompts, and figures instead of texts")
     add("--prompt-len", type=at_least(3), default=128, help="with --measure-perf")
     # Spelt as in Tenstorrent's own example, which people who bring a model up know.
+    add("--prompts_json", type=Path, help="file with a list of texts")
+    count.add_argument("--num_repeat_prompts", type=at_least(1), default=1,
+        help="how often each prompt is asked")  # fmt: skip
+    add("--async_engine", action="store_true", help="one coroutine per request, all at once")
     add("--test_increasing_seq_lens", action="store_true",
         help="prompts of 32 tokens up to the longest that fits")  # fmt: skip
+    for flag in _OF_IMAGES[:-1]:
+        add(f"--{flag}", action="store_true", help="not supported yet")
+    add(f"--{_OF_IMAGES[-1]}", metavar="JSON", help="not supported yet")
     options = parser.parse_args(arguments)
+    if options.async_engine and (options.test_increasing_seq_lens or options.requests_per_step):
+        parser.error("--async_engine takes no --test_increasing_seq_lens, no --requests-per-step")
     if options.measure_perf and options.num_prompts is None:
         options.num_prompts = options.max_batch_size
     return options

@@ -4,21 +4,15 @@
 meshes the boards make.
 
 Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
-source; the TTNPU count from Ray 2.60's ttnpu.py; where SFPI is looked for from tt-metal. Unsure:
-that numbers in TT_VISIBLE_DEVICES are those of the device nodes where only some nodes are given to
-a container.
+source; a Galaxy's subsystem ids from tt-smi; numbers in TT_VISIBLE_DEVICES from tt-umd's
+pci_device.cpp; the TTNPU count from Ray 2.60's ttnpu.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
-import importlib.metadata
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -26,6 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replicas.meshes import MESHES, Arch, MeshSpec
+from replicas.tt_smi import TTSmi, find_tt_smi, snapshot
+from replicas.ttnn_package import (
+    WantedVersions,
+    find_sfpi,
+    find_ttnn,
+    sfpi_version,
+    wanted_versions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,15 +40,13 @@ VISIBLE_DEVICES = "TT_VISIBLE_DEVICES"
 MOCK_DESCRIPTOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
 METAL_HOME = "TT_METAL_HOME"
 
-PACKAGE = "ttnn"
-
 _ARCHS: Mapping[str, Arch] = {"0x401e": "wormhole", "0xb140": "blackhole"}
 HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
-_SFPI_COMPILER = "compiler/bin/riscv-tt-elf-g++"
-_ELF = b"\x7fELF"
+_FREE_HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages"
 _CHIPS_PER_BOARD: Mapping[str | None, int] = {"n300": 2, "p300": 2}
 _CHIPS_PER_DEVICE: Mapping[str | None, int] = {"n300": 2}
-_TT_SMI_TIMEOUT_S = 30.0
+_GALAXIES: Mapping[int, str] = {0x35: "galaxy-wormhole", 0x47: "galaxy-blackhole"}
+"""Subsystem ids of their chips."""
 _CARD = re.compile(r"^(?:tt-)?(galaxy|[np]\d{3})(?:-(wormhole|blackhole|wh|bh))?")
 
 
@@ -75,6 +75,11 @@ class Device:
     firmware: str | None
     holders: tuple[int, ...]
 
+    @property
+    def is_galaxy(self) -> bool:
+        """Whether it is one of a Galaxy's chips."""
+        return (self.board or "").startswith("galaxy")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
@@ -85,35 +90,45 @@ class HostReport:
         num_ray_devices: `TTNPU` that Ray would count by itself.
         driver: Version of the loaded driver; "" where it says none; None without one.
         num_hugepages: Of 1 GiB.
+        num_free_hugepages: Of these, how many nobody uses; None where the kernel does not say.
         has_hugepage_mount: Whether /dev/hugepages-1G is there.
         has_iommu: Whether an IOMMU translates for every device.
         python: Of the interpreter.
         ttnn: Version of the installed package, "from source" without one, or None.
         sfpi: Path of the SFPI compiler, which builds kernels; None without one.
         is_sfpi_real: Whether that is an executable and not a script in its place.
+        sfpi_version: Of that compiler, or None.
+        wanted: The versions that ttnn wants of it, of firmware and driver.
+        blocked_folders: Where engines keep files of their own, and this user may not write.
         metal_home: What TT_METAL_HOME says, and has_metal_home whether that is a folder.
         has_metal_home: See `metal_home`.
         mock_descriptor: File of a mock cluster that stands in for boards, if ttnn is told of one,
             and has_mock_descriptor whether it is there.
         has_mock_descriptor: See `mock_descriptor`.
         visible_devices: What TT_VISIBLE_DEVICES says.
+        tt_smi: The command that resets boards, or None.
     """
 
     devices: tuple[Device, ...]
     num_ray_devices: int
     driver: str | None
     num_hugepages: int
+    num_free_hugepages: int | None
     has_hugepage_mount: bool
     has_iommu: bool
     python: tuple[int, int]
     ttnn: str | None
     sfpi: str | None
     is_sfpi_real: bool
+    sfpi_version: str | None
+    wanted: WantedVersions
+    blocked_folders: tuple[str, ...]
     metal_home: str | None
     has_metal_home: bool
     mock_descriptor: str | None
     has_mock_descriptor: bool
     visible_devices: str | None
+    tt_smi: TTSmi | None
 
     @property
     def usable(self) -> tuple[Device, ...]:
@@ -129,17 +144,26 @@ class HostReport:
     def is_visible(self, device: Device) -> bool:
         """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
         names = self.visible_names
-        return not names or any(is_named(device, name) for name in names)
+        return not names or any(device in named(self.devices, name) for name in names)
 
 
-def is_named(device: Device, name: str) -> bool:
-    """Whether a name in TT_VISIBLE_DEVICES is this device's: its number, or a part of its address.
+def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
+    """The devices that a name in TT_VISIBLE_DEVICES stands for.
 
-    Source: tt-umd's messages about the variable, in the ttnn 0.81.1 wheel.
+    Args:
+        devices: All of the host.
+        name: A part of a PCI address, or a number: a place in the order of the addresses of those
+            that have a node here. It need not be the N of /dev/tenstorrent/N.
     """
-    if name.isdigit():
-        return device.index == int(name)
-    return name.lower() in device.address.lower()
+    if not name.isdigit():
+        return tuple(d for d in devices if name.lower() in d.address.lower())
+    return tuple(d for d in devices if visible_number(devices, d) == int(name))
+
+
+def visible_number(devices: Sequence[Device], device: Device) -> int | None:
+    """What TT_VISIBLE_DEVICES calls a device; None without a node. See `named`."""
+    addresses = sorted(d.address for d in devices if d.has_node)
+    return addresses.index(device.address) if device.has_node else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +196,13 @@ def read_host(
         python: Version of the interpreter that engines run in.
         packages: Folders to look for ttnn in; None takes this interpreter's.
     """
-    devices = tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
-    devices = _name_boards(devices, environment)
-    ttnn, package = _ttnn(packages)
+    tool = find_tt_smi(environment)
+    devices = _name_boards(read_devices(root), tool, environment)
+    package = find_ttnn(packages)
     home = environment.get(METAL_HOME) or None
-    sfpi = _sfpi(root, package, home)
+    sfpi = find_sfpi(root, package, home)
+    is_sfpi_real, version = (False, None) if sfpi is None else sfpi_version(sfpi)
+    free = _read(root / _FREE_HUGEPAGES_FILE)
     mock = environment.get(MOCK_DESCRIPTOR) or None
     pci = root / "sys/bus/pci/devices"
     return HostReport(
@@ -184,6 +210,7 @@ def read_host(
         num_ray_devices=len(list((root / "dev/tenstorrent").glob("*"))),
         driver=_driver(root),
         num_hugepages=int(_read(root / HUGEPAGES_FILE) or 0),
+        num_free_hugepages=int(free) if free else None,
         has_hugepage_mount=(root / "dev/hugepages-1G").is_dir(),
         has_iommu=bool(devices)
         and all(
@@ -191,15 +218,42 @@ def read_host(
             for device in devices
         ),
         python=python,
-        ttnn=ttnn,
+        ttnn=None if package is None else package.version,
         sfpi=None if sfpi is None else str(sfpi),
-        is_sfpi_real=sfpi is not None and _is_elf(sfpi),
+        is_sfpi_real=is_sfpi_real,
+        sfpi_version=version,
+        wanted=wanted_versions(package, home),
+        blocked_folders=tuple(str(f) for f in _own_folders(environment) if not can_write(f)),
         metal_home=home,
         has_metal_home=home is not None and Path(home).is_dir(),
         mock_descriptor=mock,
         has_mock_descriptor=mock is not None and Path(mock).is_file(),
         visible_devices=environment.get(VISIBLE_DEVICES),
+        tt_smi=tool,
     )
+
+
+def read_devices(root: Path = Path("/")) -> tuple[Device, ...]:
+    """The Tenstorrent devices of this host by device node, from the driver's files alone.
+
+    Args:
+        root: Folder that holds dev, sys and proc.
+    """
+    return tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
+
+
+def can_write(folder: Path) -> bool:
+    """Whether this user may write in a folder, or make it."""
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _own_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where engines keep converted weights and logs, and ttnn its compiled kernels."""
+    cache = Path(environment.get("HOME") or Path.home()) / ".cache"
+    kernels = environment.get("TT_METAL_CACHE")
+    return cache / "ttserve", Path(kernels) if kernels else cache / "tt-metal-cache"
 
 
 def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
@@ -309,7 +363,7 @@ def _device(root: Path, folder: Path) -> Device:
         index=index,
         has_node=has_node,
         is_usable=has_node and os.access(node, os.R_OK | os.W_OK),
-        board=_board(_read(attributes / "tt_card_type")),
+        board=_board(_read(attributes / "tt_card_type")) or _galaxy(folder),
         firmware=_read(attributes / "tt_fw_bundle_ver") or None,
         holders=tuple(sorted({int(pid) for pid in (pids or "").split() if pid.isdigit()})),
     )
@@ -327,27 +381,21 @@ def _board(name: str | None) -> str | None:
     return "galaxy-wormhole" if card[2] in {"wh", "wormhole"} else "galaxy-blackhole"
 
 
-def _name_boards(devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+def _galaxy(folder: Path) -> str | None:
+    """A Galaxy by its chip's subsystem, whatever the driver's version."""
+    with contextlib.suppress(ValueError):
+        return _GALAXIES.get(int(_read(folder / "subsystem_device") or "0", 16))
+    return None
+
+
+def _name_boards(
+    devices: tuple[Device, ...], tool: TTSmi | None, environment: Mapping[str, str]
+) -> tuple[Device, ...]:
     """Ask tt-smi for what an older driver does not say; not while anything runs on a board."""
     unnamed = any(d.has_node and d.board is None for d in devices)
-    tool = shutil.which("tt-smi", path=environment.get("PATH", ""))
     if not unnamed or tool is None or any(d.holders for d in devices):
         return devices
-    try:
-        run = subprocess.run(
-            [tool, "-s", "--snapshot_no_tty"],
-            capture_output=True,
-            text=True,
-            timeout=_TT_SMI_TIMEOUT_S,
-            check=True,
-            env=dict(environment),
-        )
-        text = run.stdout
-        snapshot = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        # A board's second chip, which has no PCIe device, has no address either.
-        of_address = {chip["board_info"]["bus_id"]: chip for chip in snapshot["device_info"]}
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return devices
+    of_address = snapshot(tool, environment)
     return tuple(_told(d, of_address.get(d.address)) for d in devices)
 
 
@@ -359,31 +407,3 @@ def _told(device: Device, chip: Mapping[str, Mapping[str, str]] | None) -> Devic
         board=device.board or _board(chip["board_info"].get("board_type")),
         firmware=device.firmware or chip.get("firmwares", {}).get("fw_bundle_version"),
     )
-
-
-def _ttnn(packages: Sequence[str] | None) -> tuple[str | None, Path | None]:
-    """Version and folder of ttnn, without importing it: that takes seconds and looks for boards."""
-    path = sys.path if packages is None else list(packages)
-    for distribution in importlib.metadata.distributions(name=PACKAGE, path=path):
-        return distribution.version, Path(str(distribution.locate_file(PACKAGE)))
-    spec = importlib.machinery.PathFinder.find_spec(PACKAGE, path)
-    if spec is None or spec.origin is None:
-        return None, None
-    return "from source", Path(spec.origin).parent
-
-
-def _sfpi(root: Path, package: Path | None, metal_home: str | None) -> Path | None:
-    """The compiler in the places where tt-metal looks for it."""
-    folders = [Path(metal_home) / "runtime/sfpi"] if metal_home is not None else []
-    folders += [package / "runtime/sfpi"] if package is not None else []
-    folders.append(root / "opt/tenstorrent/sfpi")
-    compilers = (folder / _SFPI_COMPILER for folder in folders)
-    return next((path for path in compilers if path.is_file()), None)
-
-
-def _is_elf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_ELF)) == _ELF
-    except OSError:
-        return False

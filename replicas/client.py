@@ -32,6 +32,7 @@ from replicas.dealer import (
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
+from replicas.generators.targets import with_registered_generator
 from replicas.launch import start_engine
 from replicas.messages import (
     PROTOCOL_VERSION,
@@ -124,6 +125,7 @@ class InprocClient:
         config: EngineConfig,
         progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
+        config = with_registered_generator(config)
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self._columns = ColumnReader()
         self.description: EngineFacts = _InprocFacts(

@@ -1,6 +1,7 @@
 """Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
 
 import math
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -65,7 +66,7 @@ class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             )
 
 
-_Optimizations: TypeAlias = Literal["performance", "accuracy"]
+_Optimizations: TypeAlias = Literal["performance", "balanced", "accuracy"]
 _Calls: TypeAlias = Literal["none", "decode_only", "all"]
 _Axis: TypeAlias = Literal["row", "col"]
 _MESH_CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -83,20 +84,23 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         name: A known mesh, for one "N150", "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
         arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
-        optimizations: "performance" keeps weights and KV in bfloat8_b, "accuracy" in bfloat16.
+        optimizations: "performance" keeps weights and KV in bfloat8_b, most of the MLP's weights in
+            bfloat4_b; "balanced" all in bfloat8_b; "accuracy" in bfloat16.
         trace: Which calls are captured once and replayed: all, decode only, or none.
         sample_on_device: Which steps draw their tokens on the device: none, decode steps, or
             prefill too; None is whatever the generator can. Draws of a device are its own: they are
             not those of the host for the same seed. For a request that it cannot draw for, for one
             with a larger top_k, the host draws, whoever else is in the step.
-        trace_region_size: Bytes of each chip's DRAM set aside for traces.
+        trace_region_size: Bytes of each chip's DRAM set aside for traces; None is what the mesh and
+            the model usually need, see `replicas.trace_regions`.
         worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
         l1_small_size: Bytes of L1 set aside for small buffers.
         fabric: Member of `ttnn.FabricConfig`, instead of the mesh's usual one.
         dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
-        visible_devices: Indices of the boards to open; None takes those that Ray, or the
-            environment, has bound the process to.
-        weight_cache: Folder for converted weights; None is a folder in the user's cache.
+        visible_devices: Boards to open, by their places in the order of PCI addresses; None takes
+            those that Ray, or the environment, has bound the process to.
+        weight_cache: Folder for converted weights, of others' classes too; None is a folder in the
+            user's cache.
         tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
             `generator` it is refused, as is the next.
         extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
@@ -107,7 +111,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     optimizations: _Optimizations = "performance"
     trace: _Calls = "all"
     sample_on_device: _Calls | None = None
-    trace_region_size: int = 50_000_000
+    trace_region_size: int | None = None
     worker_l1_size: int = 0
     l1_small_size: int = 0
     fabric: str | None = None
@@ -126,6 +130,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         return mesh_spec(self.name, arch=self.arch)
 
+    @property
+    def weight_cache_folder(self) -> Path:
+        """Folder for the converted weights of all models."""
+        if self.weight_cache is not None:
+            return Path(self.weight_cache)
+        return Path.home() / ".cache" / "ttserve" / "weights"
+
     def validate(self) -> None:
         """Check what can be checked without the device.
 
@@ -136,12 +147,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         spec.check_one_host()
         self._validate_choices()
         for name in ("trace_region_size", "worker_l1_size", "l1_small_size"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"mesh.{name} must not be negative, got {getattr(self, name)}")
-        if self.trace != "none" and not self.trace_region_size:
+        if self.trace != "none" and self.trace_region_size == 0:
             raise ConfigError(
                 f"mesh.trace {self.trace!r} needs memory for traces and mesh.trace_region_size is "
-                "0; set it, for one to 50000000, or set mesh.trace: none"
+                "0; leave it out for the usual, or set mesh.trace: none"
             )
         devices = self.visible_devices
         if devices is None:
@@ -201,8 +212,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
         mesh: A Tenstorrent mesh instead of the CPU. It decides dtype and KV capacity. `generator`
-            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class", "tt-metal"
-            for the one that serves the model's architecture there, or a bundle's architecture.
+            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class"; a route
+            (`replicas.generators.plugin.routes`), for one "tt-transformers" or "tt-metal", for the
+            class that serves the model's architecture there; or a bundle's architecture.
         step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
             None derives it, see `replicas.launch.step_timeout_s`.
         start_timeout_s: Longest time without progress while it starts. Classes of others report
@@ -342,7 +354,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.dtype != "auto":
             raise ConfigError(
                 f"dtype {self.dtype!r} and mesh exclude each other: mesh.optimizations decides, "
-                '"performance" for bfloat8_b, "accuracy" for bfloat16; remove dtype'
+                '"balanced" for bfloat8_b, "accuracy" for bfloat16; remove dtype'
             )
         if self.attention != "fast":
             raise ConfigError(f"attention {self.attention!r} is for engines on the CPU; remove it")
@@ -377,6 +389,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"load_format 'random' is for the generators of this package, and {self.generator} "
                 "loads its weights by itself; remove one of them"
+            )
+        elif mesh.optimizations == "balanced":
+            raise ConfigError(
+                "mesh.optimizations 'balanced' is for the generators of this package, and "
+                f"{self.generator} knows performance and accuracy; set one of them"
             )
 
     @property

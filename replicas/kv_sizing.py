@@ -8,13 +8,8 @@ from replicas.errors import ConfigError
 from replicas.generators.simulated.profiles import engine_profile
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
 from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
-from replicas.generators.ttnn.budget import (
-    TILE_BYTES,
-    lane_memory,
-    native_token_budget,
-    num_blocks,
-)
-from replicas.generators.ttnn.profiles import profile
+from replicas.generators.ttnn.budget import lane_memory, native_token_budget, num_blocks
+from replicas.generators.ttnn.profiles import TILE_BYTES, profile
 from replicas.kv_groups import KVGroup
 from replicas.meshes import lane_shape
 

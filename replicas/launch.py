@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -28,10 +27,11 @@ import msgspec
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
 from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
-from replicas.boards import VISIBLE_DEVICES
 from replicas.engine.pulse import first_turn_s
 from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
-from replicas.errors import EngineDeadError, EngineStartError
+from replicas.errors import ConfigError, EngineDeadError, EngineStartError
+from replicas.generators.targets import with_registered_generator
+from replicas.mesh_environment import make_folders, mesh_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -235,8 +235,13 @@ def start_engine(
         EngineStartError: The engine failed, ended, or hung before it was ready, or may not listen
             on that address; carries the reason.
     """
-    config = _with_secret(config, host)
-    process, reports, ready_fd = _spawn(config, env)
+    config = with_registered_generator(_with_secret(config, host))
+    environment = child_environment(config, env)
+    try:
+        make_folders(config, environment)
+    except ConfigError as error:
+        raise EngineStartError(str(error)) from error
+    process, reports, ready_fd = _spawn(environment)
     arguments = EngineArguments(
         config=config,
         incarnation=secrets.token_hex(8),
@@ -265,9 +270,7 @@ def start_engine(
     return handle
 
 
-def _spawn(
-    config: EngineConfig, env: Mapping[str, str] | None
-) -> tuple[subprocess.Popen[bytes], _Reports, int]:
+def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Reports, int]:
     """Start a process that waits for its arguments; with its reports, and where it writes them."""
     read_fd, write_fd = os.pipe()
     try:
@@ -275,7 +278,7 @@ def _spawn(
             [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
             pass_fds=(write_fd,),
-            env={**KERNEL_SETTINGS, **child_environment(config, env)},
+            env={**KERNEL_SETTINGS, **environment},
         )
     except BaseException:
         os.close(read_fd)
@@ -326,43 +329,14 @@ def stop_timeout_s(config: EngineConfig) -> float:
 
 
 def child_environment(config: EngineConfig, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment to start an engine with: a mesh's boards, and where its generator comes from.
+    """Environment to start an engine with; see `mesh_environment`.
 
     Args:
         config: The engine's configuration; a mesh that names its devices is bound to these.
-        env: What the caller gives; None stands for this process's own. What it says of ttnn's
-            folder for logs and of its MPI library's transports is left as it is.
+        env: What the caller gives; None stands for this process's own.
     """
     inherited = os.environ if env is None else env  # noqa: TID251 - handed on whole, not read
-    return {**_mesh_defaults(config), **inherited, **_mesh_variables(config)}
-
-
-def _mesh_defaults(config: EngineConfig) -> dict[str, str]:
-    """What keeps ttnn from leaving files where they are in the way."""
-    if config.mesh is None:
-        return {}
-    return {
-        # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file
-        # in /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
-        "OMPI_MCA_btl": "self",
-        # It would make a folder `generated` in whatever folder the engine is started from.
-        "TT_METAL_LOGS_PATH": str(Path.home() / ".cache" / "ttserve" / "ttnn-logs"),
-    }
-
-
-def _mesh_variables(config: EngineConfig) -> dict[str, str]:
-    """What ttnn reads once imported, and the classes of tt-metal when they load a model."""
-    mesh = config.mesh
-    if mesh is None:
-        return {}
-    variables: dict[str, str] = {}
-    if mesh.visible_devices is not None:
-        variables[VISIBLE_DEVICES] = ",".join(map(str, mesh.visible_devices))
-    if not config.uses_native_generator:
-        variables |= {"HF_MODEL": config.model, "MESH_DEVICE": mesh.spec.name}
-        if mesh.tt_metal_home is not None:
-            variables["TT_METAL_HOME"] = mesh.tt_metal_home
-    return variables
+    return mesh_environment(config, inherited)
 
 
 class _Reports:

@@ -4,6 +4,7 @@ A mesh is what one engine opens: a card, or the chips of a machine as one grid. 
 `MeshConfig.name` says; an unnamed grid is written "(rows,cols)".
 
 Sources: names and shapes as opened from vllm-tt-plugin (dp_discovery's presets and the worker);
+what upstream calls them, and the part of a Galaxy that is a T3K, from tt-inference-server;
 physical shapes and hosts from the mesh graph descriptors in the ttnn 0.81.1 wheel; fabric from
 the plugin's worker; DRAM from the wheel's SoC descriptors, its bandwidth from product pages; PCIe
 devices from tt-umd's cluster descriptors. Unsure, because no public description says so: the DRAM
@@ -37,17 +38,19 @@ class Chip:
         family: "wormhole" or "blackhole": chips of a family differ by memory alone.
         dram_bytes: Memory.
         dram_bytes_per_s: Peak bandwidth of the memory.
+        dram_banks: Banks that ttnn divides the memory into.
     """
 
     name: str
     family: Arch
     dram_bytes: int
     dram_bytes_per_s: float
+    dram_banks: int
 
 
-WORMHOLE = Chip("wormhole", "wormhole", 12 * 2**30, 288e9)
-P100_CHIP = Chip("p100", "blackhole", 28 * 10**9, 448e9)
-P150_CHIP = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9)
+WORMHOLE = Chip("wormhole", "wormhole", 12 * 2**30, 288e9, dram_banks=12)
+P100_CHIP = Chip("p100", "blackhole", 28 * 10**9, 448e9, dram_banks=7)
+P150_CHIP = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9, dram_banks=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class MeshSpec:
             as `TTNPU`. An n300 is one for two chips, a p300 two for two. Only supposed where
             `board` is None.
         num_hosts: Machines that it spans.
-        is_galaxy: Whether it is made of Galaxy trays, whose rows and columns are rings.
+        is_galaxy: Whether it is made of whole Galaxies, whose rows and columns are rings.
     """
 
     name: str
@@ -80,6 +83,11 @@ class MeshSpec:
     def arch(self) -> Arch:
         """Architecture of the chips."""
         return self.chip.family
+
+    @property
+    def mesh_device(self) -> str:
+        """What Tenstorrent's own programs call it in MESH_DEVICE."""
+        return _MESH_DEVICES.get(self.name, self.name)
 
     @property
     def num_chips(self) -> int:
@@ -148,6 +156,10 @@ MESHES = _meshes(
         board="galaxy-wormhole", num_pcie_devices=32, is_galaxy=True,
     ),
     MeshSpec(
+        name="GalaxyT3K", chip=WORMHOLE, shape=(1, 8), physical_shape=(2, 4),
+        board="galaxy-wormhole", num_pcie_devices=8,
+    ),
+    MeshSpec(
         name="DualGalaxy", chip=WORMHOLE, shape=(8, 8), physical_shape=(8, 8),
         board="galaxy-wormhole", num_pcie_devices=64, num_hosts=2, is_galaxy=True,
     ),
@@ -188,7 +200,16 @@ MESHES = _meshes(
         board="galaxy-blackhole", num_pcie_devices=32, is_galaxy=True,
     ),
 )  # fmt: skip
-"""By name. T3K is the Wormhole QuietBox and LoudBox too, P150x4 and P300x2 the Blackhole ones."""
+"""By name. T3K is the Wormhole QuietBox and LoudBox too, P150x4 and P300x2 the Blackhole ones;
+GalaxyT3K is a tray of a Wormhole Galaxy, whose eight chips are wired as a T3K's are."""
+
+_MESH_DEVICES = {
+    "Galaxy": "TG",
+    "GalaxyT3K": "T3K",
+    "DualGalaxy": "(8,8)",
+    "QuadGalaxy": "(8,16)",
+    "BHGalaxy": "BH-Galaxy",
+}
 
 _ALIASES = {
     "whgalaxy": "Galaxy",

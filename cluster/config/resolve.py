@@ -28,6 +28,8 @@ from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model
+from replicas.generators.plugin.routes import check_route
+from replicas.generators.plugin.sizes import check_route_sizes
 from replicas.kv_sizing import longest_sequence
 
 
@@ -178,8 +180,10 @@ def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfi
     try:
         for role, engine in engines.items():
             engine.validate()
-            models[role] = load_engine_model(engine)
-            lengths.append(longest_sequence(engine, models[role]))
+            model = models[role] = load_engine_model(engine)
+            check_route(engine, next(iter(model.architectures), ""))
+            lengths.append(longest_sequence(engine, model))
+            check_route_sizes(engine, model.architectures, lengths[-1])
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
     return models, min(lengths)

@@ -17,15 +17,20 @@ from replicas.boards import (
     RESOURCE,
     HostReport,
     MeshChoice,
+    can_write,
     mesh_choices,
     mesh_problem,
     num_devices,
     read_host,
 )
+from replicas.errors import ConfigError
+from replicas.generators.model_config import load_engine_model
+from replicas.trace_regions import usual_trace_region_bytes
 
 if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
+    from replicas.config import EngineConfig, MeshConfig
     from replicas.meshes import MeshSpec
 
 
@@ -117,9 +122,12 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
             problem = f"first mend: {', '.join(lacks)}"
         num_fitting = min(pool.replicas, num_left // devices)
         num_left -= num_fitting * devices
-        note = ""
+        if problem is None:
+            problem = _cache_problem(engine, engine.mesh)
+        note = _trace_note(engine, engine.mesh)
         if problem is None and report.mock_descriptor is None and num_fitting < pool.replicas:
-            note = f"{num_fitting} of {pool.replicas} replicas fit here; others need further hosts"
+            fits = f"{num_fitting} of {pool.replicas} replicas fit here; others need further hosts"
+            note = f"{fits}; {note}" if note else fits
         checks.append(PoolCheck(role, spec.name, problem, note))
     return tuple(checks)
 
@@ -137,6 +145,32 @@ def _count_problem(
     return (
         f"{spec.name} is {devices} {devices_word(devices)} here, and the pool asks Ray for "
         f"{asked:g}: set its resources: {{{RESOURCE}: {devices}}}"
+    )
+
+
+def _cache_problem(engine: EngineConfig, mesh: MeshConfig) -> str | None:
+    """Why a foreign class could not keep what it converts, or None: ours go on without."""
+    folder = mesh.weight_cache_folder
+    if engine.uses_native_generator or can_write(folder):
+        return None
+    return f"this user may not write in {folder}, where its class keeps weights: set weight_cache"
+
+
+def _trace_note(engine: EngineConfig, mesh: MeshConfig) -> str:
+    """What to say of a configured trace region that is smaller than the usual one; or nothing."""
+    size = mesh.trace_region_size
+    if size is None or mesh.trace == "none":
+        return ""
+    try:
+        num_layers = load_engine_model(engine).num_hidden_layers
+    except ConfigError:
+        return ""
+    usual = usual_trace_region_bytes(mesh.spec, num_layers, engine.tt_data_parallel)
+    if size >= usual:
+        return ""
+    return (
+        f"trace_region_size {size} is less than the {usual} that such a mesh and model usually "
+        "need: without it these are taken"
     )
 
 

@@ -2,14 +2,13 @@
 
 Judges what `replicas.boards` found; nothing here opens a device.
 
-Sources: hugepages from Tenstorrent's system setup. Unsure: how many of them ttnn takes of a device
-(four is Tenstorrent's own setting), and that a driver since 1.29 needs none behind an IOMMU on
-every board.
+Sources: hugepages from Tenstorrent's system setup, and from tt-umd that there must be one for each
+device. Unsure: how many more of them help (four is Tenstorrent's own setting), and that a driver
+since 1.29 needs none behind an IOMMU on every board.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -18,15 +17,18 @@ from replicas.boards import (
     HUGEPAGES_FILE,
     METAL_HOME,
     MOCK_DESCRIPTOR,
-    PACKAGE,
     RESOURCE,
     VISIBLE_DEVICES,
     HostReport,
-    is_named,
+    named,
+    visible_number,
 )
+from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, version_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from replicas.boards import Device
 
 HUGEPAGES_PER_DEVICE = 4
 WHEEL_PYTHONS = ((3, 10), (3, 12))
@@ -101,7 +103,8 @@ def _boards(report: HostReport) -> Iterator[Finding]:
 
 def _driver(report: HostReport) -> Iterator[Finding]:
     if report.driver is not None:
-        yield _finding("ok", "driver", f"tt-kmd {report.driver or 'of unknown version'}")
+        wanted = report.wanted.driver if report.driver else None
+        yield _tested(report, "driver", "tt-kmd", report.driver or "of unknown version", wanted)
         return
     yield _finding(
         "missing",
@@ -137,22 +140,52 @@ def _nodes(report: HostReport) -> Iterator[Finding]:
 
 def _firmware(report: HostReport) -> Iterator[Finding]:
     versions = sorted({d.firmware for d in report.devices if d.firmware is not None})
+    too_old = [d for d in report.devices if d.firmware is not None and _is_too_old(d)]
     if not versions:
         yield _finding("note", "firmware", "version unknown", "`tt-smi` shows it")
+    elif too_old:
+        oldest = ", ".join(sorted({f"{d.firmware} on {d.arch}" for d in too_old}))
+        wanted = ", ".join(f"{version} on {arch}" for arch, version in OLDEST_FIRMWARE.items())
+        text = f"bundle {oldest}, and ttnn opens none before {wanted}"
+        yield _finding("missing", "firmware", text, "bring the boards to a newer one with tt-flash")
     elif len(versions) == 1:
-        yield _finding("ok", "firmware", f"bundle {versions[0]}")
+        yield _tested(report, "firmware", "bundle", versions[0], report.wanted.firmware)
     else:
         text = f"bundles {', '.join(versions)} side by side"
         yield _finding("note", "firmware", text, "bring all boards to one bundle with tt-flash")
 
 
+def _is_too_old(device: Device) -> bool:
+    oldest = OLDEST_FIRMWARE[device.arch] if device.arch is not None else ""
+    return version_number(device.firmware) < version_number(oldest)
+
+
+def _tested(
+    report: HostReport, subject: str, what: str, version: str, wanted: str | None
+) -> Finding:
+    """A version, beside what ttnn was tested with; an older one is worth a note."""
+    text = f"{what} {version}"
+    if wanted is None:
+        return _finding("ok", subject, text)
+    text += f"; ttnn's list of releases names {wanted} (for {report.wanted.release})"
+    is_older = version_number(version) < version_number(wanted)
+    advice = ("bring it to that version, or a newer one",) if is_older else ()
+    return _finding("note" if is_older else "ok", subject, text, *advice)
+
+
 def _hugepages(report: HostReport) -> Iterator[Finding]:
-    text = f"{report.num_hugepages} of 1 GiB"
-    if report.has_iommu and _version(report.driver) >= _NO_HUGEPAGES_DRIVER:
+    count, each = len(report.devices), report.num_hugepages // len(report.devices)
+    text = f"{report.num_hugepages} of 1 GiB, {each} for each of {count} {devices_word(count)}"
+    free = report.num_free_hugepages
+    if report.has_iommu and version_number(report.driver) >= _NO_HUGEPAGES_DRIVER:
         yield _finding("ok", "hugepages", f"{text}; none are needed behind the IOMMU")
         return
-    wanted = HUGEPAGES_PER_DEVICE * len(report.devices)
+    wanted = HUGEPAGES_PER_DEVICE * count
     advice = []
+    if free is not None and free < min(count, report.num_hugepages):
+        text += f", {free} free"
+        if not any(d.holders for d in report.devices):
+            advice.append("delete what dead processes left: `ls /dev/hugepages-1G/*tenstorrent`")
     if report.num_hugepages < wanted:
         advice.append(f"`echo {wanted} | sudo tee /{HUGEPAGES_FILE}`, at best right after boot")
     if not report.has_hugepage_mount:
@@ -162,7 +195,7 @@ def _hugepages(report: HostReport) -> Iterator[Finding]:
             "hugetlbfs-1G /dev/hugepages-1G`"
         )
     level: Level = "note" if advice else "ok"
-    if report.num_hugepages < len(report.devices) or not report.has_hugepage_mount:
+    if report.num_hugepages < count or not report.has_hugepage_mount:
         level = "missing"
     yield _finding(level, "hugepages", text, *advice)
 
@@ -188,7 +221,49 @@ def _holders(report: HostReport) -> Iterator[Finding]:
         yield _finding("note", "in use", text, "two processes on one board hang each other")
 
 
-_BOARD_CHECKS = (_boards, _driver, _nodes, _firmware, _hugepages, _ray_count, _holders)
+def _tt_smi(report: HostReport) -> Iterator[Finding]:
+    """What resets boards, and what numbers mean to it and to ttnn."""
+    tool = report.tt_smi
+    if tool is None:
+        text = "not on PATH: boards that a killed engine left open are not reset"
+        yield _finding("note", "tt-smi", text, "`pip install tt-smi`")
+        return
+    if tool.version is None:
+        text = f"{tool.path} says no version, and what its numbers mean depends on it"
+        yield _finding("note", "tt-smi", text, "`pip install --upgrade tt-smi`")
+        return
+    meaning = (
+        "`-r` takes device nodes, and a number is a place in the order of PCI addresses"
+        if tool.takes_nodes
+        else "`-r` takes the numbers of device nodes"
+    )
+    if any(d.is_galaxy for d in report.devices) and not tool.resets_galaxies:
+        text = f"{tool.version} cannot reset a Galaxy, and its -r may drop all of its chips"
+        yield _finding("note", "tt-smi", text, "`pip install --upgrade tt-smi`")
+    else:
+        yield _finding("ok", "tt-smi", f"{tool.version}: {meaning}")
+
+
+def _numbers(report: HostReport) -> Iterator[Finding]:
+    places = [(visible_number(report.devices, d), d.index) for d in report.devices if d.has_node]
+    if any(place != index for place, index in places):
+        text = ", ".join(f"{place} is /dev/tenstorrent/{node}" for place, node in sorted(places))
+        yield _finding("note", "numbers", f"ttnn counts boards by their PCI addresses: {text}")
+
+
+def _folders(report: HostReport) -> Iterator[Finding]:
+    if not report.blocked_folders:
+        yield _finding("ok", "caches", "converted weights and compiled kernels can be kept")
+        return
+    text = f"this user may not write in {', '.join(report.blocked_folders)}"
+    advice = "give it the folders; mesh.weight_cache and TT_METAL_CACHE may name others"
+    yield _finding("note", "caches", text, advice)
+
+
+_BOARD_CHECKS = (
+    _boards, _driver, _nodes, _numbers, _firmware, _hugepages, _ray_count, _tt_smi, _folders,
+    _holders,
+)  # fmt: skip
 
 
 def _if_lacking(report: HostReport) -> Level:
@@ -217,13 +292,25 @@ def _sfpi(report: HostReport) -> Iterator[Finding]:
             text = "the compiler for kernels is not there"
             yield _finding(_if_lacking(report), "SFPI", text, install)
     elif report.is_sfpi_real:
-        yield _finding("ok", "SFPI", report.sfpi)
+        yield _sfpi_version(report, install)
     else:
         text = f"{report.sfpi} is a stand-in: enough for a mock device, not for a board"
         if report.mock_descriptor is not None or not report.devices:
             yield _finding("note", "SFPI", text)
         else:
             yield _finding("missing", "SFPI", text, install)
+
+
+def _sfpi_version(report: HostReport, install: str) -> Finding:
+    found, wanted = report.sfpi_version, report.wanted.sfpi
+    text = report.sfpi or ""
+    if found is not None:
+        text = f"{found}, {text}"
+    if wanted is None or found == wanted:
+        return _finding("ok", "SFPI", text)
+    if found is None:
+        return _finding("ok", "SFPI", f"{text}, of unknown version; ttnn asks for {wanted}")
+    return _finding("note", "SFPI", f"{text}; ttnn asks for {wanted}", install)
 
 
 def _metal_home(report: HostReport) -> Iterator[Finding]:
@@ -243,8 +330,9 @@ def _visible(report: HostReport) -> Iterator[Finding]:
         return
     subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
     opened = [d for d in report.devices if d.is_usable]
-    strays = [n for n in report.visible_names if not any(is_named(d, n) for d in report.devices)]
-    advice = f"unset it, or name boards that are here: {', '.join(str(d.index) for d in opened)}"
+    strays = [n for n in report.visible_names if not named(report.devices, n)]
+    numbers = sorted(str(visible_number(report.devices, d)) for d in opened)
+    advice = f"unset it, or name boards that are here: {', '.join(numbers)}"
     if not opened or not report.visible_names or report.mock_descriptor is not None:
         yield _finding("note", subject, text)
     elif not report.usable:
@@ -264,7 +352,3 @@ def _mock_cluster(report: HostReport) -> Iterator[Finding]:
 def devices_word(count: int) -> str:
     """The noun for so many of them."""
     return "device" if count == 1 else "devices"
-
-
-def _version(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text or ""))

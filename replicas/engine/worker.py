@@ -22,10 +22,13 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
+from replicas.engine.foreign_limits import foreign_token_budget, warn_of_name
 from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
+from replicas.generators.plugin.routes import route_mesh
+from replicas.generators.plugin.sizes import check_class_sizes
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator, resolve_mesh_generator
 from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, WallClock
@@ -33,7 +36,13 @@ from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layo
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.kv_groups import only_kv_group
-from replicas.kv_sizing import longest_sequence, resolve_dtype
+from replicas.kv_sizing import (
+    derive_max_model_len,
+    kv_groups,
+    longest_sequence,
+    resolve_dtype,
+)
+from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +66,6 @@ if TYPE_CHECKING:
         KVCache,
         ModelCapabilities,
         SupportsLayerCallbacks,
-        SupportsTokenBudget,
     )
     from replicas.generators.ttnn.mesh import TTMesh
     from replicas.kv_groups import KVGroup
@@ -122,7 +130,7 @@ class Worker:
         self._hf_config = load_engine_model(config)
         self._faults = engine_faults(config)
         if config.mesh is not None:
-            self._init_mesh(config.mesh)
+            self._init_mesh(route_mesh(config.generator, config.mesh))
             return
         self._dtype = _DTYPES[resolve_dtype(config, self._hf_config)]
         if config.simulated_mesh is not None:
@@ -147,7 +155,12 @@ class Worker:
             )
             return model_facts(config, hf, self._generator_class.model_capabilities)
         max_seq_len = longest_sequence(config, hf)
-        budget = self._token_budget(config.mesh, max_seq_len)
+        budget = None
+        if not config.uses_native_generator:
+            generator = self._generator_class
+            budget = foreign_token_budget(config, config.mesh, hf, generator, max_seq_len)
+            # Known only now, and not to be found out after minutes of loading.
+            derive_max_model_len(config, max_seq_len, kv_groups(config, hf, budget))
         self._generator = self._generator_class.initialize_vllm_model(
             hf,
             self._device,
@@ -157,7 +170,8 @@ class Worker:
             optimizations=config.mesh.optimizations,
         )
         capabilities = self._generator.model_capabilities
-        self._check_mesh_capabilities(config.mesh, capabilities)
+        name = self._generator_class.__qualname__
+        _check_capabilities(config, config.mesh, hf, name, capabilities)
         return model_facts(config, hf, capabilities, budget)
 
     def initialize_kv_cache(
@@ -283,51 +297,23 @@ class Worker:
         self._dtype = _MESH_DTYPE
         open_mesh = _import_open_mesh(mesh)
         architecture = self._hf_config.architectures[0]
-        self._generator_class = resolve_mesh_generator(self._config.generator, architecture, mesh)
+        self._generator_class = resolve_mesh_generator(self._config, architecture)
         capabilities = self._generator_class.model_capabilities
-        self._check_mesh_capabilities(mesh, capabilities)
+        name = self._generator_class.__qualname__
+        _check_capabilities(self._config, mesh, self._hf_config, name, capabilities)
+        if not self._config.uses_native_generator:
+            longest = longest_sequence(self._config, self._hf_config)
+            check_class_sizes(self._config, self._generator_class, longest)
+            warn_of_name(self._config, self._generator_class)
+        region = trace_region_bytes(
+            mesh, self._hf_config.num_hidden_layers, self._config.tt_data_parallel
+        )
         self._device = self._mesh = open_mesh(
-            mesh,
+            msgspec.structs.replace(mesh, trace_region_size=region),
             fabric_config=capabilities.get("fabric_config"),
             load_format=self._config.load_format,
             seed=self._config.weights_seed,
             progress=self._progress,
-        )
-
-    def _check_mesh_capabilities(self, mesh: MeshConfig, can: ModelCapabilities) -> None:
-        """Refuse what cannot work.
-
-        Asked before a mesh is opened and minutes of loading have passed, and again of the model
-        that was loaded, which may be able to do less than its class.
-        """
-        config, name = self._config, self._generator_class.__qualname__
-        asked = mesh.sample_on_device not in (None, "none")
-        if asked and not can.get("supports_sample_on_device"):
-            raise ConfigError(
-                f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
-                "sample on the device; set it to none"
-            )
-        block_size = can.get("required_block_size") or config.block_size
-        if block_size != config.block_size:
-            raise ConfigError(
-                f"block_size is {config.block_size} and generator {name} needs {block_size}"
-            )
-        if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
-            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
-        longest_sequence(config, self._hf_config)
-
-    def _token_budget(self, mesh: MeshConfig, max_seq_len: int) -> int | None:
-        """What a class that is not ours says of a lane's KV cache, if anything."""
-        config = self._config
-        ask = getattr(self._generator_class, "get_max_tokens_all_users", None)
-        if config.uses_native_generator or not callable(ask):
-            return None
-        return cast("SupportsTokenBudget", self._generator_class).get_max_tokens_all_users(
-            model_name=config.model,
-            num_devices=mesh.spec.num_chips,
-            tt_data_parallel=config.tt_data_parallel,
-            max_model_len=max_seq_len,
-            max_num_seqs=config.slots_per_group,
         )
 
     def _cpu(self) -> CpuDevice:
@@ -376,6 +362,35 @@ class Worker:
             rope=rope,
             model_fingerprint=model_fingerprint(config),
         )
+
+
+def _check_capabilities(
+    config: EngineConfig, mesh: MeshConfig, model: ModelConfig, name: str, can: ModelCapabilities
+) -> None:
+    """Refuse what cannot work.
+
+    Asked before a mesh is opened and minutes of loading have passed, and again of the model
+    that was loaded, which may be able to do less than its class.
+    """
+    asked = mesh.sample_on_device not in (None, "none")
+    if asked and not can.get("supports_sample_on_device"):
+        raise ConfigError(
+            f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
+            "sample on the device; set it to none"
+        )
+    if mesh.sample_on_device == "all" and not can.get("supports_sample_in_prefill"):
+        raise ConfigError(
+            f"mesh.sample_on_device is 'all' and generator {name} does not sample in prefill; "
+            "set it to decode_only"
+        )
+    block_size = can.get("required_block_size") or config.block_size
+    if block_size != config.block_size:
+        raise ConfigError(
+            f"block_size is {config.block_size} and generator {name} needs {block_size}"
+        )
+    if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
+        config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+    longest_sequence(config, model)
 
 
 def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:

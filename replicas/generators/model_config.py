@@ -59,7 +59,7 @@ class ModelConfig:
     Attributes:
         name_or_path: Model folder.
         architectures: Architecture names, the first one counts.
-        family: "llama", "mistral", "qwen2" or "qwen3"; its model_type if others compute it.
+        family: "llama", "mistral", "qwen2" or "qwen3"; "" if only others compute it.
         num_hidden_layers: Decoder layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; divides the query heads.
@@ -121,20 +121,37 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 def load_engine_model(config: EngineConfig) -> ModelConfig:
     """Configuration of the model that an engine serves, whoever computes it.
 
+    A generator that the configuration names may extend one of ours, which needs all that ours
+    read, or compute what ours do not know.
+
     Raises:
         ConfigError: The folder cannot be read, or this package would have to compute a model that
             it does not know.
     """
-    if config.mesh is None or config.uses_native_generator:
+    try:
         return load_hf_config(config.model)
+    except ConfigError:
+        if config.generator is None or config.uses_native_generator:
+            raise
     return load_foreign_config(config.model)
+
+
+def read_architecture(folder: str | Path) -> str | None:
+    """The first architecture that ``folder``/config.json names, if it names any.
+
+    Raises:
+        ConfigError: There is no config.json, or it is not JSON.
+    """
+    names = _read_json(Path(folder) / "config.json").get("architectures") or ()
+    return str(names[0]) if names else None
 
 
 def load_foreign_config(folder: str | Path) -> ModelConfig:
     """Read what an engine needs of a model that a class of another package computes.
 
     Any architecture that transformers knows will do: sizes, positions and end tokens are read, what
-    says how to compute is not. Of an image-text model it is the text part's.
+    says how to compute is not, so that no generator of ours takes it. Of an image-text model it is
+    the text part's.
 
     Raises:
         ConfigError: The folder cannot be read, or says too little; names what is missing.
@@ -156,7 +173,7 @@ def load_foreign_config(folder: str | Path) -> ModelConfig:
         return ModelConfig(
             name_or_path=str(path),
             architectures=tuple(whole.architectures or ()),
-            family=str(whole.model_type),
+            family="",
             num_hidden_layers=int(text.num_hidden_layers),
             num_attention_heads=heads,
             num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
@@ -187,6 +204,9 @@ def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed
         ConfigError: It is neither, or describes an unsupported model.
     """
     if isinstance(hf_config, ModelConfig):
+        if hf_config.family not in FAMILIES.values():
+            # Says what this package would have to know.
+            return load_hf_config(hf_config.name_or_path)
         return hf_config
     if not hasattr(hf_config, "to_dict"):
         raise ConfigError(

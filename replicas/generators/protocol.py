@@ -233,7 +233,8 @@ class GeneratorBase(Protocol):
             max_batch_size: Rows of the global decode batch, all lanes together.
             max_seq_len: Longest sequence in tokens, prompt and output.
             tt_data_parallel: Number of lanes; divides ``max_batch_size``.
-            optimizations: None, "performance" or "accuracy"; a generator may ignore it.
+            optimizations: None, "performance", "balanced" or "accuracy"; a generator may
+                ignore it.
 
         Returns:
             A generator ready for ``allocate_kv_cache``.

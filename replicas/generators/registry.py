@@ -1,6 +1,5 @@
 """Find a generator class by Hugging Face architecture name or by "module:Class".
 
-Owner: the table of registered architectures, filled at import time and by ``register_generator``.
 Modules are imported only when their generator is asked for.
 """
 
@@ -11,17 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from replicas.config import NATIVE_TT_GENERATOR
 from replicas.errors import ConfigError, UnknownGeneratorError
-from replicas.generators.model_config import FAMILIES
+from replicas.generators.targets import known_generators, split_target, target_of
 
 if TYPE_CHECKING:
-    from replicas.config import MeshConfig
+    from replicas.config import EngineConfig
     from replicas.generators.protocol import Generator
-
-_TORCH_GENERATOR = "replicas.generators.torch.generator:TorchGenerator"
-TT_METAL = "tt-metal"
-"""What a configuration calls the class of tt-metal that serves the model's architecture."""
-
-_targets: dict[str, str] = dict.fromkeys(FAMILIES, _TORCH_GENERATOR)
 
 REQUIRED_METHODS = (
     "initialize_vllm_model",
@@ -39,25 +32,6 @@ _CAPABILITY_METHODS = {
 }
 
 
-def register_generator(architecture: str, target: str) -> None:
-    """Serve ``architecture`` with the class at ``target`` from now on.
-
-    Args:
-        architecture: Name as in a config.json's ``architectures``.
-        target: "module:Class", imported when first asked for. Replaces an earlier target.
-
-    Raises:
-        ConfigError: ``target`` is not of the form "module:Class".
-    """
-    _split(target)
-    _targets[architecture] = target
-
-
-def known_generators() -> tuple[str, ...]:
-    """Return the registered architecture names, sorted."""
-    return tuple(sorted(_targets))
-
-
 def resolve_generator(name_or_architecture: str) -> type[Generator]:
     """Import and check a generator class.
 
@@ -68,13 +42,13 @@ def resolve_generator(name_or_architecture: str) -> type[Generator]:
         UnknownGeneratorError: Neither, or the module or the class does not exist.
         ConfigError: The class lacks methods of the interface; the message names them.
     """
-    target = _targets.get(name_or_architecture, name_or_architecture)
+    target = target_of(name_or_architecture) or name_or_architecture
     if ":" not in target:
         raise UnknownGeneratorError(
             f"no generator for {name_or_architecture!r}; known: {', '.join(known_generators())}; "
             "or name a class as 'module:Class'"
         )
-    module_name, class_name = _split(target)
+    module_name, class_name = split_target(target)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -86,32 +60,34 @@ def resolve_generator(name_or_architecture: str) -> type[Generator]:
     return cast("type[Generator]", found)
 
 
-def resolve_mesh_generator(
-    name: str | None, architecture: str, mesh: MeshConfig
-) -> type[Generator]:
+def resolve_mesh_generator(config: EngineConfig, architecture: str) -> type[Generator]:
     """Import the generator class of a Tenstorrent mesh.
 
     A class that was written for Tenstorrent's vLLM plug-in is put behind our protocol. One that
     extends this package's own is taken as it is.
 
     Args:
-        name: None for this package's own; "tt-metal" for the class that serves the architecture
-            there; "module:Class"; or the architecture of a bundle.
+        config: With a mesh, which says where bundles and tt-metal are. Its generator is None for
+            this package's own; one of `ROUTES` for the class that serves the architecture there;
+            "module:Class"; or the architecture of a bundle.
         architecture: Of the model.
-        mesh: Where bundles and tt-metal are.
 
     Raises:
         UnknownGeneratorError: No such class; says what to set.
-        ConfigError: The class cannot serve text; says why.
+        ConfigError: The class cannot serve text, this model, or on this mesh; says why.
     """
+    name, mesh = config.generator, config.mesh
     if name is None or name == NATIVE_TT_GENERATOR:
         return resolve_generator(NATIVE_TT_GENERATOR)
     # They import torch, which most that ask this module for something do without.
     from replicas.generators.plugin.adapter import adapt
-    from replicas.generators.plugin.find import PluginPaths, find_plugin_class
+    from replicas.generators.plugin.find import PluginPaths, find_plugin_class, find_route_class
+    from replicas.generators.plugin.routes import ROUTES, check_route
 
-    if name == TT_METAL:
-        found = find_plugin_class(architecture, PluginPaths(mesh.tt_metal_home))
+    assert mesh is not None
+    if name in ROUTES:
+        check_route(config, architecture)
+        found = find_route_class(name, architecture, PluginPaths(mesh.tt_metal_home))
     else:
         found = find_plugin_class(name, PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir))
     bases = (f"{base.__module__}:{base.__qualname__}" for base in found.__mro__)
@@ -119,19 +95,8 @@ def resolve_mesh_generator(
         _check_interface(name, found)
         return cast("type[Generator]", found)
     adapted = adapt(found)
-    if mesh.sample_on_device == "all" and not adapted.signature.prefill.takes("sampling_params"):
-        raise ConfigError(
-            f"generator {adapted.signature.class_name} does not sample in prefill: its "
-            "prefill_forward takes no sampling_params; set mesh.sample_on_device: decode_only"
-        )
+    adapted.check_checkpoint(config.model)
     return adapted
-
-
-def _split(target: str) -> tuple[str, str]:
-    module_name, _, class_name = target.partition(":")
-    if not module_name or not class_name.isidentifier():
-        raise ConfigError(f"generator {target!r} is not of the form 'module:Class'")
-    return module_name, class_name
 
 
 def _check_interface(target: str, found: type) -> None:

@@ -162,3 +162,12 @@ def test_generate_names_the_folder_that_holds_no_model(run, tmp_path):
     result = run("generate", "hello", "--model", tmp_path)
     assert result.exit_code == 1
     assert str(tmp_path) in result.output
+
+
+def test_a_link_to_a_model_keeps_its_name(tmp_path, monkeypatch):
+    """Classes of others know a model by the name of its folder."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "Llama-3.1-8B-Instruct").symlink_to("weights")
+    monkeypatch.chdir(tmp_path)
+    assert cli._absolute_model("Llama-3.1-8B-Instruct") == str(tmp_path / "Llama-3.1-8B-Instruct")
+    assert cli._absolute_model("no-folder") == "no-folder"

@@ -98,9 +98,37 @@ def test_prompts_to_measure_with_have_no_common_prefix():
     assert [output.num_cached_tokens for output in outputs] == [0] * 5
 
 
+def test_an_async_engine_gives_the_same_texts(example, tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(["Return a copy of the", "Raise an exception if"]))
+    arguments = ("--prompts_json", str(path), "--num_repeat_prompts", "2", "--max-tokens", "6")
+    code, lines, errors = example(*arguments, "--async_engine", "--max-batch-size", "3")
+    assert code == 0, errors
+    texts = [line for line in lines if " -> " in line]
+    assert len(texts) == 4
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1]
+    assert texts == [line for line in example(*arguments)[1] if " -> " in line]
+    figures = json.loads(lines[-1])
+    assert (figures["num_requests"], figures["output_tokens"]) == (4, 24)
+    assert 0 < figures["ttft_ms"] < 1000 * figures["seconds"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--multi_modal"], ["--multi_image"], ["--mm_processor_kwargs", "{}"]]
+)
+def test_flags_that_need_images_say_that_there_are_none(arguments, capsys):
+    assert offline_inference.main(arguments) == 1
+    assert capsys.readouterr().err.startswith(f"{arguments[0]}: images are not supported yet")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--num_repeat_prompts", "0"], "must be at least 1, got 0"),
+        (["--num_repeat_prompts", "2", "--num-prompts", "2"], "not allowed with argument"),
+        (["--async_engine", "--test_increasing_seq_lens"], "takes no --test_increasing_seq_lens"),
+        (["--async_engine", "--requests-per-step", "2"], "no --requests-per-step"),
         (["--requests-per-step", "-1"], "must be at least 0, got -1"),
         (["--num-prompts", "0"], "must be at least 1, got 0"),
     ],
@@ -116,7 +144,7 @@ def test_prompts_that_are_none_are_refused_before_the_engine_starts(content, tmp
     path = tmp_path / "prompts.json"
     if content is not None:
         path.write_text(content)
-    assert offline_inference.main(["--prompts", str(path)]) == 1
+    assert offline_inference.main(["--prompts_json", str(path)]) == 1
     assert "prompts.json" in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 
@@ -97,6 +98,14 @@ def test_tt_smi_is_left_alone_while_a_board_works(host):
     assert host.report().devices[0].board is None
 
 
+def test_a_tt_smi_beside_this_interpreter_is_found(host, monkeypatch):
+    host.add_tt_smi(version="6.2.1")
+    del host.environment["PATH"]
+    assert host.report().tt_smi is None
+    monkeypatch.setattr(sys, "executable", str(host.root / "bin" / "python"))
+    assert host.report().tt_smi.version == "6.2.1"
+
+
 def test_a_tt_smi_that_fails_names_nothing(host):
     address = host.add_board("n300", is_named=False)
     host.add_tt_smi([{"board_info": {"board_type": "n300 L", "bus_id": address}}], code=1)
@@ -169,12 +178,15 @@ def test_boards_make_meshes(host, cards, choices):
     assert list(mesh_choices(host.report())) == choices
 
 
-def test_a_galaxy_is_one_mesh_and_is_named_once(host):
+def test_a_galaxy_is_one_mesh_or_its_trays(host):
     for _ in range(32):
         host.add_board("n", is_named=False)
     for folder in (host.root / "sys/bus/pci/devices").glob("*/tenstorrent/*"):
         (folder / "tt_card_type").write_text("galaxy-wormhole\n")
-    assert mesh_choices(host.report()) == (MeshChoice("Galaxy", 1),)
+    assert mesh_choices(host.report()) == (
+        MeshChoice("Galaxy", 1),
+        MeshChoice("GalaxyT3K", 4, CABLED),
+    )
 
 
 @pytest.mark.parametrize(

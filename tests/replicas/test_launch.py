@@ -17,7 +17,7 @@ from kv_transfer.keys import KeyRing
 from replicas import async_client, client, launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
-from replicas.config import MeshConfig, SimulatedMeshConfig
+from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
     KNOWN_STEP_S,
@@ -310,10 +310,22 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
 def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment(of_meshes):
     mesh = MeshConfig(name="t3k", tt_metal_home="/metal")
     theirs = config(mesh=mesh, generator="tt-metal")
-    assert child_environment(theirs, {"HF_MODEL": "other", "A": "b"}) == {
+    told = child_environment(theirs, {"HF_MODEL": "other", "A": "b"})
+    assert not told.pop("TT_CACHE_PATH").startswith(theirs.model)
+    assert told == {
         "A": "b",
+        "ARCH_NAME": "wormhole_b0",
         "HF_MODEL": theirs.model,
         "MESH_DEVICE": "T3K",
         "TT_METAL_HOME": "/metal",
+        "WH_ARCH_YAML": "wormhole_b0_80_arch_eth_dispatch.yaml",
         **of_meshes,
     }
+
+
+def test_a_class_of_a_galaxy_finds_what_chooses_it_unless_the_user_has_chosen():
+    mesh = MeshConfig(name="TG")
+    theirs = EngineConfig(model="/models/some", mesh=mesh, generator="llama3_70b_galaxy")
+    chooses = "TT_LLAMA_TEXT_VER"
+    assert child_environment(theirs, {})[chooses] == "llama3_70b_galaxy"
+    assert child_environment(theirs, {chooses: "mine"})[chooses] == "mine"

@@ -9,8 +9,8 @@ from replicas.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("optimizations", "speed", "'speed' is not one of 'performance', 'accuracy'"),
-        ("optimizations", None, "None is not one of 'performance', 'accuracy'"),
+        ("optimizations", "speed", "'speed' is not one of 'performance', 'balanced', 'accuracy'"),
+        ("optimizations", None, "None is not one of 'performance', 'balanced', 'accuracy'"),
         ("trace", True, "True is not one of 'none', 'decode_only', 'all'"),
         ("sample_on_device", "off", "'off' is not one of 'none', 'decode_only', 'all'"),
         ("dispatch_core_axis", "rows", "'rows' is not one of 'row', 'col', None"),

@@ -7,7 +7,8 @@ from replicas.meshes import MESHES, lane_shape, mesh_spec
 
 SHAPES = {
     "N150": (1, 1), "N150x4": (1, 4), "N300": (1, 2), "T3K": (1, 8), "TG": (8, 4),
-    "Galaxy": (8, 4), "DualGalaxy": (8, 8), "QuadGalaxy": (8, 16), "P100": (1, 1), "P150": (1, 1),
+    "Galaxy": (8, 4), "GalaxyT3K": (1, 8), "DualGalaxy": (8, 8),
+    "QuadGalaxy": (8, 16), "P100": (1, 1), "P150": (1, 1),
     "P150x2": (1, 2), "P150x4": (1, 4), "P150x8": (1, 8), "P300": (1, 2), "P300x2": (1, 4),
     "BHGalaxy": (8, 4),
 }  # fmt: skip
@@ -40,6 +41,7 @@ def test_the_facts_of_a_mesh_agree_with_each_other(spec):
         ("wh galaxy", "Galaxy"),
         ("dual galaxy", "DualGalaxy"),
         ("T3000", "T3K"),
+        ("GALAXY_T3K", "GalaxyT3K"),
     ],
 )
 def test_names_are_read_in_any_case_and_spelling(written, name):
@@ -54,6 +56,7 @@ def test_names_are_read_in_any_case_and_spelling(written, name):
         ("N300", "FABRIC_1D"),
         ("T3K", "FABRIC_1D"),
         ("P150x8", "FABRIC_1D"),
+        ("GalaxyT3K", "FABRIC_1D"),
         ("Galaxy", "FABRIC_1D_RING"),
         ("TG", "FABRIC_1D_RING"),
         ("BHGalaxy", "FABRIC_2D_TORUS_XY"),
@@ -64,6 +67,18 @@ def test_names_are_read_in_any_case_and_spelling(written, name):
 )
 def test_the_fabric_follows_from_chips_and_machine(name, fabric):
     assert mesh_spec(name).fabric == fabric
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("N150", "N150"), ("P150x4", "P150x4"), ("TG", "TG"), ("Galaxy", "TG"),
+        ("GalaxyT3K", "T3K"), ("BHGalaxy", "BH-Galaxy"), ("DualGalaxy", "(8,8)"),
+        ("(2,4)", "(2,4)"),
+    ],
+)  # fmt: skip
+def test_tenstorrents_own_word_for_a_mesh(name, word):
+    assert mesh_spec(name).mesh_device == word
 
 
 def test_an_n300_and_a_t3k_have_a_device_for_two_chips():

@@ -7,6 +7,8 @@ chips, and by an engine on a double that holds it to the reload contract.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 
 import msgspec
@@ -19,10 +21,12 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget
+from replicas.launch import start_engine
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
+from tests.tt.golden.lanes import model_folder
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -130,6 +134,25 @@ def test_the_mesh_can_be_opened_again_after_an_engine_and_after_one_that_failed(
     with pytest.raises((DeviceError, ConfigError)):
         EngineCore(too_large, UniProcExecutor(too_large))
     outputs(config(), GREEDY)
+
+
+@pytest.mark.board("N150")
+def test_a_foreign_class_leaves_a_read_only_checkpoint_as_it_is(config, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder("llama-32"), model)
+    files = sorted(path.name for path in model.iterdir())
+    model.chmod(0o555)
+    theirs = config(
+        model=str(model), load_format="safetensors", generator="tests.tt.converting:Converting"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path / "home")}
+    env.pop("TT_CACHE_PATH", None)
+    handle = start_engine(theirs, env=env)
+    assert handle.is_alive
+    handle.stop()
+    assert sorted(path.name for path in model.iterdir()) == files
+    kept = list((tmp_path / "weights" / "tt-metal").glob("model-N150-wormhole-1-lanes-*/N150/*"))
+    assert [path.name for path in kept] == ["layers.0.wqkv"]
 
 
 @pytest.mark.board("N150")

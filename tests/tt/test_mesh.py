@@ -13,17 +13,18 @@ import pytest
 import torch
 import ttnn
 
+from replicas.boards import read_devices
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn import mesh as mesh_module
-from replicas.generators.ttnn.mesh import boards_to_open, open_mesh, ttnn_message
+from replicas.generators.ttnn.board_locks import BoardLocks
+from replicas.generators.ttnn.mesh import TTMesh, names_to_open, open_mesh, ttnn_message
 from replicas.launch import child_environment
+from tests.hosts import FakeHost
 from tests.tt.mock.boards import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from replicas.generators.ttnn.mesh import TTMesh
 
     OpenMesh = Callable[..., TTMesh]
 
@@ -86,6 +87,44 @@ def test_a_mesh_is_cut_as_flat_as_it_can_be(
     shape: tuple[int, int], num_chips: int, cut: tuple[int, int]
 ) -> None:
     assert mesh_module._cut(shape, num_chips) == cut
+
+
+class _Galaxy:
+    """A double of 32 chips, of which ttnn's mock cluster has no descriptor here: what is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def reshape(self, shape: ttnn.MeshShape) -> None:
+        self.asked.append(("reshape", tuple(shape)))
+
+    def create_submeshes(self, shape: ttnn.MeshShape) -> list[_Galaxy]:
+        self.asked.append(("cut", tuple(shape)))
+        self.parts = [_Galaxy() for _ in range(32 // (shape[0] * shape[1]))]
+        return list(self.parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "cut", "order"),
+    [
+        ("Galaxy", 2, (2, 8), [0, 1]),
+        ("Galaxy", 4, (1, 8), [0, 2, 3, 1]),
+        ("TG", 4, (1, 8), [0, 2, 3, 1]),
+        ("BHGalaxy", 4, (1, 8), [0, 1, 2, 3]),
+        ("Galaxy", 8, (1, 4), list(range(8))),
+        ("Galaxy", 32, (1, 1), list(range(32))),
+    ],
+)
+def test_lanes_of_a_galaxy_are_cut_from_rows_of_eight(
+    name: str, lanes: int, cut: tuple[int, int], order: list[int]
+) -> None:
+    settings = MeshConfig(name=name)
+    device = _Galaxy()
+    mesh = TTMesh(device, settings.spec, settings)
+    assert mesh.lanes(lanes) == [device.parts[index] for index in order]
+    assert device.asked == [("reshape", (4, 8)), ("cut", cut)]
+    rows = [] if cut[0] == 1 else [("reshape", (1, 32 // lanes))]
+    assert all(lane.asked == rows for lane in device.parts)
 
 
 def test_no_rectangles_of_that_many_chips() -> None:
@@ -256,20 +295,15 @@ def test_a_failed_close_leaves_the_mark_and_the_lock(
     mesh._locks.release()
 
 
-def test_the_boards_that_are_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_boards_that_are_opened() -> None:
     any_boards = MeshConfig(name="N300")
-    monkeypatch.setattr(mesh_module, "_DEVICE_NODES", tmp_path / "none")
-    assert boards_to_open(any_boards, None) == ()
-    assert boards_to_open(any_boards, "0, 3") == ("0", "3")
-    for node in ("0", "1", "by-id"):
-        (tmp_path / node).touch()
-    monkeypatch.setattr(mesh_module, "_DEVICE_NODES", tmp_path)
-    assert boards_to_open(any_boards, "") == ("0", "1")
+    assert names_to_open(any_boards, None) == names_to_open(any_boards, "") == ()
+    assert names_to_open(any_boards, "0, 3") == ("0", "3")
     two = MeshConfig(name="N300", visible_devices=(2, 3))
-    assert boards_to_open(two, "3,2") == ("3", "2")
+    assert names_to_open(two, "3,2") == ("3", "2")
     for bound in (None, "2", "0,1"):
         with pytest.raises(ConfigError, match=f"'2', '3'.*TT_VISIBLE_DEVICES={bound or ''}:"):
-            boards_to_open(two, bound)
+            names_to_open(two, bound)
 
 
 def test_the_message_among_the_lines() -> None:
@@ -316,23 +350,12 @@ def start_holder(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[st
             pass
 
 
-def _tt_smi(folder: Path, exit_code: int) -> Path:
-    """A tt-smi that writes down what it was asked."""
-    folder.mkdir(exist_ok=True)
-    tool = folder / "tt-smi"
-    tool.write_text(
-        f'#!/bin/sh\necho "$@" >> {folder}/asked\necho no such board\nexit {exit_code}\n'
-    )
-    tool.chmod(0o755)
-    return folder / "asked"
-
-
 @pytest.mark.board("N300")
 def test_two_processes_and_one_board(
     open_mock_mesh: OpenMesh,
     start_holder: Callable[[int], subprocess.Popen[str]],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("TT_VISIBLE_DEVICES", "0")
     holder = start_holder(1)
@@ -340,35 +363,36 @@ def test_two_processes_and_one_board(
         open_mock_mesh()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-
-    asked = _tt_smi(tmp_path / "bad", exit_code=3)
-    monkeypatch.setenv("PATH", f"{asked.parent}:{os.environ['PATH']}")
-    with pytest.raises(DeviceError, match=r"tt-smi -r 0` .* exit code 3: no such board"):
-        open_mock_mesh()
-    asked = _tt_smi(tmp_path / "good", exit_code=0)
-    monkeypatch.setenv("PATH", f"{asked.parent}:{os.environ['PATH']}")
-    mesh = open_mock_mesh()
-    assert asked.read_text() == "-r 0\n"
-    mesh.close()
+    # A mock cluster's boards are none of the host's: nothing may be reset for them.
     open_mock_mesh().close()
-    assert asked.read_text() == "-r 0\n", "a mesh that was closed needs no reset"
+    assert "no device nodes for them" in caplog.text
 
 
 @pytest.mark.board("N300")
-def test_a_dead_process_and_nothing_to_reset_with(
-    open_mock_mesh: OpenMesh,
-    start_holder: Callable[[int], subprocess.Popen[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_board_that_was_left_open_is_reset_before_it_is_opened(
+    open_mock_mesh: OpenMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = start_holder(1)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    host = FakeHost(tmp_path / "host")
+    address = host.add_board("n300", node=4)
+    monkeypatch.setattr(mesh_module, "_host_devices", lambda: read_devices(host.root))
     monkeypatch.setenv("TT_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(mesh_module.shutil, "which", lambda name: None)
-    open_mock_mesh()
-    assert "tt-smi -r 0" in caplog.text
+    asked = host.add_tt_smi()
+    monkeypatch.setenv("PATH", host.environment["PATH"])
+    dead = BoardLocks([address])
+    dead.mark_open()
+    dead.release()
+    mesh = open_mock_mesh()
+    assert asked.read_text() == "-r /dev/tenstorrent/4 on 0\n"
+    mesh.close()
+    open_mock_mesh().close()
+    assert asked.read_text().count("-r") == 1, "a mesh that was closed needs no reset"
+    dead = BoardLocks([address])
+    dead.mark_open()
+    dead.release()
+    host.add_tt_smi(code=3)
+    with pytest.raises(DeviceError, match="did not reset the boards, exit code 3"):
+        open_mock_mesh()
+    assert BoardLocks([address]).left_open == (address,), "and the next one tries again"
 
 
 @pytest.mark.board("N300")
@@ -414,9 +438,7 @@ def test_an_engine_leaves_nothing_in_shared_memory_and_its_folder(
     assert (tmp_path / ".cache" / "ttserve" / "ttnn-logs" / "generated").is_dir()
 
 
-def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mesh_module, "_DEVICE_NODES", tmp_path / "none")
-
+def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> int:
         raise RuntimeError("TT_FATAL @ /src/cluster.cpp:1: n > 0\ninfo:\nNo chips detected\n")
 

@@ -140,6 +140,7 @@ class LaneUnderTest:
             max_seq_len=self.max_seq_len,
             block_size=self.block_size,
             table_width=prefill_table_width(self.max_seq_len, self.block_size),
+            hidden_size=self.config.hidden_size,
         )
         self._check(self.model.prefill(to_device(host, self.device), self.cache))
 
@@ -171,7 +172,7 @@ def mock_lane(open_mock_mesh):
 
 def on_board(board, *values):
     return pytest.param(
-        board, *values, marks=pytest.mark.board(board), id="-".join((board, *values))
+        board, *values, marks=pytest.mark.board(board), id="-".join(map(str, (board, *values)))
     )
 
 
@@ -216,6 +217,32 @@ def test_every_bucket_and_a_decode_are_taken_and_compile_once(
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31])
 def test_any_number_of_rows_is_taken(mock_lane, rows, heads):
     mock_lane(make_config("qwen3", num_attention_heads=heads), rows=rows).decode([3, -1])
+
+
+@pytest.mark.parametrize(
+    ("board", "kv_heads"), [on_board("N150", 8), on_board("N150", 32), on_board("P150", 32)]
+)
+@pytest.mark.parametrize("rows", [1, 9, 31, 32])
+def test_heads_are_rotated_on_the_cores_that_have_their_rotary_rows(
+    mock_lane, monkeypatch, board, kv_heads, rows
+):
+    config = make_config("qwen3", num_attention_heads=32, num_key_value_heads=kv_heads)
+    lane = mock_lane(config, rows=rows)
+    attention, places = lane.model._attention, []
+    rotated = attention._rotated
+
+    def noted(tensor, rope, *, is_decode):
+        places.append([each.memory_config() for each in (tensor, *rope)])
+        return rotated(tensor, rope, is_decode=is_decode)
+
+    monkeypatch.setattr(attention, "_rotated", noted)
+    lane.decode([3, -1])
+    assert len(places) == 2 * lane.config.num_hidden_layers
+    for of_heads, of_cos, of_sin in places:
+        assert of_heads == of_cos == of_sin
+    queries, keys = places[0][0], places[1][0]
+    # Where heads are more than cores, those of keys are on the same as those of queries.
+    assert (queries == keys) == (board == "N150" and kv_heads == 32)
 
 
 @pytest.mark.board("N150")
@@ -272,18 +299,21 @@ def chunk(token_ids, start, block_ids, block_size=64):
         max_seq_len=256,
         block_size=block_size,
         table_width=8,
+        hidden_size=96,
     )
 
 
 def test_a_chunk_is_laid_out_for_the_device():
     found = chunk([7, 8, 9], 64, [5, 3, 6])
-    tokens, ropes, table, own, start, last = as_lists(
+    tokens, ropes, table, own, start, tile_start, tile_end, last = as_lists(
         found,
         "tokens",
         "rope_indices",
         "page_table",
         "chunk_page_table",
         "chunk_start",
+        "last_tile_start",
+        "last_tile_end",
         "last_index",
     )
     assert tokens == [[7, 8, 9] + [0] * 125]
@@ -292,7 +322,9 @@ def test_a_chunk_is_laid_out_for_the_device():
     assert table == [[5, 3] + [0] * 6]
     assert own == [[3, 0]]
     assert start == [64]
-    assert last == [[2] * 32]
+    assert (tile_start, tile_end, last) == ([0, 0, 0, 0], [1, 1, 32, 96], [[2] * 32])
+    tiles = as_lists(chunk(range(70), 0, [5, 3]), "last_tile_start", "last_tile_end", "last_index")
+    assert tiles == [[0, 0, 64, 0], [1, 1, 96, 96], [[5] * 32]]
     assert found.tokens.dtype == found.rope_indices.dtype == found.last_index.dtype == ttnn.uint32
     assert found.page_table.dtype == found.chunk_page_table.dtype == ttnn.int32
     assert found.chunk_start.dtype == ttnn.int32

@@ -32,7 +32,7 @@ def greedy(num_new=10):
     return SamplingParams(max_tokens=num_new, temperature=0.0, seed=0, ignore_eos=True)
 
 
-NEAR_TIE = {"accuracy": 2.0, "performance": 8.0}
+NEAR_TIE = {"accuracy": 2.0, "balanced": 8.0}
 """Gap of two candidates in exact arithmetic, in units of transformers' error in bfloat16 there,
 which either of them may have suffered; errors in bfloat8_b are three to four times larger."""
 
@@ -144,8 +144,8 @@ def pair():
 
 
 MOVED = {
-    "one chip to one chip": ("llama-32", "performance", (1, 1, 32), (1, 1, 32)),
-    "two chips to four as two lanes": ("qwen3-64", "performance", (2, 1, 64), (4, 2, 32)),
+    "one chip to one chip": ("llama-32", "balanced", (1, 1, 32), (1, 1, 32)),
+    "two chips to four as two lanes": ("qwen3-64", "balanced", (2, 1, 64), (4, 2, 32)),
     "four lanes to one": ("mistral-32", "accuracy", (4, 4, 32), (1, 1, 64)),
 }
 

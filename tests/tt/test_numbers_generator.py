@@ -25,7 +25,7 @@ _IDS = torch.randint(0, 230, (200,), generator=torch.Generator().manual_seed(9))
 PROMPTS = [_IDS[:70], _IDS[100:101], _IDS[3:67], _IDS[20:115], _IDS[110:142], _IDS[:150]]
 """Lengths inside, at and across ends of blocks and of the first bucket."""
 
-LEAST_PCC = {"accuracy": 0.999, "performance": 0.99}
+LEAST_PCC = {"accuracy": 0.999, "balanced": 0.997}
 
 
 def assert_reference(case, sequences, optimizations="accuracy"):
@@ -49,7 +49,7 @@ WAYS = {
     "two lanes of two chips, chunks of 50": ("llama-64-biases", 4, 2, 50, "accuracy"),
     "four lanes of two chips": ("qwen3-64", 8, 4, None, "accuracy"),
     "four chips": ("qwen2-32", 4, 1, None, "accuracy"),
-    "performance, chunks of 37": ("qwen3-64", 2, 1, 37, "performance"),
+    "balanced, chunks of 37": ("qwen3-64", 2, 1, 37, "balanced"),
 }
 """Name -> case, chips, lanes, tokens of a chunk, profile."""
 

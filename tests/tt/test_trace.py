@@ -113,13 +113,13 @@ def test_without_traces_a_replay_is_the_call(double):
 
 
 @contextlib.contextmanager
-def traced_calls(monkeypatch, trace="all"):
+def traced_calls(monkeypatch, trace="all", **sizes):
     """A generator of two lanes on golden chips whose traces are a double's: (calls, double)."""
     with golden_mesh(2) as (mesh, library):
         double = TraceCalls()
         monkeypatch.setattr(trace_module, "ttnn", double)
         mesh.settings = msgspec.structs.replace(mesh.settings, trace=trace)
-        calls = Calls(load_hf_config(model_folder("llama-32")), mesh, num_lanes=2)
+        calls = Calls(load_hf_config(model_folder("llama-32")), mesh, num_lanes=2, **sizes)
         calls.library = library
         yield calls, double
 
@@ -155,6 +155,20 @@ def test_what_is_recorded(monkeypatch, trace, samples, per_lane):
         on = [event[1] for event in double.events if event[0] == "begin"]
         lanes = [lane.device for lane in calls.generator._lanes]
         assert sorted(map(lanes.index, on)) == [0] * per_lane + [1] * per_lane
+
+
+def test_chunks_of_more_than_1024_tokens_are_compiled_and_not_recorded(monkeypatch):
+    with traced_calls(monkeypatch, max_seq_len=1200) as (calls, double):
+        warmed_up(calls)
+        assert names(double) == ["begin", "end"] * 2 * (NUM_CHUNKS + 2)
+        double.events.clear()
+        devices = [lane.device for lane in calls.generator._lanes]
+        before = [set(device.programs) for device in devices]
+        for end, replays in ((1000, 1), (1150, 0)):
+            calls.prefill([0], ends=[end])
+            assert names(double) == ["execute"] * replays
+            double.events.clear()
+        assert [set(device.programs) for device in devices] == before
 
 
 def test_everything_is_compiled_and_allocated_before_the_first_capture(monkeypatch):
@@ -234,8 +248,8 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
         assert [devices.index(event[1]) for event in double.events] == [0, 1] * 4
         # The inputs were refreshed in place, and what a first chunk reads was sent to it.
         copies = [c for c in calls.library.calls if c.name == "copy_host_to_device_tensor"]
-        assert [c.operands[0][0] for c in copies[:5]] == [
-            (1, 128), (1, 128), (1, 16), (1, 2), (1, 32),
+        assert [c.operands[0][0] for c in copies[:7]] == [
+            (1, 128), (1, 128), (1, 16), (1, 2), (4,), (4,), (1, 32),
         ]  # fmt: skip
         # A trace for another kind of decode.
         assert double.events[2][2] != double.events[4][2] == double.events[6][2]

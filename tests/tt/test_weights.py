@@ -22,7 +22,8 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.torch.loader import expected_weights
 from replicas.generators.ttnn import weights
 from replicas.generators.ttnn.budget import weight_bytes_per_chip
-from replicas.generators.ttnn.profiles import ACCURACY, PERFORMANCE
+from replicas.generators.ttnn.products import striped
+from replicas.generators.ttnn.profiles import ACCURACY, BALANCED, PERFORMANCE, PROFILES
 from replicas.generators.ttnn.weights import load_lane_weights
 
 pytestmark = pytest.mark.board("T3K")  # host tensors too: ttnn lays tiles out for a board's chips
@@ -69,6 +70,12 @@ class Lane:
 
     def get_num_devices(self):
         return self.tp
+
+    def compute_with_storage_grid_size(self):
+        return ttnn.CoreCoord(8, 8)
+
+    def dram_grid_size(self):
+        return ttnn.CoreCoord(12, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +128,10 @@ def one_chip(raw, profile, name):
     weight = raw[name].to(torch.bfloat16)
     if weight.ndim == 1:
         return weight.reshape(1, 1, 1, -1)
-    return converted(weight.T[None, None], profile.weight_dtype)
+    _, layer, _, linear, _ = name.removeprefix("model.").split(".")
+    product = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}.get(linear, "qkv")
+    is_last = int(layer) == SIZES["num_hidden_layers"] - 1
+    return converted(weight.T[None, None], profile.weight(product, is_last=is_last))
 
 
 def joined_layer(found, layer, head_dim, heads, kv_heads, tp):
@@ -181,7 +191,7 @@ def load_one_lane(config, mesh, lane, profile):
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("profile", [PERFORMANCE, BALANCED, ACCURACY], ids=PROFILES)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_shards_put_together_are_the_folder_s_weights(tmp_path, mesh, name, profile, tp):
     config = make_model(tmp_path / "model", name)
@@ -210,14 +220,17 @@ def test_shards_put_together_are_the_folder_s_weights(tmp_path, mesh, name, prof
 
 
 @pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("profile", [PERFORMANCE, BALANCED, ACCURACY], ids=PROFILES)
 def test_dtypes_and_layouts_are_those_of_the_profile(tmp_path, mesh, profile):
     config = make_model(tmp_path / "model", "llama-biases")
     loaded = load_one_lane(config, mesh, Lane(2), profile)
-    layer = loaded.layers[0]
+    layer, last = loaded.layers
     matrix = getattr(ttnn, profile.weight_dtype)
-    for tensor in (layer.qkv, layer.o, layer.gate, layer.up, layer.down, loaded.lm_head):
+    for tensor in (layer.qkv, layer.o, layer.down, loaded.lm_head, last.gate, last.up):
         assert (tensor.dtype, tensor.layout) == (matrix, ttnn.TILE_LAYOUT)
+    inner = ttnn.bfloat4_b if profile is PERFORMANCE else matrix
+    for tensor in (layer.gate, layer.up):
+        assert (tensor.dtype, tensor.layout) == (inner, ttnn.TILE_LAYOUT)
     for tensor in (layer.input_norm, layer.qkv_bias, layer.down_bias, loaded.final_norm):
         assert (tensor.dtype, tensor.layout) == (ttnn.bfloat16, ttnn.TILE_LAYOUT)
         assert tuple(tensor.shape)[:3] == (1, 1, 1)
@@ -227,7 +240,7 @@ def test_dtypes_and_layouts_are_those_of_the_profile(tmp_path, mesh, profile):
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("profile", [PERFORMANCE, BALANCED, ACCURACY], ids=PROFILES)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_budget_counts_the_bytes_that_there_are(tmp_path, mesh, name, profile, tp):
     config = make_model(tmp_path / "model", name)
@@ -463,7 +476,7 @@ def test_two_processes_at_once_get_the_same(tmp_path, mesh, on_host):
 
 
 @pytest.mark.parametrize("num_lanes", [2, 4, 8])
-@pytest.mark.parametrize("profile", [PERFORMANCE, ACCURACY], ids=["bfp8", "bf16"])
+@pytest.mark.parametrize("profile", [PERFORMANCE, BALANCED, ACCURACY], ids=PROFILES)
 def test_the_device_takes_them(tmp_path, open_mock_mesh, profile, num_lanes):
     config = make_model(tmp_path / "model", "llama-biases")
     mesh = open_mock_mesh(weight_cache=str(tmp_path / "cache"))
@@ -474,7 +487,8 @@ def test_the_device_takes_them(tmp_path, open_mock_mesh, profile, num_lanes):
         for lane, weights_of_lane in zip(lanes, loaded, strict=True):
             tensor = weights_of_lane.layers[1].down
             assert tensor.storage_type() == ttnn.StorageType.DEVICE
-            assert tensor.memory_config() == ttnn.DRAM_MEMORY_CONFIG
+            assert tensor.memory_config() == striped(*tuple(tensor.shape)[2:], 12)
+            assert weights_of_lane.lm_head.memory_config() == ttnn.DRAM_MEMORY_CONFIG
             assert tuple(tensor.shape) == (1, 1, 256 // lane.get_num_devices(), 64)
             assert len(ttnn.get_device_tensors(tensor)) == lane.get_num_devices()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from replicas.generators.plugin.signatures import ClassSignature
+    from replicas.generators.plugin.signatures import ModelSignature
     from replicas.generators.protocol import ModelCapabilities
 
 _OURS = ("supports_mixed_batch", "supports_layer_callbacks", "gives_logits_beside_tokens")
@@ -24,13 +24,15 @@ _BLOCK_SIZE = "required_block_size"
 
 
 def adapted_capabilities(
-    cls: object, signature: ClassSignature
+    cls: object, class_name: str, signature: ModelSignature | None
 ) -> tuple[ModelCapabilities, tuple[str, ...]]:
     """Merge a class's declaration with what it really takes.
 
     Args:
         cls: The generator class, or a model of it; its ``model_capabilities`` may be missing.
-        signature: Of that class.
+        class_name: For messages.
+        signature: Of that class; None where only the class of the model has methods, which will
+            take something away if need be (`narrowed_capabilities`).
 
     Returns:
         The capabilities, and a sentence on each that is off for a reason.
@@ -41,28 +43,28 @@ def adapted_capabilities(
     declared: Any = getattr(cls, "model_capabilities", None) or {}
     if not isinstance(declared, dict):
         raise ConfigError(
-            f"generator {signature.class_name}: model_capabilities is a "
+            f"generator {class_name}: model_capabilities is a "
             f"{type(declared).__name__}, not a dictionary"
         )
     width = declared.get("output_tokens_per_step", 1)
     if width != 1:
         raise ConfigError(
-            f"generator {signature.class_name} gives output_tokens_per_step {width} tokens a step, "
-            "and this engine takes 1"
+            f"generator {class_name} gives output_tokens_per_step {width} tokens a step, and this "
+            "engine takes 1"
         )
     merged: dict[str, Any] = {key: value for key, value in declared.items() if key not in _OURS}
     notes = [f"{key} is off: the class does not declare it" for key in _SILENT_DEFAULTS
              if key not in declared]  # fmt: skip
-    for key, reason in _impossible(signature):
+    for key, reason in () if signature is None else _impossible(signature):
         if merged.get(key):
             notes.append(f"{key} is off, though declared: {reason}")
         merged[key] = False
-    merged[_IN_PREFILL] = signature.prefill.takes("sampling_params")
+    merged[_IN_PREFILL] = signature is None or signature.prefill.takes("sampling_params")
     return cast("ModelCapabilities", merged), tuple(notes)
 
 
 def narrowed_capabilities(
-    of_class: ModelCapabilities, model: object, signature: ClassSignature
+    of_class: ModelCapabilities, model: object, signature: ModelSignature
 ) -> tuple[ModelCapabilities, tuple[str, ...]]:
     """What a loaded model can do of what its class can: some find out while they are loaded.
 
@@ -71,8 +73,8 @@ def narrowed_capabilities(
 
     Args:
         of_class: As `adapted_capabilities` gives them.
-        model: Instance of the class.
-        signature: Of the class.
+        model: What the class has made.
+        signature: Of the model's class.
 
     Returns:
         The capabilities, and a sentence on each that the model takes away.
@@ -80,7 +82,7 @@ def narrowed_capabilities(
     Raises:
         ConfigError: As `adapted_capabilities`.
     """
-    own: dict[str, Any] = dict(adapted_capabilities(model, signature)[0])
+    own: dict[str, Any] = dict(adapted_capabilities(model, signature.class_name, signature)[0])
     narrowed: dict[str, Any] = dict(of_class)
     for key in _PENALTIES, *(key for key in of_class if key.startswith("supports_")):
         default = key == _PENALTIES
@@ -101,7 +103,7 @@ def narrowed_capabilities(
     return cast("ModelCapabilities", narrowed), notes
 
 
-def _impossible(signature: ClassSignature) -> list[tuple[str, str]]:
+def _impossible(signature: ModelSignature) -> list[tuple[str, str]]:
     found = []
     if not signature.prefill.takes("start_pos"):
         reason = "its prefill_forward takes no start_pos"

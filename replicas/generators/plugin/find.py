@@ -1,11 +1,12 @@
 """Finds generator classes that are not ours: in tt-metal, in model bundles, anywhere on the path.
 
 Three places. "module:Class" names a class that Python can import (``PYTHONPATH``), or one of a
-tt-metal checkout, whose root is put on the path. An architecture name stands for the class that
-tt-metal serves it with. A folder of bundles gives further architectures: each bundle is a folder
-with a ``vllm_metadata.json`` of {"arch", "main_class": "module:Class"} beside its modules.
+tt-metal checkout, whose root is put on the path. A route (`routes`) stands for the class that it
+serves an architecture with, an architecture's name for that of tt-metal. A folder of bundles gives
+further architectures: each bundle is a folder with a ``vllm_metadata.json`` of
+{"arch", "main_class": "module:Class"} beside its modules.
 Nothing is read from the environment here: the places are arguments.
-Source of the table and of the bundle format: vllm-tt-plugin ``platform.py``.
+Source of the bundle format: vllm-tt-plugin ``platform.py``.
 """
 
 from __future__ import annotations
@@ -16,40 +17,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError, UnknownGeneratorError
+from replicas.generators.plugin.routes import ROUTES, check_decoder, class_of_route
 from replicas.generators.plugin.shim import vllm_stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_TT_TRANSFORMERS = "models.tt_transformers.tt.generator_vllm"
-_GEMMA4 = "models.demos.gemma4.tt.generator_vllm:Gemma4ForCausalLM"
-TT_METAL_CLASSES: Mapping[str, str] = {
-    "DeepseekV3ForCausalLM": "models.demos.deepseek_v3.tt.generator_vllm:DeepseekV3ForCausalLM",
-    "Gemma3ForConditionalGeneration": f"{_TT_TRANSFORMERS}:Gemma3ForConditionalGeneration",
-    "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
-    "Gemma4UnifiedForConditionalGeneration": _GEMMA4,
-    "GptOssForCausalLM": f"{_TT_TRANSFORMERS}:GptOssForCausalLM",
-    "LlamaForCausalLM": f"{_TT_TRANSFORMERS}:LlamaForCausalLM",
-    "Mistral3ForConditionalGeneration": f"{_TT_TRANSFORMERS}:Mistral3ForConditionalGeneration",
-    "MistralForCausalLM": f"{_TT_TRANSFORMERS}:MistralForCausalLM",
-    "MllamaForConditionalGeneration": f"{_TT_TRANSFORMERS}:MllamaForConditionalGeneration",
-    "Qwen2ForCausalLM": f"{_TT_TRANSFORMERS}:QwenForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": (
-        "models.demos.qwen25_vl.tt.generator_vllm:Qwen2_5_VLForConditionalGeneration"
-    ),
-    "Qwen3ForCausalLM": f"{_TT_TRANSFORMERS}:QwenForCausalLM",
-    "Qwen3VLForConditionalGeneration": (
-        "models.demos.qwen3_vl.tt.generator_vllm:Qwen3VLForConditionalGeneration"
-    ),
-    "Qwen3_5ForConditionalGeneration": (
-        "models.demos.blackhole.qwen36.tt.qwen36_vllm:Qwen36ForCausalLM"
-    ),
-}
-"""Architecture of a config.json -> the class of tt-metal that serves it."""
 
 METADATA = "vllm_metadata.json"
 
@@ -82,6 +53,21 @@ class Bundle:
     target: str
 
 
+def find_route_class(route: str, architecture: str, paths: PluginPaths) -> type:
+    """Import the class that a route serves an architecture with.
+
+    Args:
+        route: One of `ROUTES`.
+        architecture: Of the model.
+        paths: Where to look besides Python's path.
+
+    Raises:
+        UnknownGeneratorError: The package that has the class is not there; says what to do.
+        ConfigError: The route has no class for the architecture, or the class is broken.
+    """
+    return _import_class(class_of_route(route, architecture), paths)
+
+
 def find_plugin_class(name: str, paths: PluginPaths) -> type:
     """Import a generator class.
 
@@ -93,7 +79,8 @@ def find_plugin_class(name: str, paths: PluginPaths) -> type:
     Raises:
         UnknownGeneratorError: No such architecture or module, tt-metal is not there; says what to
             set.
-        ConfigError: A bundle, a module or a class is broken; names the file and the reason.
+        ConfigError: A bundle, a module or a class is broken; names the file and the reason. Or the
+            architecture cannot be served.
     """
     bundles = find_bundles(paths.extra_models_dir)
     if ":" in name:
@@ -101,16 +88,19 @@ def find_plugin_class(name: str, paths: PluginPaths) -> type:
             if bundle.target == name:
                 return _import_bundle(bundle)
         return _import_class(name, paths)
-    architecture = name if name in TT_METAL_CLASSES else name.removeprefix("TT")
+    architecture = name.removeprefix("TT")
     if architecture in bundles:
         return _import_bundle(bundles[architecture])
-    if architecture not in TT_METAL_CLASSES:
-        known = sorted({*bundles, *TT_METAL_CLASSES})
+    check_decoder(architecture)
+    in_tt_metal = ROUTES["tt-metal"].classes
+    if architecture not in in_tt_metal:
+        known = sorted({*bundles, *in_tt_metal})
         raise UnknownGeneratorError(
             f"no generator class for {name!r}: neither a bundle of extra_models_dir "
-            f"{paths.extra_models_dir!r} nor tt-metal serves it; known: {', '.join(known)}"
+            f"{paths.extra_models_dir!r} nor tt-metal serves it; known: {', '.join(known)}; or "
+            f"one of {', '.join(ROUTES)}"
         )
-    return _import_class(TT_METAL_CLASSES[architecture], paths)
+    return find_route_class("tt-metal", architecture, paths)
 
 
 def find_bundles(extra_models_dir: str | None) -> dict[str, Bundle]:
@@ -165,7 +155,14 @@ def _import_bundle(bundle: Bundle) -> type:
 
 def _import_class(target: str, paths: PluginPaths) -> type:
     module_name, _ = _split(target, "generator")
-    if module_name.partition(".")[0] != "models":
+    package = module_name.partition(".")[0]
+    if package == "tt_transformers" and importlib.util.find_spec(package) is None:
+        raise UnknownGeneratorError(
+            f"generator {target!r} is part of tt-transformers, which is not there: install "
+            "github.com/tenstorrent/tt-transformers beside the ttnn that it asks for, or put its "
+            "folder src on PYTHONPATH"
+        )
+    if package != "models":
         return _import(target, f"generator {target!r}")
     _reach_tt_metal(target, paths.tt_metal_home)
     found = _import(target, f"generator {target!r}")

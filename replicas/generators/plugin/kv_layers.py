@@ -11,7 +11,7 @@ from replicas.generators.plugin.shim import vllm_config, vllm_stand_in
 if TYPE_CHECKING:
     import torch
 
-    from replicas.generators.plugin.signatures import ClassSignature
+    from replicas.generators.plugin.signatures import ModelSignature
     from replicas.generators.protocol import KVCache, KVCacheShape
 
 
@@ -29,16 +29,16 @@ class LayerCaches:
 
 
 def kv_cache_spec(
-    plugin_class: Any,  # noqa: ANN401 - a class that is not known here
-    signature: ClassSignature,
+    model: Any,  # noqa: ANN401 - of a class that is not known here
+    signature: ModelSignature,
     hf_config: Any,  # noqa: ANN401 - a transformers configuration: no base worth naming
     shape: KVCacheShape,
     dtype: torch.dtype,
 ) -> list[Any] | None:
-    """The class's own records of its layers' KV.
+    """The model's own records of its layers' KV.
 
     Args:
-        plugin_class: The class.
+        model: The model, whose class has the method.
         signature: Of that class.
         hf_config: The model's configuration.
         shape: (num_blocks, KV heads of the whole model, block_size, head_dim).
@@ -62,7 +62,7 @@ def kv_cache_spec(
         dtype=dtype,
     )
     with vllm_stand_in():
-        specs = plugin_class.get_kv_cache_spec(config)
+        specs = model.get_kv_cache_spec(config)
     if specs is None:
         return None
     by_layer = {_layer_index(name): spec for name, spec in specs.items()}
@@ -70,7 +70,7 @@ def kv_cache_spec(
 
 
 def layer_caches(
-    signature: ClassSignature,
+    signature: ModelSignature,
     specs: list[Any] | None,
     *,
     shape: KVCacheShape,
@@ -113,6 +113,19 @@ def layer_caches(
         for layer, (heads, size) in enumerate(sizes)
     ]
     return LayerCaches(layers, has_windows)
+
+
+def is_one_lane(cache: KVCache) -> bool:
+    """Whether a cache is ``[layer][k, v]``, as tt-transformers' of one lane, not ``[lane][layer]``.
+
+    A cache that cannot be looked into is taken for the usual one.
+    """
+    if not (isinstance(cache, (list, tuple)) and cache):
+        return False
+    layer = cache[0]
+    return (
+        isinstance(layer, (list, tuple)) and bool(layer) and not isinstance(layer[0], (list, tuple))
+    )
 
 
 def dtype_name(cache: KVCache) -> str | None:

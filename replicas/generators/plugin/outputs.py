@@ -9,6 +9,8 @@ import torch
 from replicas.errors import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replicas.generators.protocol import ForwardOutput
 
 
@@ -55,6 +57,18 @@ def host_output(
         tokens = _tokens(output, num_rows)
         return (tokens, rest) if wants_log_probs else tokens
     return _logits(output, num_rows, vocab_size)
+
+
+def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
+    """Put the answers to calls for some of the rows each together, in order.
+
+    Args:
+        outputs: As `host_output` gives them, all of one form.
+    """
+    if not isinstance(outputs[0], tuple):
+        return torch.cat(list(outputs))
+    tokens, log_probs = zip(*outputs, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
 
 
 def _tokens(output: torch.Tensor, num_rows: int) -> torch.Tensor:

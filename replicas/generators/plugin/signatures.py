@@ -5,8 +5,14 @@ are in use: without ``start_pos`` in prefill and with a list of sampling paramet
 (2025), with ``reset_batch`` in decode (2026), with the four commands of decode contract 1 (late
 2026). A class says its contract by the marker ``decode_input_update_contract``; everything else is
 seen from its methods' parameters.
+
+A class that is named may only choose: those of tt-transformers have ``initialize_vllm_model``,
+which makes an instance of another class, and only that one has the other methods. So what a class
+is asked before its model is there (`EntrySignature`) is kept apart from what a model is asked
+(`ModelSignature`).
 Source: vllm-tt-plugin ``async_decode.py`` and ``docs/DECODE_RELOAD_CONTRACT.md``; tt-metal
-``models/tt_transformers/tt/generator_vllm.py`` of 2025 and 2026.
+``models/tt_transformers/tt/generator_vllm.py`` of 2025 and 2026; tt-transformers
+``vllm_registry.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +35,10 @@ COMMANDS = (
 )
 """Of decode contract 1; each is a bool, and all are sent with every decode."""
 
-_EVERY_CLASS_HAS = (
-    "initialize_vllm_model", "allocate_kv_cache", "warmup_model_prefill", "prefill_forward",
-    "decode_forward",
+_FIRST = 3
+"""Arguments of ``initialize_vllm_model`` that are given by place, whatever they are called."""
+_EVERY_MODEL_HAS = (
+    "allocate_kv_cache", "warmup_model_prefill", "prefill_forward", "decode_forward",
 )  # fmt: skip
 _ANSWERABLE = {
     "initialize": {
@@ -68,11 +75,13 @@ class Parameters:
     """The parameters of one method, ``self`` and ``cls`` left out.
 
     Attributes:
+        in_order: Names of those that can be given by place.
         names: Those that can be given by keyword.
         required: Those among them without a default.
         takes_any: It has ``**kwargs``.
     """
 
+    in_order: tuple[str, ...]
     names: frozenset[str]
     required: frozenset[str]
     takes_any: bool
@@ -83,14 +92,13 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassSignature:
-    """What a generator class can be asked, and how.
+class ModelSignature:
+    """What a loaded model can be asked, and how.
 
     Attributes:
-        class_name: "module:Class", for messages.
+        class_name: "module:Class" of the model, for messages.
         contract: 1 for the four reload commands, 0 for what came before.
-        initialize: Parameters of ``initialize_vllm_model``.
-        prefill: Of ``prefill_forward``.
+        prefill: Parameters of ``prefill_forward``.
         decode: Of ``decode_forward``.
         warmup_prefill: Of ``warmup_model_prefill``.
         warmup_decode: Of ``warmup_model_decode``; None where there is none.
@@ -98,15 +106,13 @@ class ClassSignature:
             ``process_decode_output_host(..., is_tokens)``.
         allocates_per_layer: It has ``allocate_kv_cache_per_layer``.
         has_kv_cache_spec: It has ``get_kv_cache_spec``.
-        token_budget: Parameters of ``get_max_tokens_all_users``; None where there is none.
         drafts: It has ``spec_plan`` and ``propose_draft_tokens``.
-        slot_hooks: Which of ``release_request``, ``release_persistent_capture`` and
-            ``note_state_slots_moved`` it has.
+        hooks: Which of ``release_request``, ``release_persistent_capture``,
+            ``note_state_slots_moved`` and ``cleanup`` it has.
     """
 
     class_name: str
     contract: int
-    initialize: Parameters
     prefill: Parameters
     decode: Parameters
     warmup_prefill: Parameters
@@ -114,13 +120,54 @@ class ClassSignature:
     splits_read: bool
     allocates_per_layer: bool
     has_kv_cache_spec: bool
-    token_budget: Parameters | None
     drafts: bool
-    slot_hooks: frozenset[str]
+    hooks: frozenset[str]
 
 
-def read_signature(cls: type) -> ClassSignature:
-    """Inspect a generator class.
+@dataclass(frozen=True, slots=True)
+class EntrySignature:
+    """What a named class can be asked before its model is loaded.
+
+    Attributes:
+        class_name: "module:Class", for messages.
+        initialize: Parameters of ``initialize_vllm_model``.
+        token_budget: Of ``get_max_tokens_all_users``; None where there is none.
+        model: Of the class itself; None if it only chooses the class of its model.
+    """
+
+    class_name: str
+    initialize: Parameters
+    token_budget: Parameters | None
+    model: ModelSignature | None
+
+
+def read_entry(cls: type) -> EntrySignature:
+    """Inspect a class that is named as a generator.
+
+    Args:
+        cls: Any class with the plugin's ``initialize_vllm_model``.
+
+    Raises:
+        ConfigError: It lacks that or some of a model's methods, or requires a parameter that a
+            text-only engine has no value for; or see `read_signature`.
+    """
+    name = _name(cls)
+    if not _has(cls, "initialize_vllm_model"):
+        raise ConfigError(f"generator {name} lacks initialize_vllm_model")
+    only_chooses = not any(_has(cls, method) for method in _EVERY_MODEL_HAS)
+    entry = EntrySignature(
+        class_name=name,
+        initialize=_parameters(cls, "initialize_vllm_model"),
+        token_budget=_optional(cls, "get_max_tokens_all_users"),
+        model=None if only_chooses else read_signature(cls),
+    )
+    _check_required(name, "initialize", entry.initialize, by_place=_FIRST)
+    _check_required(name, "token_budget", entry.token_budget)
+    return entry
+
+
+def read_signature(cls: type) -> ModelSignature:
+    """Inspect the class of a model.
 
     Args:
         cls: Any class with the plugin's methods.
@@ -129,15 +176,14 @@ def read_signature(cls: type) -> ClassSignature:
         ConfigError: It lacks a method, requires a parameter that a text-only engine has no value
             for, or declares contract 1 and does not take its commands; names them.
     """
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    missing = [method for method in _EVERY_CLASS_HAS if not _has(cls, method)]
+    name = _name(cls)
+    missing = [method for method in _EVERY_MODEL_HAS if not _has(cls, method)]
     if missing:
         raise ConfigError(f"generator {name} lacks {', '.join(missing)}")
-    signature = ClassSignature(
+    signature = ModelSignature(
         class_name=name,
         # A later contract must be a superset of this one.
         contract=min(int(getattr(cls, "decode_input_update_contract", 0) or 0), 1),
-        initialize=_parameters(cls, "initialize_vllm_model"),
         prefill=_parameters(cls, "prefill_forward"),
         decode=_parameters(cls, "decode_forward"),
         warmup_prefill=_parameters(cls, "warmup_model_prefill"),
@@ -145,33 +191,40 @@ def read_signature(cls: type) -> ClassSignature:
         splits_read=_splits_read(cls),
         allocates_per_layer=_has(cls, "allocate_kv_cache_per_layer"),
         has_kv_cache_spec=_has(cls, "get_kv_cache_spec"),
-        token_budget=_optional(cls, "get_max_tokens_all_users"),
         drafts=_has(cls, "spec_plan") and _has(cls, "propose_draft_tokens"),
-        slot_hooks=frozenset(
+        hooks=frozenset(
             hook
-            for hook in ("release_request", "release_persistent_capture", "note_state_slots_moved")
+            for hook in (
+                "release_request", "release_persistent_capture", "note_state_slots_moved",
+                "cleanup",
+            )
             if _has(cls, hook)
         ),
-    )
-    _check(signature)
-    return signature
-
-
-def _check(signature: ClassSignature) -> None:
-    for call, answerable in _ANSWERABLE.items():
-        parameters: Parameters | None = getattr(signature, call)
-        unknown = (parameters.required if parameters is not None else frozenset()) - answerable
-        if unknown:
-            raise ConfigError(
-                f"generator {signature.class_name}: {call} requires "
-                f"{', '.join(sorted(unknown))}, which a text-only engine has nothing for"
-            )
+    )  # fmt: skip
+    for call in ("prefill", "decode", "warmup_prefill", "warmup_decode"):
+        _check_required(name, call, getattr(signature, call))
     refused = [command for command in COMMANDS if not signature.decode.takes(command)]
     if signature.contract and refused:
         raise ConfigError(
-            f"generator {signature.class_name} declares decode_input_update_contract = 1, but its "
+            f"generator {name} declares decode_input_update_contract = 1, but its "
             f"decode_forward does not take {', '.join(refused)}"
         )
+    return signature
+
+
+def _check_required(name: str, call: str, parameters: Parameters | None, by_place: int = 0) -> None:
+    if parameters is None:
+        return
+    unknown = parameters.required - set(parameters.in_order[:by_place]) - _ANSWERABLE[call]
+    if unknown:
+        raise ConfigError(
+            f"generator {name}: {call} requires {', '.join(sorted(unknown))}, which a text-only "
+            "engine has nothing for"
+        )
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _has(cls: type, name: str) -> bool:
@@ -194,7 +247,9 @@ def _parameters(cls: type, name: str) -> Parameters:
     method, mentioned = _what_runs(cls, name)
     parameters = inspect.signature(method).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return Parameters(
+        in_order=tuple(name for name in by_place if name not in {"self", "cls"}),
         names=mentioned.union(p.name for p in named) - {"self", "cls"},
         required=frozenset(p.name for p in named if p.default is p.empty) - {"self", "cls"},
         takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),

@@ -15,7 +15,7 @@ import numpy as np
 import ttnn
 
 from replicas.generators.ttnn.buckets import TILE
-from replicas.generators.ttnn.collectives import sum_over_chips
+from replicas.generators.ttnn.products import core_range, freed_after_move, width_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
     from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.products import Products
     from replicas.generators.ttnn.weights import LayerWeights
 
-_LONG_CHUNK = 2048
-"""From here on queries and keys are taken in larger pieces.
+_PIECES = (256, 128)
+"""Tokens of a chunk that attention takes at once, if that leaves work for every core; else 64.
 Source: SDPA program configurations of tt-metal's models/tt_transformers/tt/model_config.py."""
 
 _COLUMNS = 8
@@ -53,7 +54,6 @@ class PagedAttention:
     ) -> None:
         """Prepare for one lane; see ``buckets.check_lane`` for what fits."""
         self._kernels = kernels
-        self._tp = tp
         self._num_heads = config.num_attention_heads // tp
         self._num_kv_heads = config.num_key_value_heads // tp
         self._eps = config.rms_norm_eps
@@ -61,23 +61,34 @@ class PagedAttention:
         self._scale = float(np.float32(config.head_dim**-0.5))
         self._num_rows = max_rows
         self._block_size = block_size
+        self._head_dim = config.head_dim
         self._grid = device.compute_with_storage_grid_size()
         columns = min(max_rows, _COLUMNS)
-        self.rows_memory_config = ttnn.create_sharded_memory_config(
-            (TILE, config.head_dim),
-            core_grid=ttnn.num_cores_to_corerangeset(
-                max_rows, ttnn.CoreCoord(columns, self._grid.y), row_wise=True
-            ),
-            strategy=ttnn.ShardStrategy.HEIGHT,
-            use_height_and_width_as_shard_shape=True,
+        self._joined_in = _height_shards(
+            core_range(0, max_rows, ttnn.CoreCoord(columns, self._grid.y)), config.head_dim
         )
         """A core's L1 per decode row, which holds the row's heads as one tile row."""
+        num_cores = self._grid.x * self._grid.y
+        all_heads = self._num_heads + 2 * self._num_kv_heads
+        self._is_apart = 2 * max_rows <= num_cores and all_heads <= num_cores
+        self.rotated_in = [self._joined_in]
+        """Where queries are rotated, and keys, if those are elsewhere."""
+        if self._is_apart:
+            # Cores that differ write keys and values at once.
+            self.rotated_in = [
+                _height_shards(core_range(first, max_rows, self._grid), config.head_dim)
+                for first in (0, max_rows)
+            ]
+            self._cut_in = width_shards(core_range(0, all_heads, self._grid), config.head_dim)
+        else:
+            self._cut_in = ttnn.L1_MEMORY_CONFIG
         self._concat_cores = None if max_rows % columns == 0 else _whole(self._grid)
 
     def prefill(
         self,
         x: ttnn.Tensor,
         layer: LayerWeights,
+        products: Products,
         rope: Sequence[ttnn.Tensor],
         inputs: PrefillInputs,
         cache: Sequence[ttnn.Tensor],
@@ -87,6 +98,7 @@ class PagedAttention:
         Args:
             x: (1, 1, S, hidden) in DRAM; freed.
             layer: Its weights.
+            products: Of the lane's chunks.
             rope: Cos and sin (1, 1, S, head_dim).
             inputs: Page tables and start of the chunk.
             cache: Keys and values of the layer; the chunk's blocks are written.
@@ -95,7 +107,7 @@ class PagedAttention:
             (1, 1, S, hidden), summed over the chips.
         """
         dram = ttnn.DRAM_MEMORY_CONFIG
-        qkv = self._project(x, layer.qkv, layer.qkv_bias, dram)
+        qkv = products.times("qkv", x, layer.qkv, layer.qkv_bias)
         ttnn.deallocate(x)
         q, k, v = ttnn.experimental.nlp_create_qkv_heads(
             qkv,
@@ -138,48 +150,38 @@ class PagedAttention:
             ttnn.deallocate(used)
         joined = ttnn.experimental.nlp_concat_heads(heads, memory_config=dram)
         ttnn.deallocate(heads)
-        return self._output(joined, layer, dram)
+        return _output(joined, layer, products)
 
     def decode(
         self,
         x: ttnn.Tensor,
         layer: LayerWeights,
-        rope: Sequence[ttnn.Tensor],
+        products: Products,
+        rope: Sequence[Sequence[ttnn.Tensor]],
         inputs: DecodeInputs,
         cache: Sequence[ttnn.Tensor],
     ) -> ttnn.Tensor:
         """Write each row's key and value, and attend with its query.
 
         Args:
-            x: (1, 1, 32, hidden) in L1, the first B rows used; freed.
+            x: (1, 1, 32, hidden) where ``qkv`` takes it, the first B rows used; freed.
             layer: Its weights.
-            rope: Cos and sin (1, B, 1, head_dim), a core per row.
+            products: Of the lane's decode steps.
+            rope: Cos and sin (1, B, 1, head_dim), a core per row, for each of ``rotated_in``.
             inputs: Positions and page tables.
             cache: Keys and values of the layer, written at the rows' positions.
 
         Returns:
             (1, 1, 32, hidden) in L1, summed over the chips; rows B to 31 mean nothing.
         """
-        l1 = ttnn.L1_MEMORY_CONFIG
-        qkv = self._project(x, layer.qkv, layer.qkv_bias, l1)
+        product = products.times("qkv", x, layer.qkv, layer.qkv_bias)
         ttnn.deallocate(x)
-        if self._num_rows < TILE:
-            # The heads are spread over a core per row of the shape.
-            qkv = ttnn.slice(qkv, (0, 0, 0, 0), (1, 1, self._num_rows, qkv.shape[3]))
-        q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
-            qkv,
-            num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            memory_config=self.rows_memory_config,
-        )
-        ttnn.deallocate(qkv)
-        q = self._rotated(self._normed_rows(q, layer.q_norm), rope, is_decode=True)
-        k = self._rotated(self._normed_rows(k, layer.k_norm), rope, is_decode=True)
-        for plane, new in zip(cache, (k, v), strict=True):
-            ttnn.experimental.paged_update_cache(
-                plane, new, update_idxs_tensor=inputs.positions, page_table=inputs.page_table
-            )
-            ttnn.deallocate(new)
+        q, k, v = self._heads_of_rows(freed_after_move(product, self._cut_in))
+        del product
+        q_place, k_place = self.rotated_in[0], self.rotated_in[-1]
+        q = self._rotated(self._normed_rows(q, layer.q_norm, q_place), rope[0], is_decode=True)
+        k = self._rotated(self._normed_rows(k, layer.k_norm, k_place), rope[-1], is_decode=True)
+        self._write_rows(k, v, inputs, cache)
         heads = ttnn.transformer.paged_scaled_dot_product_attention_decode(
             q,
             cache[0],
@@ -190,45 +192,51 @@ class PagedAttention:
             # Its output is refused in shards where heads share keys.
             memory_config=ttnn.DRAM_MEMORY_CONFIG,
             program_config=self._program(0),
-            compute_kernel_config=self._kernels.attention,
+            compute_kernel_config=self._kernels.attention_of_rows,
         )
         ttnn.deallocate(q)
-        sharded = ttnn.to_memory_config(heads, self.rows_memory_config)
+        sharded = ttnn.to_memory_config(heads, self._joined_in)
         ttnn.deallocate(heads)
         by_head = ttnn.experimental.nlp_concat_heads_decode(
             sharded, num_heads=self._num_heads, sub_core_grids=self._concat_cores
         )
         ttnn.deallocate(sharded)
-        joined = ttnn.to_memory_config(by_head, l1)
-        ttnn.deallocate(by_head)
-        return self._output(joined, layer, l1)
+        return _output(by_head, layer, products)
 
-    def _project(
-        self,
-        x: ttnn.Tensor,
-        weight: ttnn.Tensor,
-        bias: ttnn.Tensor | None,
-        memory_config: ttnn.MemoryConfig,
-    ) -> ttnn.Tensor:
-        return ttnn.linear(
-            x,
-            weight,
-            bias=bias,
-            dtype=self._kernels.activation_dtype,
-            memory_config=memory_config,
-            compute_kernel_config=self._kernels.linear,
+    def _heads_of_rows(self, qkv: ttnn.Tensor) -> tuple[ttnn.Tensor, ttnn.Tensor, ttnn.Tensor]:
+        """Cut queries, keys and values (1, B, heads, head_dim) out of a product, which is freed."""
+        width = qkv.shape[3]
+        if self._num_rows < TILE:
+            # The heads are spread over a core per row of the shape; the memory stays.
+            qkv = ttnn.reshape(qkv, (1, 1, self._num_rows, width), (1, 1, TILE, width))
+        q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
+            qkv,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            overlap_qk_coregrid=not self._is_apart,
+            memory_config=(
+                ttnn.L1_HEIGHT_SHARDED_MEMORY_CONFIG if self._is_apart else self._joined_in
+            ),
         )
+        ttnn.deallocate(qkv)
+        return q, k, v
 
-    def _output(
-        self, joined: ttnn.Tensor, layer: LayerWeights, memory_config: ttnn.MemoryConfig
-    ) -> ttnn.Tensor:
-        partial = self._project(joined, layer.o, None, memory_config)
-        ttnn.deallocate(joined)
-        out = sum_over_chips(partial, self._tp, memory_config)
-        if layer.o_bias is None:
-            return out
-        # Added once, not by each chip.
-        return ttnn.add(out, layer.o_bias, memory_config=memory_config)
+    def _write_rows(
+        self,
+        k: ttnn.Tensor,
+        v: ttnn.Tensor,
+        inputs: DecodeInputs,
+        cache: Sequence[ttnn.Tensor],
+    ) -> None:
+        """Write each row's key and value, which are freed."""
+        where = {"update_idxs_tensor": inputs.positions, "page_table": inputs.page_table}
+        if self._is_apart:
+            ttnn.experimental.paged_fused_update_cache(cache[0], k, cache[1], v, **where)
+        else:
+            for plane, new in zip(cache, (k, v), strict=True):
+                ttnn.experimental.paged_update_cache(plane, new, **where)
+        ttnn.deallocate(k)
+        ttnn.deallocate(v)
 
     def _normed(
         self, heads: ttnn.Tensor, weight: ttnn.Tensor | None, memory_config: ttnn.MemoryConfig
@@ -246,14 +254,16 @@ class PagedAttention:
         ttnn.deallocate(heads)
         return out
 
-    def _normed_rows(self, heads: ttnn.Tensor, weight: ttnn.Tensor | None) -> ttnn.Tensor:
+    def _normed_rows(
+        self, heads: ttnn.Tensor, weight: ttnn.Tensor | None, where: ttnn.MemoryConfig
+    ) -> ttnn.Tensor:
         if weight is None:
             return heads
         # The norm takes no height shards.
         joined = ttnn.to_memory_config(heads, ttnn.L1_MEMORY_CONFIG)
         ttnn.deallocate(heads)
         normed = self._normed(joined, weight, ttnn.L1_MEMORY_CONFIG)
-        out = ttnn.to_memory_config(normed, self.rows_memory_config)
+        out = ttnn.to_memory_config(normed, where)
         ttnn.deallocate(normed)
         return out
 
@@ -285,8 +295,13 @@ class PagedAttention:
         return new
 
     def _chunk_program(self, num_tokens: int) -> ttnn.SDPAProgramConfig:
-        is_long = num_tokens >= _LONG_CHUNK and num_tokens % 256 == 0
-        return self._program(256 if is_long else 64)
+        num_cores = self._grid.x * self._grid.y
+        pieces = (
+            piece
+            for piece in _PIECES
+            if num_tokens % piece == 0 and self._num_heads * num_tokens // piece >= num_cores
+        )
+        return self._program(next(pieces, 64))
 
     def _program(self, chunk_size: int) -> ttnn.SDPAProgramConfig:
         """Take queries and keys in pieces of ``chunk_size`` tokens; 0 leaves it to the op.
@@ -299,6 +314,21 @@ class PagedAttention:
             k_chunk_size=chunk_size,
             exp_approx_mode=False,
         )
+
+
+def _output(joined: ttnn.Tensor, layer: LayerWeights, products: Products) -> ttnn.Tensor:
+    partial = products.times("o", joined, layer.o)
+    ttnn.deallocate(joined)
+    return products.summed(partial, layer.o_bias)
+
+
+def _height_shards(cores: ttnn.CoreRangeSet, head_dim: int) -> ttnn.MemoryConfig:
+    """A row of tiles on each core."""
+    return ttnn.MemoryConfig(
+        ttnn.TensorMemoryLayout.HEIGHT_SHARDED,
+        ttnn.BufferType.L1,
+        ttnn.ShardSpec(cores, [TILE, head_dim], ttnn.ShardOrientation.ROW_MAJOR),
+    )
 
 
 def _whole(grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:

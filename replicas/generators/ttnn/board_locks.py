@@ -29,15 +29,16 @@ class BoardLocks:
     """Locks of some boards, all or none, held from construction to `release`.
 
     Attributes:
-        boards: The boards, as ``TT_VISIBLE_DEVICES`` names them.
+        boards: The boards, as they were named.
         left_open: Those of them that a process had open when it died.
+        folder: Where the files are.
     """
 
     def __init__(self, boards: Sequence[str], folder: Path | None = None) -> None:
         """Lock the boards, without waiting.
 
         Args:
-            boards: Their names: digits, or a PCI address.
+            boards: Their names, PCI addresses or digits.
             folder: Where the files are; None is the user's own in the temporary folder.
 
         Raises:
@@ -47,9 +48,10 @@ class BoardLocks:
         self.boards = tuple(sorted(set(boards)))
         self._files: dict[str, int] = {}
         self.left_open: tuple[str, ...] = ()
+        folder = folder or Path(tempfile.gettempdir()) / f"ttserve-boards-{os.getuid()}"
+        self.folder = folder
         if not self.boards:
             return
-        folder = folder or Path(tempfile.gettempdir()) / f"ttserve-boards-{os.getuid()}"
         try:
             _make_private(folder)
             for board in self.boards:

@@ -49,6 +49,15 @@ def prefill_buckets(max_seq_len: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def traced_buckets(max_seq_len: int) -> tuple[int, ...]:
+    """Return the buckets whose chunks are traced: the short ones, where sending commands shows.
+
+    A trace of each of the others would only take memory. Source: the lengths that tt_transformers'
+    model_config.py traces on an n150.
+    """
+    return tuple(n for n in prefill_buckets(max_seq_len) if n <= SMALLEST_BUCKETS[-1])
+
+
 def bucket_for(num_tokens: int, max_seq_len: int) -> int:
     """Return the length that a chunk of ``num_tokens`` is padded to.
 

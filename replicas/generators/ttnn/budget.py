@@ -18,18 +18,18 @@ from replicas.generators.ttnn.buckets import (
     check_lane,
     padded_vocab_size,
     prefill_buckets,
+    traced_buckets,
 )
-from replicas.generators.ttnn.profiles import profile
+from replicas.generators.ttnn.profiles import TILE_BYTES, profile
+from replicas.generators.ttnn.programs import bank_columns, product_sizes
 from replicas.meshes import lane_shape
+from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from replicas.config import MeshConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.profiles import Dtype, Profile
     from replicas.meshes import MeshSpec
-
-TILE_BYTES: dict[Dtype, int] = {"bfloat8_b": 1088, "bfloat16": 2048}
-"""Bytes of 32x32 elements."""
 
 RESERVED_SHARE = 0.03
 """Of each chip's DRAM, for what the terms of `LaneMemory` leave out. Assumed; ttnn's allocator
@@ -105,11 +105,11 @@ def lane_memory(
     dram = mesh.dram_bytes_per_chip
     return LaneMemory(
         dram=dram,
-        weights=weight_bytes_per_chip(model, chosen, tp),
+        weights=weight_bytes_per_chip(model, chosen, tp, mesh.chip.dram_banks),
         activations=activation_bytes_per_chip(model, tp, length),
         outputs=_output_bytes_per_chip(model, settings, tp, length),
         rope=2 * length * model.head_dim * _ACTIVATION_BYTES,
-        trace_region=settings.trace_region_size,
+        trace_region=trace_region_bytes(settings, model.num_hidden_layers, tt_data_parallel),
         reserved=int(dram * RESERVED_SHARE),
         block=block_size // TILE * _row_bytes_per_chip(model, chosen, tp),
     )
@@ -172,21 +172,25 @@ def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
     return -(-(num_tokens + block_size * num_slots) // block_size)
 
 
-def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
+def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int, dram_banks: int = 1) -> int:
     """Bytes of the weights on each of ``tp`` chips of a lane, as ``weights`` lays them out.
 
     Args:
         model: The model; its heads and sizes are shared out evenly.
         chosen: Dtypes.
         tp: Chips of the lane.
+        dram_banks: Banks of a chip, which get equal stripes of a layer's matrices, in whole tiles;
+            1 for what is on disk.
     """
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = model.num_attention_heads // tp
     qkv = (heads + 2 * (model.num_key_value_heads // tp)) * model.head_dim
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
-    attention = hidden * qkv + heads * model.head_dim * hidden
-    matrices = _matrix_bytes(attention, chosen.weight_dtype)
-    matrices += _matrix_bytes(3 * hidden * inner, chosen.mlp_dtype)
+    matrices = 0
+    for name, (rows, columns) in product_sizes(model, tp).items():
+        tiles = rows // TILE * bank_columns(columns // TILE, dram_banks) * dram_banks
+        last, others = (TILE_BYTES[chosen.weight(name, is_last=last)] for last in (True, False))
+        matrices += tiles * (last + (model.num_hidden_layers - 1) * others)
     # A vector fills a row of tiles.
     vector = 2 * hidden
     vector += 2 * model.head_dim if model.qk_norm else 0
@@ -197,7 +201,7 @@ def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
     ends = _matrix_bytes((vocab + 1) * hidden, chosen.vector_dtype)
     ends += _matrix_bytes(vocab * hidden, chosen.weight_dtype)
     ends += _matrix_bytes(hidden * TILE, chosen.vector_dtype)
-    return model.num_hidden_layers * (matrices + vectors) + ends
+    return matrices + model.num_hidden_layers * vectors + ends
 
 
 def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> int:
@@ -238,8 +242,8 @@ def _output_bytes_per_chip(
         # Of the decode that gives logits, and of the one that draws from them.
         num_kept += 1 if settings.sample_on_device == "none" else 2
     if settings.trace == "all":
-        # A first and a later chunk of each bucket.
-        num_kept += 2 * len(prefill_buckets(max_seq_len))
+        # A first and a later chunk of each traced bucket.
+        num_kept += 2 * len(traced_buckets(max_seq_len))
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
     return num_kept * TILE * vocab * _ACTIVATION_BYTES
 

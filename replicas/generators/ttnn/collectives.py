@@ -1,4 +1,8 @@
-"""Sums and concatenations over the chips of a lane; nothing on a lane of one chip."""
+"""Sums and concatenations over the chips of a lane; nothing on a lane of one chip.
+
+ttnn's all_reduce is a reduce-scatter and an all-gather, which keep their semaphores themselves and
+go round where the fabric is a ring. tests/tt/test_programs.py asserts that they run.
+"""
 
 from __future__ import annotations
 

@@ -593,6 +593,7 @@ class TTGenerator:
             max_seq_len=self._max_seq_len,
             block_size=block_size,
             local_vocab=weights.num_vocab_padded // device.get_num_devices(),
+            hidden_size=self._config.hidden_size,
         )
         return Lane(device, model, planes, sizes, self._prefill_tracer, self._decode_tracer)
 

@@ -41,7 +41,9 @@ class PrefillInputs:
         chunk_page_table: int32 (1, S / block size), the blocks that the chunk is written to; 0,
             the null block, past them.
         chunk_start: int32 (1,), position of the first token, or None where that is 0.
-        last_index: uint32 (1, 32), row of the last token within the chunk, repeated.
+        last_tile_start: uint32 (4,), where the tiles begin that hold the last token's row.
+        last_tile_end: uint32 (4,), where they end.
+        last_index: uint32 (1, 32), row of the last token within its tile, repeated.
     """
 
     tokens: ttnn.Tensor
@@ -49,6 +51,8 @@ class PrefillInputs:
     page_table: ttnn.Tensor
     chunk_page_table: ttnn.Tensor
     chunk_start: ttnn.Tensor | None
+    last_tile_start: ttnn.Tensor
+    last_tile_end: ttnn.Tensor
     last_index: ttnn.Tensor
 
 
@@ -72,7 +76,7 @@ class DecodeInputs:
 Inputs = TypeVar("Inputs", PrefillInputs, DecodeInputs)
 
 
-def host_prefill_inputs(
+def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
     token_ids: IntArray,
     start: int,
     block_ids: Sequence[int] | IntArray,
@@ -80,6 +84,7 @@ def host_prefill_inputs(
     max_seq_len: int,
     block_size: int,
     table_width: int,
+    hidden_size: int,
 ) -> PrefillInputs:
     """Lay out one chunk on the host.
 
@@ -90,6 +95,7 @@ def host_prefill_inputs(
         max_seq_len: Tokens of the longest sequence; decides the bucket.
         block_size: Tokens per KV block.
         table_width: See ``buckets.prefill_table_width``.
+        hidden_size: Of the model.
 
     Raises:
         ConfigError: The chunk does not begin at a block, is longer than the longest bucket, or has
@@ -105,6 +111,8 @@ def host_prefill_inputs(
         )
     bucket = bucket_for(num_tokens, max_seq_len)
     owned = np.asarray(block_ids)[:end_block]
+    last_tile, last_row = divmod(num_tokens - 1, TILE)
+    first_row = last_tile * TILE
     return PrefillInputs(
         tokens=_host(_padded(token_ids, bucket)[None], ttnn.uint32),
         rope_indices=_host(
@@ -115,7 +123,9 @@ def host_prefill_inputs(
             _padded(owned[first_block:], bucket // block_size)[None], ttnn.int32
         ),
         chunk_start=_host(np.array([start]), ttnn.int32) if start else None,
-        last_index=_host(np.full((1, TILE), num_tokens - 1), ttnn.uint32),
+        last_tile_start=_host(np.array([0, 0, first_row, 0]), ttnn.uint32),
+        last_tile_end=_host(np.array([1, 1, first_row + TILE, hidden_size]), ttnn.uint32),
+        last_index=_host(np.full((1, TILE), last_row), ttnn.uint32),
     )
 
 

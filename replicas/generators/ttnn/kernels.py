@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import ttnn
 
+from replicas.generators.ttnn.profiles import PRODUCTS
+
 if TYPE_CHECKING:
-    from replicas.generators.ttnn.profiles import Precision, Profile
+    from replicas.generators.ttnn.profiles import Precision, ProductName, Profile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,25 +18,41 @@ class Kernels:
     """What the operations of a lane are told of precision.
 
     Attributes:
-        linear: Of matrix products.
-        attention: Of scaled dot product attention.
+        linear: Of the output layer.
+        products: Of a layer's products: name and dtype of the weights -> configuration.
+        attention: Of scaled dot product attention of a chunk.
+        attention_of_rows: Of that of a decode step.
         norm: Of RMSNorm.
         rope: Of the rotation.
         activation_dtype: Of everything that flows between operations.
     """
 
     linear: ttnn.DeviceComputeKernelConfig
+    products: dict[tuple[ProductName, ttnn.DataType], ttnn.DeviceComputeKernelConfig]
     attention: ttnn.DeviceComputeKernelConfig
+    attention_of_rows: ttnn.DeviceComputeKernelConfig
     norm: ttnn.DeviceComputeKernelConfig
     rope: ttnn.DeviceComputeKernelConfig
     activation_dtype: ttnn.DataType
+
+    def product(self, name: ProductName, weight: ttnn.Tensor) -> ttnn.DeviceComputeKernelConfig:
+        """Return the configuration of a product with ``weight``."""
+        return self.products[name, weight.dtype]
 
 
 def kernels_of(profile: Profile) -> Kernels:
     """Return the configurations that a profile asks for."""
     return Kernels(
         linear=_compute_kernel(profile.linear),
+        products={
+            (name, getattr(ttnn, profile.weight(name, is_last=is_last))): _compute_kernel(
+                profile.product(name, is_last=is_last)
+            )
+            for name in PRODUCTS
+            for is_last in (True, False)
+        },
         attention=_compute_kernel(profile.attention),
+        attention_of_rows=_compute_kernel(profile.attention_of_rows),
         norm=_compute_kernel(profile.norm),
         rope=_compute_kernel(profile.rope),
         activation_dtype=getattr(ttnn, profile.activation_dtype),

@@ -20,6 +20,7 @@ from replicas.generators.ttnn.buckets import (
     prefill_buckets,
     prefill_table_width,
     split_chunks,
+    traced_buckets,
 )
 from replicas.generators.ttnn.inputs import (
     PADDING_POSITION,
@@ -59,12 +60,14 @@ class LaneSizes:
         max_seq_len: Tokens of the longest sequence.
         block_size: Tokens per KV block.
         local_vocab: Vocabulary of one chip, padding included.
+        hidden_size: Of the model.
     """
 
     num_rows: int
     max_seq_len: int
     block_size: int
     local_vocab: int
+    hidden_size: int
 
 
 class _Call:
@@ -151,9 +154,11 @@ class Lane:
                     self._sample_chunk(logits, greedy_rows(1), position=0)
 
     def capture_prefill(self) -> None:
-        """Trace what ``compile_prefill`` has run."""
-        for _, call in self._chunks.values():
-            call.capture(self._prefill_tracer, self.device)
+        """Trace what ``compile_prefill`` has run, of the buckets that are traced."""
+        traced = traced_buckets(self._sizes.max_seq_len)
+        for (bucket, _), (_, call) in self._chunks.items():
+            if bucket in traced:
+                call.capture(self._prefill_tracer, self.device)
 
     def compile_decode(self, *, sample: bool) -> None:
         """Run a full decode batch in the null block."""
@@ -214,6 +219,7 @@ class Lane:
             max_seq_len=max_seq_len,
             block_size=block_size,
             table_width=prefill_table_width(max_seq_len, block_size),
+            hidden_size=self._sizes.hidden_size,
         )
         shape = bucket_for(end - begin, max_seq_len), begin == 0
         if shape in self._chunks:

@@ -7,7 +7,7 @@ worker calls when its engine ends, and otherwise when the interpreter exits. A p
 killed cannot; the next one to open its boards resets them first.
 
 Source: the order and the arguments are those of vllm-tt-plugin's worker; the submeshes of a
-Galaxy those of tt_transformers' ``create_submeshes``.
+Galaxy those of tt_transformers' ``create_submeshes``, their order that of the plugin's discovery.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ttnn
 
+from replicas.boards import MOCK_DESCRIPTOR, read_devices
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
+from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
 from replicas.meshes import MeshSpec, lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from replicas.boards import Device
     from replicas.config import MeshConfig
 
 _LOG = logging.getLogger(__name__)
-_DEVICE_NODES = Path("/dev/tenstorrent")
-_RESET_TIMEOUT_S = 300
+_GALAXY = (8, 4)
+_TRAYS = (0, 2, 3, 1)
+"""Rows of a Wormhole Galaxy's chips, in the order of their mesh ids."""
+_NUM_TRAYS = len(_TRAYS)
 
 
 @dataclass(eq=False)
@@ -70,7 +72,8 @@ class TTMesh:
             num_lanes: Copies of the model. One takes the whole mesh.
 
         Returns:
-            Mesh devices of shape (1, chips / num_lanes), in the order of the mesh's chips.
+            Mesh devices of shape (1, chips / num_lanes), in the order of the mesh's chips; four of
+            a Wormhole Galaxy in that of its mesh ids.
 
         Raises:
             ConfigError: The number does not divide the chips, or the mesh is already divided into
@@ -88,13 +91,20 @@ class TTMesh:
 
     def _divide(self, num_lanes: int) -> list[Any]:
         row = lane_shape(self.spec, num_lanes)
-        cut = _cut(self.spec.shape, row[1])
+        shape = self.spec.shape
         try:
+            if num_lanes > 1 and shape == _GALAXY:
+                # Rows of eight, each of which is a ring.
+                shape = _GALAXY[::-1]
+                self.device.reshape(ttnn.MeshShape(*shape))
+            cut = _cut(shape, row[1])
             lanes = (
                 [self.device]
                 if num_lanes == 1
                 else self.device.create_submeshes(ttnn.MeshShape(*cut))
             )
+            if num_lanes == _NUM_TRAYS and self.spec.is_galaxy and self.spec.arch == "wormhole":
+                lanes = [lanes[tray] for tray in _TRAYS]
             if cut != row:
                 for lane in lanes:
                     lane.reshape(ttnn.MeshShape(*row))
@@ -136,7 +146,7 @@ def open_mesh(
     """Open a mesh, alone of all processes of this user.
 
     Args:
-        settings: Which mesh, and how.
+        settings: Which mesh, and how; without a trace region, unless it says its size.
         fabric_config: Arguments of ``ttnn.set_fabric_config`` that a generator's capabilities ask
             for, enums by value or by name. `settings.fabric` goes before them, they go before
             the mesh's usual fabric.
@@ -154,9 +164,10 @@ def open_mesh(
     spec.check_one_host()
     # ttnn itself reads this variable; it is no setting of ours.
     bound = os.environ.get("TT_VISIBLE_DEVICES")  # noqa: TID251
-    locks = BoardLocks(boards_to_open(settings, bound))
+    devices = _host_devices()
+    locks = BoardLocks(lock_names(names_to_open(settings, bound), devices))
     try:
-        _reset(locks.left_open)
+        reset_left_open(locks, devices, os.environ)  # noqa: TID251 - for PATH alone
         _check_chips(spec, bound)
         fabric = _fabric(spec, settings, fabric_config)
         arguments = _open_arguments(spec, settings)
@@ -179,8 +190,8 @@ def open_mesh(
     return mesh
 
 
-def boards_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
-    """Names of the boards that ttnn opens in this process: all that it sees.
+def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
+    """Names of the boards that ttnn opens in this process; none for all that the host has.
 
     Args:
         settings: Whose `visible_devices` must be what the process is bound to.
@@ -198,9 +209,13 @@ def boards_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
                 f"TT_VISIBLE_DEVICES={bound or ''}: set that to {','.join(sorted(wanted))} before "
                 "the process starts"
             )
-    if seen or not _DEVICE_NODES.is_dir():
-        return seen
-    return tuple(sorted(node.name for node in _DEVICE_NODES.iterdir() if node.name.isdigit()))
+    return seen
+
+
+def _host_devices() -> tuple[Device, ...]:
+    """The host's boards; none beside a mock cluster, for which no board is opened."""
+    # ttnn's own variable.
+    return () if os.environ.get(MOCK_DESCRIPTOR) else read_devices()  # noqa: TID251
 
 
 def ttnn_message(error: BaseException) -> str:
@@ -212,36 +227,6 @@ def ttnn_message(error: BaseException) -> str:
     if "info:" in lines[:-1]:
         return lines[lines.index("info:") + 1]
     return lines[0] if lines else type(error).__name__
-
-
-def _reset(boards: tuple[str, ...]) -> None:
-    """Bring boards that a dead process had open back to a state that can be opened."""
-    if not boards:
-        return
-    names = ",".join(boards)
-    tool = shutil.which("tt-smi")
-    if tool is None:
-        _LOG.warning(
-            "a process died with boards %s open and tt-smi is not on PATH to reset them: if "
-            "opening hangs, run `tt-smi -r %s` on this host (pip install tt-smi)",
-            names, names,
-        )  # fmt: skip
-        return
-    _LOG.warning("a process died with boards %s open: resetting them", names)
-    try:
-        done = subprocess.run(
-            [tool, "-r", names],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            check=False, timeout=_RESET_TIMEOUT_S,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"`tt-smi -r {names}` did not reset the boards: {error}") from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise DeviceError(
-            f"`tt-smi -r {names}` did not reset the boards, exit code {done.returncode}: "
-            f"{said[-1] if said else 'it said nothing'}"
-        )
 
 
 def _check_chips(spec: MeshSpec, bound: str | None) -> None:
@@ -287,7 +272,7 @@ def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
         "dispatch_core_config": ttnn.DispatchCoreConfig(
             axis=_member(ttnn.DispatchCoreAxis, axis.upper())
         ),
-        "trace_region_size": settings.trace_region_size,
+        "trace_region_size": settings.trace_region_size or 0,
         "l1_small_size": settings.l1_small_size,
     }
     if settings.worker_l1_size:

@@ -23,6 +23,14 @@ from replicas.generators.ttnn.buckets import TILE, check_cache, check_lane
 from replicas.generators.ttnn.collectives import sum_over_chips
 from replicas.generators.ttnn.kernels import kernels_of
 from replicas.generators.ttnn.mlp import mlp
+from replicas.generators.ttnn.products import (
+    ChunkProducts,
+    RowProducts,
+    chip_cores,
+    moved,
+    row_program,
+)
+from replicas.generators.ttnn.programs import lane_programs
 from replicas.generators.ttnn.rope import DeviceRope
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
+    from replicas.generators.ttnn.products import Products
     from replicas.generators.ttnn.profiles import Profile
     from replicas.generators.ttnn.weights import DeviceWeights, LayerWeights
 
@@ -79,6 +88,11 @@ class TTTransformer:
         self._tp = tp
         self._num_rows = max_rows
         self._kernels = kernels_of(profile)
+        chip = chip_cores(device)
+        programs = lane_programs(config, profile, chip, tp)
+        self._rows = RowProducts(config, programs, self._kernels, device, tp=tp)
+        self._chunk = ChunkProducts(config, profile, self._kernels, chip, tp=tp)
+        self._output_program = row_program(programs.output)
         self._rope = DeviceRope(config.rope, config.head_dim, max_seq_len, device)
         self._attention = PagedAttention(
             config, device, self._kernels, tp=tp, max_rows=max_rows, block_size=block_size
@@ -105,11 +119,20 @@ class TTTransformer:
         def attend(
             normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]
         ) -> ttnn.Tensor:
-            return self._attention.prefill(normed, layer, rope, inputs, planes)
+            return self._attention.prefill(normed, layer, self._chunk, rope, inputs, planes)
 
-        x = self._layers(x, attend, cache, dram)
-        rows = ttnn.to_layout(x, ttnn.ROW_MAJOR_LAYOUT)
+        x = self._layers(x, attend, cache, self._chunk)
+        tiles = ttnn.slice(
+            x,
+            inputs.last_tile_start,
+            inputs.last_tile_end,
+            slice_dim=2,
+            # Into how many pieces of one row of tiles; where they begin is a tensor.
+            num_devices=x.shape[2] // TILE,
+        )
         ttnn.deallocate(x)
+        rows = ttnn.to_layout(tiles, ttnn.ROW_MAJOR_LAYOUT)
+        ttnn.deallocate(tiles)
         last = ttnn.embedding(inputs.last_index, rows, layout=ttnn.TILE_LAYOUT)
         ttnn.deallocate(rows)
         return self._logits(ttnn.reshape(last, (1, 1, TILE, self._config.hidden_size)))
@@ -139,14 +162,15 @@ class TTTransformer:
         x = self._embedded(inputs.tokens, l1)
         if self._num_rows < TILE:
             x = ttnn.pad(x, [(0, 0), (0, 0), (0, TILE - self._num_rows), (0, 0)], value=0.0)
-        rope = self._rope.of_rows(inputs.rope_indices, self._attention.rows_memory_config)
+        rope = self._rope.of_rows(inputs.rope_indices, self._attention.rotated_in)
 
         def attend(
             normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]
         ) -> ttnn.Tensor:
-            return self._attention.decode(normed, layer, rope, inputs, planes)
+            return self._attention.decode(normed, layer, self._rows, rope, inputs, planes)
 
-        return self._logits(self._layers(x, attend, cache, l1))
+        x = moved(x, self._rows.residual)
+        return self._logits(self._layers(x, attend, cache, self._rows))
 
     def _embedded(self, tokens: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
         """Return (1, 1, n, hidden) on every chip for tokens (1, n)."""
@@ -171,50 +195,33 @@ class TTTransformer:
         x: ttnn.Tensor,
         attend: Attend,
         cache: LaneCache,
-        memory_config: ttnn.MemoryConfig,
+        products: Products,
     ) -> ttnn.Tensor:
         """Run the decoder layers on hidden states, which are freed."""
         for layer, planes in zip(self._weights.layers, cache, strict=True):
-            out = attend(self._normed(x, layer.input_norm, memory_config), layer, planes)
-            x = _added(x, out, memory_config)
-            normed = self._normed(x, layer.post_norm, memory_config)
-            out = mlp(normed, layer, self._kernels, self._tp, memory_config)
-            x = _added(x, out, memory_config)
+            out = attend(products.attention_norm(x, layer.input_norm), layer, planes)
+            x = products.added(x, out)
+            out = mlp(products.mlp_norm(x, layer.post_norm), layer, products)
+            x = products.added(x, out)
         return x
-
-    def _normed(
-        self, x: ttnn.Tensor, weight: ttnn.Tensor, memory_config: ttnn.MemoryConfig
-    ) -> ttnn.Tensor:
-        return ttnn.rms_norm(
-            x,
-            epsilon=self._config.rms_norm_eps,
-            weight=weight,
-            memory_config=memory_config,
-            compute_kernel_config=self._kernels.norm,
-        )
 
     def _logits(self, x: ttnn.Tensor) -> ttnn.Tensor:
         """Return the logits of 32 hidden states, which are freed."""
-        normed = self._normed(x, self._weights.final_norm, ttnn.L1_MEMORY_CONFIG)
+        shards = self._rows.attention_norm(x, self._weights.final_norm)
         ttnn.deallocate(x)
+        normed = ttnn.to_memory_config(shards, ttnn.L1_MEMORY_CONFIG)
+        ttnn.deallocate(shards)
         logits = ttnn.linear(
             normed,
             self._weights.lm_head,
             bias=self._padding_bias,
             dtype=ttnn.bfloat16,
             memory_config=ttnn.DRAM_MEMORY_CONFIG,
+            program_config=self._output_program,
             compute_kernel_config=self._kernels.linear,
         )
         ttnn.deallocate(normed)
         return logits
-
-
-def _added(x: ttnn.Tensor, out: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """Return the sum, and free both."""
-    total = ttnn.add(x, out, memory_config=memory_config)
-    ttnn.deallocate(x)
-    ttnn.deallocate(out)
-    return total
 
 
 def _first_token_ids(device: ttnn.MeshDevice, tp: int, vocab_per_chip: int) -> ttnn.Tensor:

@@ -12,8 +12,15 @@ from typing import Literal, TypeAlias
 
 from replicas.errors import ConfigError
 
-Dtype: TypeAlias = Literal["bfloat8_b", "bfloat16"]
+Dtype: TypeAlias = Literal["bfloat4_b", "bfloat8_b", "bfloat16"]
 Fidelity: TypeAlias = Literal["LoFi", "HiFi2", "HiFi3", "HiFi4"]
+
+ProductName: TypeAlias = Literal["qkv", "o", "gate", "up", "down"]
+PRODUCTS: tuple[ProductName, ...] = ("qkv", "o", "gate", "up", "down")
+"""Matrix products of a layer, by the names of their weights in `weights.LayerWeights`."""
+
+TILE_BYTES: dict[Dtype, int] = {"bfloat4_b": 576, "bfloat8_b": 1088, "bfloat16": 2048}
+"""Bytes of 32x32 elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +42,107 @@ class Profile:
 
     Attributes:
         name: As in the engine's configuration.
-        weight_dtype: Matrices of the attention, and the output layer.
-        mlp_dtype: Matrices of the MLP.
+        weight_dtype: Matrices of the attention, the output layer, and of the MLP on its way down.
+        gate_up_dtype: Matrices of the MLP on its way up.
+        last_gate_up_dtype: Those of the last layer.
         vector_dtype: Embedding, norm weights and biases.
         kv_dtype: KV cache.
         activation_dtype: What flows between ops.
-        linear: Matrix products.
-        attention: Scaled dot product attention.
+        linear: Matrix products of the attention and the output layer.
+        gate_up: Those of the MLP on its way up.
+        last_gate_up: Those of the last layer.
+        down: Those of the MLP on its way down.
+        attention: Scaled dot product attention of a chunk.
+        attention_of_rows: That of a decode step.
         norm: RMSNorm.
         rope: Rotary embedding.
     """
 
     name: str
     weight_dtype: Dtype
-    mlp_dtype: Dtype
+    gate_up_dtype: Dtype
+    last_gate_up_dtype: Dtype
     kv_dtype: Dtype
     linear: Precision
+    gate_up: Precision
+    last_gate_up: Precision
+    down: Precision
     attention: Precision
+    attention_of_rows: Precision
     norm: Precision
     rope: Precision
     vector_dtype: Dtype = "bfloat16"
     activation_dtype: Dtype = "bfloat16"
 
+    def weight(self, name: ProductName, *, is_last: bool) -> Dtype:
+        """Dtype of a product's weights, in the last layer or in another."""
+        if name in ("gate", "up"):
+            return self.last_gate_up_dtype if is_last else self.gate_up_dtype
+        return self.weight_dtype
+
+    def product(self, name: ProductName, *, is_last: bool = False) -> Precision:
+        """How a product computes, in the last layer or in another."""
+        if name in ("gate", "up"):
+            return self.last_gate_up if is_last else self.gate_up
+        return self.down if name == "down" else self.linear
+
+
+_HIFI4 = Precision("HiFi4", fp32_accumulation=True)
+_HIFI2 = Precision("HiFi2", fp32_accumulation=True)
+_HIFI2_BF16 = Precision("HiFi2", fp32_accumulation=False)
 
 PERFORMANCE = Profile(
     name="performance",
     weight_dtype="bfloat8_b",
-    mlp_dtype="bfloat8_b",
+    gate_up_dtype="bfloat4_b",
+    last_gate_up_dtype="bfloat8_b",
     kv_dtype="bfloat8_b",
-    linear=Precision("HiFi2", fp32_accumulation=True),
-    attention=Precision("HiFi4", fp32_accumulation=True),
-    norm=Precision("HiFi4", fp32_accumulation=True),
-    rope=Precision("HiFi4", fp32_accumulation=True),
+    linear=_HIFI2,
+    gate_up=Precision("LoFi", fp32_accumulation=False),
+    last_gate_up=_HIFI2_BF16,
+    down=_HIFI2_BF16,
+    attention=_HIFI4,
+    attention_of_rows=_HIFI2,
+    norm=_HIFI4,
+    rope=_HIFI4,
 )
-"""HiFi2 multiplies every bit of a bfloat8_b weight."""
+"""What Tenstorrent's published rates are made with. LoFi multiplies every bit of a bfloat4_b
+weight, HiFi2 every bit of a bfloat8_b one.
+Source: `ModelOptimizations.performance` of tt-metal's models/tt_transformers/tt/model_config.py."""
+
+BALANCED = Profile(
+    name="balanced",
+    weight_dtype="bfloat8_b",
+    gate_up_dtype="bfloat8_b",
+    last_gate_up_dtype="bfloat8_b",
+    kv_dtype="bfloat8_b",
+    linear=_HIFI2,
+    gate_up=_HIFI2,
+    last_gate_up=_HIFI2,
+    down=_HIFI2,
+    attention=_HIFI4,
+    attention_of_rows=_HIFI4,
+    norm=_HIFI4,
+    rope=_HIFI4,
+)
 
 ACCURACY = Profile(
     name="accuracy",
     weight_dtype="bfloat16",
-    mlp_dtype="bfloat16",
+    gate_up_dtype="bfloat16",
+    last_gate_up_dtype="bfloat16",
     kv_dtype="bfloat16",
-    linear=Precision("HiFi4", fp32_accumulation=True),
-    attention=Precision("HiFi4", fp32_accumulation=True),
-    norm=Precision("HiFi4", fp32_accumulation=True),
-    rope=Precision("HiFi4", fp32_accumulation=True),
+    linear=_HIFI4,
+    gate_up=_HIFI4,
+    last_gate_up=_HIFI4,
+    down=_HIFI4,
+    attention=_HIFI4,
+    attention_of_rows=_HIFI4,
+    norm=_HIFI4,
+    rope=_HIFI4,
 )
 
-PROFILES = {profile.name: profile for profile in (PERFORMANCE, ACCURACY)}
+PROFILES = {profile.name: profile for profile in (PERFORMANCE, BALANCED, ACCURACY)}
 """Every profile by its name."""
 
 

@@ -14,6 +14,8 @@ import ttnn
 from replicas.generators.torch.rope import cos_and_sin
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replicas.generators.model_config import RopeConfig
 
 
@@ -52,20 +54,19 @@ class DeviceRope:
         ]
 
     def of_rows(
-        self, rope_indices: ttnn.Tensor, memory_config: ttnn.MemoryConfig
-    ) -> list[ttnn.Tensor]:
-        """Return cos and sin (1, B, 1, head_dim) for indices (1, B).
+        self, rope_indices: ttnn.Tensor, memory_configs: Sequence[ttnn.MemoryConfig]
+    ) -> list[list[ttnn.Tensor]]:
+        """Return cos and sin (1, B, 1, head_dim) for indices (1, B), once for each place.
 
         Args:
             rope_indices: Position of each row's token.
-            memory_config: A core per row, as the heads that are rotated have it.
+            memory_configs: A core per row, as the heads that are rotated have it.
         """
         num_rows = rope_indices.shape[-1]
-        found = []
+        both = []
         for table in self._tables:
             rows = ttnn.embedding(rope_indices, table, layout=ttnn.ROW_MAJOR_LAYOUT)
             # Each row becomes a tile of its own.
             rows = ttnn.reshape(rows, (1, num_rows, 1, self._head_dim))
-            tiles = ttnn.to_layout(rows, ttnn.TILE_LAYOUT)
-            found.append(ttnn.to_memory_config(tiles, memory_config))
-        return found
+            both.append(ttnn.to_layout(rows, ttnn.TILE_LAYOUT))
+        return [[ttnn.to_memory_config(tiles, where) for tiles in both] for where in memory_configs]

@@ -12,6 +12,9 @@ Layout on the ``tp`` chips of a lane:
   vocabulary, padded with zeros to whole tiles on each chip. The embedding's last row on each chip
   is zero, for tokens of other chips. Tied embeddings are two tensors all the same.
 
+Matrices of a layer lie in stripes of columns, one per DRAM bank, where `programs` says so;
+everything else is interleaved. What is on disk does not depend on it.
+
 Every weight is rounded to bfloat16 first, as the torch generator does, and from there to the
 profile's dtype, on the host. One tensor is on the host at a time; while it is converted, ttnn takes
 up to three times its size in bfloat16.
@@ -41,6 +44,9 @@ from replicas.generators.torch.loader import (
 )
 from replicas.generators.ttnn.buckets import TILE, check_lane, padded_vocab_size
 from replicas.generators.ttnn.mesh import ttnn_message
+from replicas.generators.ttnn.products import chip_cores, striped
+from replicas.generators.ttnn.profiles import PRODUCTS
+from replicas.generators.ttnn.programs import BankProduct, lane_programs, product_sizes
 from replicas.generators.ttnn.weight_cache import DamagedCacheError, WeightCache
 
 if TYPE_CHECKING:
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from replicas.generators.torch.loader import Fetch
     from replicas.generators.ttnn.mesh import TTMesh
     from replicas.generators.ttnn.profiles import Dtype, Profile
+    from replicas.generators.ttnn.programs import ChipCores
     from replicas.generators.ttnn.weight_cache import CachedFiles, CacheWriter
 
     Shards: TypeAlias = Iterator[torch.Tensor]
@@ -181,7 +188,8 @@ def load_lane_weights(
     tp = lanes[0].get_num_devices()
     check_lane(config, tp, max_rows=1, block_size=TILE)
     plan = lane_tensors(config, profile, tp)
-    place = partial(_place, config, mesh.progress, lanes, plan)
+    places = _weight_places(config, profile, chip_cores(lanes[0]), tp)
+    place = partial(_place, config, mesh.progress, lanes, plan, places)
     if mesh.load_format == "random":
         fetch = random_source(expected_weights(config), mesh.seed)
         return place(lambda tensor: tensor.convert(fetch, lane_shape))
@@ -226,6 +234,8 @@ def _layer_tensors(
     config: ModelConfig, profile: Profile, tp: int, index: int
 ) -> Iterator[LaneTensor]:
     prefix = f"model.layers.{index}."
+    is_last = index == config.num_hidden_layers - 1
+    dtypes = {name: profile.weight(name, is_last=is_last) for name in PRODUCTS}
 
     def vector(name: str, weight: str) -> LaneTensor:
         shards = partial(_whole, prefix + weight, tp)
@@ -249,15 +259,15 @@ def _layer_tensors(
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     yield vector("input_norm", "input_layernorm.weight")
-    yield from columns("qkv", qkv, profile.weight_dtype, config.qkv_bias)
+    yield from columns("qkv", qkv, dtypes["qkv"], config.qkv_bias)
     if config.qk_norm:
         yield vector("q_norm", "self_attn.q_norm.weight")
         yield vector("k_norm", "self_attn.k_norm.weight")
-    yield from rows("o", "self_attn.o_proj", profile.weight_dtype, config.o_bias)
+    yield from rows("o", "self_attn.o_proj", dtypes["o"], config.o_bias)
     yield vector("post_norm", "post_attention_layernorm.weight")
-    yield from columns("gate", ["mlp.gate_proj"], profile.mlp_dtype, config.mlp_bias)
-    yield from columns("up", ["mlp.up_proj"], profile.mlp_dtype, config.mlp_bias)
-    yield from rows("down", "mlp.down_proj", profile.mlp_dtype, config.mlp_bias)
+    yield from columns("gate", ["mlp.gate_proj"], dtypes["gate"], config.mlp_bias)
+    yield from columns("up", ["mlp.up_proj"], dtypes["up"], config.mlp_bias)
+    yield from rows("down", "mlp.down_proj", dtypes["down"], config.mlp_bias)
 
 
 # ---- what each chip gets; Hugging Face matrices are (out, in)
@@ -307,13 +317,15 @@ def _place(
     progress: Callable[[str, float], None] | None,
     lanes: Sequence[ttnn.MeshDevice],
     plan: Sequence[LaneTensor],
+    places: Mapping[str, ttnn.MemoryConfig],
     host_tensor: Callable[[LaneTensor], ttnn.Tensor],
 ) -> tuple[DeviceWeights, ...]:
     placed: list[dict[str, ttnn.Tensor]] = [{} for _ in lanes]
     for index, tensor in enumerate(plan):
         host = host_tensor(tensor)
+        where = places.get(tensor.name.rpartition(".")[2], ttnn.DRAM_MEMORY_CONFIG)
         for lane, tensors in zip(lanes, placed, strict=True):
-            tensors[tensor.name] = _to_device(tensor, host, lane)
+            tensors[tensor.name] = _to_device(tensor, host, lane, where)
         del host  # or it would stay until the next one is there
         if progress is not None:
             progress("weights", (index + 1) / len(plan))
@@ -321,9 +333,23 @@ def _place(
     return tuple(_assemble(config, tensors, tp) for tensors in placed)
 
 
-def _to_device(tensor: LaneTensor, host: ttnn.Tensor, lane: ttnn.MeshDevice) -> ttnn.Tensor:
+def _weight_places(
+    config: ModelConfig, profile: Profile, chip: ChipCores, tp: int
+) -> dict[str, ttnn.MemoryConfig]:
+    """Where the weights of a layer's products are whose program wants them in stripes."""
+    sizes = product_sizes(config, tp)
+    return {
+        name: striped(*sizes[name], chip.dram_banks)
+        for name, product in lane_programs(config, profile, chip, tp).decode.items()
+        if isinstance(product, BankProduct)
+    }
+
+
+def _to_device(
+    tensor: LaneTensor, host: ttnn.Tensor, lane: ttnn.MeshDevice, where: ttnn.MemoryConfig
+) -> ttnn.Tensor:
     try:
-        return ttnn.to_device(host, lane, memory_config=ttnn.DRAM_MEMORY_CONFIG)
+        return ttnn.to_device(host, lane, memory_config=where)
     except RuntimeError as error:
         raise DeviceError(
             f"the device did not take weight {tensor.name}, {tensor.dtype} of shape "

@@ -110,7 +110,7 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
         ({"num_blocks": 4, "block_size": 32, "max_model_len": 96},
          "KV cache of 4 blocks, a row's page table has 8"),
         ({"num_blocks": 10_000_000, "max_model_len": 1024},
-         r"num_blocks 10000000 .* N150: .* at most \d{3} blocks of 64 tokens"),
+         r"num_blocks 10000000 .* N150: .* at most 1\d{3} blocks of 64 tokens"),
         ({"num_blocks": 5000, "mesh": {"name": "T3K"}, "tt_data_parallel": 8},
          r"num_blocks 5000 .* T3K: .* at most \d{3} blocks of 64 tokens"),
         ({"mesh": {"name": "N150", "optimizations": "accuracy"}},
@@ -163,6 +163,14 @@ def test_a_grid_has_the_memory_of_its_architecture(llama):
         ({"dtype": "bfloat16"}, "dtype 'bfloat16' and mesh exclude each other"),
         ({"attention": "reference"}, "attention 'reference' is for engines on the CPU"),
         ({"generator": "a:B", "load_format": "random"}, "'random' .* a:B loads its weights"),
+        ({"generator": "llama3_70b_galaxy"}, "32 chips of a Galaxy, and the mesh is N150"),
+        ({"generator": "qwen3_32b_galaxy", "mesh": {"name": "TG"}, "tt_data_parallel": 4},
+         "'qwen3_32b_galaxy' has no class for 'LlamaForCausalLM'"),
+        ({"mesh": {"name": "N150", "optimizations": "balanced"}, "generator": "a:B"},
+         "'balanced' is for the generators of this package, and a:B knows performance and acc"),
+        ({"generator": "tt-metal", "max_model_len": 1280},
+         "max_model_len is 1280, .* powers of two: set max_model_len to 1024 or 2048"),
+        ({"generator": "tt-metal", "max_batch_size": 12}, "12 slots a lane, .* take 1, 2, 4, 8"),
         ({"tt_data_parallel": 2}, "tt_data_parallel 2 does not divide the 1 chips of mesh N150"),
         ({"max_batch_size": 33}, "33 slots a lane, and a mesh decodes at most 32"),
         ({"block_size": 48}, "block_size 48 is no multiple of 32"),
@@ -288,11 +296,15 @@ def test_replicas_do_not_share_boards():
         resolve(args(mesh=mesh, pools={"both": {"replicas": 2}}))
 
 
-def test_a_model_that_only_tt_metal_computes(tmp_path):
+def test_a_model_that_only_a_class_of_others_computes(tmp_path):
     from transformers import Gemma3TextConfig
 
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
     Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"]).save_pretrained(tmp_path)
+    resolve(args(str(tmp_path), generator="some.module:Gemma3"))
+    with pytest.raises(ClusterConfigError, match="'tt-metal' has no class for 'Gemma3ForCausalLM'"):
+        resolve(args(str(tmp_path), generator="tt-metal"))
+    Gemma3TextConfig(**sizes, architectures=["Gemma4ForCausalLM"]).save_pretrained(tmp_path)
     resolve(args(str(tmp_path), generator="tt-metal"))
-    with pytest.raises(ClusterConfigError, match="Gemma3ForCausalLM"):
+    with pytest.raises(ClusterConfigError, match="Gemma4ForCausalLM"):
         resolve(args(str(tmp_path)))

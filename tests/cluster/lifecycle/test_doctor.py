@@ -11,6 +11,7 @@ from cluster.config.resolve import resolve
 from cluster.lifecycle import doctor, haproxy
 from cluster.lifecycle.doctor import check_pools
 from cluster.lifecycle.findings import can_run_mesh, findings
+from replicas.boards import HUGEPAGES_FILE
 from replicas.meshes import mesh_spec
 from tests.hosts import FakeHost
 
@@ -63,7 +64,10 @@ def test_missing_hugepages_are_counted_and_mounted(host):
     host.add_board("n300")
     host.add_ttnn()
     level, text, advice = found(host, "hugepages")
-    assert (level, text) == ("missing", "0 of 1 GiB, not mounted on /dev/hugepages-1G")
+    assert (level, text) == (
+        "missing",
+        "0 of 1 GiB, 0 for each of 1 device, not mounted on /dev/hugepages-1G",
+    )
     assert "echo 4" in advice
     assert "mount -t hugetlbfs" in advice
     assert lacks(host) == ["hugepages"]
@@ -144,8 +148,119 @@ def test_boards_of_another_make_cannot_run(host):
 
 def test_differing_firmware_is_noted(host):
     host.add_board("n150")
-    host.add_board("n150", firmware="18.0.0.0")
-    assert found(host, "firmware")[1] == "bundles 18.0.0.0, 19.4.2.0 side by side"
+    host.add_board("n150", firmware="18.12.0.0")
+    assert found(host, "firmware")[1] == "bundles 18.12.0.0, 19.4.2.0 side by side"
+
+
+@pytest.mark.parametrize(
+    ("card", "firmware", "level"),
+    [("n150", "18.2.9", "missing"), ("n150", "18.3.0", "ok"), ("p150a", "18.4.0", "missing")],
+)
+def test_firmware_that_ttnn_does_not_open_is_missing(host, card, firmware, level):
+    host.add_board(card, firmware=firmware)
+    assert found(host, "firmware")[0] == level
+
+
+RELEASES = """\
+sfpi_version='7.89.0'
+| Release | Release Date | FW Version | KMD Version | SMI Version |
+|:---------:|:--------------:|:------------:|:--------:|:--------:|
+| 0.90.0 | ETA Apr 30, 2027 | 20.0.0 | 3.0.0 | 7.0.0 |
+| [0.68.0](https://example.org/v0.68.0) | Apr 30, 2026 | 19.5.0 | 2.9.1 | 3.0.38 |
+| [0.67.4](https://example.org/v0.67.4) | Mar 30, 2026 | 19.2.0 | 2.5.0 | 3.0.38 |
+| 0.61.0 | Skipped | - | - | - |
+"""
+
+
+def test_versions_are_held_against_those_that_this_ttnn_names(host):
+    host.add_everything("n150")
+    host.add_ttnn(b"\x7fELF\0tenstorrent/sfpi:7.80.0[960]\0", RELEASES)
+    level, text, advice = found(host, "firmware")
+    assert (level, text) == (
+        "note", "bundle 19.4.2.0; ttnn's list of releases names 19.5.0 (for 0.68.0)",
+    )  # fmt: skip
+    assert "a newer one" in advice
+    assert found(host, "driver")[:2] == (
+        "note", "tt-kmd 2.9.0; ttnn's list of releases names 2.9.1 (for 0.68.0)",
+    )  # fmt: skip
+    level, text, advice = found(host, "SFPI")
+    assert level == "note"
+    assert text.startswith("7.80.0, ")
+    assert text.endswith("; ttnn asks for 7.89.0")
+    assert "install SFPI" in advice
+    host.add_ttnn(b"\x7fELF\0tenstorrent/sfpi:7.89.0[1050]\0", RELEASES)
+    assert found(host, "SFPI")[0] == "ok"
+    assert can_run_mesh(host.report()), "notes stop nobody"
+
+
+def test_a_checkout_of_tt_metal_says_which_compiler_it_wants(host):
+    host.add_everything("n150")
+    host.add_ttnn(b"\x7fELF\0tenstorrent/sfpi:7.89.0[1050]\0", RELEASES)
+    host.write("metal/tt_metal/sfpi-version", "sfpi_version='8.0.0'\n")
+    host.environment["TT_METAL_HOME"] = str(host.root / "metal")
+    assert found(host, "SFPI")[1].endswith("; ttnn asks for 8.0.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("6.2.1", "6.2.1: `-r` takes device nodes, and a number is a place in the order of PCI "
+         "addresses"),
+        ("3.0.39", "3.0.39: `-r` takes the numbers of device nodes"),
+    ],
+)  # fmt: skip
+def test_what_the_numbers_of_this_tt_smi_mean(host, version, text):
+    host.add_everything("n150")
+    host.add_tt_smi(version=version)
+    assert found(host, "tt-smi") == ("ok", text, "")
+
+
+def test_a_tt_smi_that_cannot_do_its_part_is_noted(host):
+    host.add_board("n150")
+    host.environment["PATH"] = str(host.root / "bin")
+    assert found(host, "tt-smi")[:2] == (
+        "note", "not on PATH: boards that a killed engine left open are not reset",
+    )  # fmt: skip
+    host.add_tt_smi(version="none")
+    assert "says no version" in found(host, "tt-smi")[1]
+    host.write("sys/bus/pci/devices/0000:01:00.0/tenstorrent/tenstorrent!0/tt_card_type",
+               "galaxy-wormhole")  # fmt: skip
+    host.add_tt_smi(version="3.0.20")
+    assert "cannot reset a Galaxy" in found(host, "tt-smi")[1]
+
+
+def test_numbers_that_are_not_those_of_the_nodes_are_explained(host):
+    for node in (1, 0):
+        host.add_board("n150", node=node)
+    assert found(host, "numbers")[1].endswith("0 is /dev/tenstorrent/1, 1 is /dev/tenstorrent/0")
+    host.environment["TT_VISIBLE_DEVICES"] = "1"
+    assert [d.index for d in host.report().usable] == [0]
+
+
+def test_numbers_that_are_those_of_the_nodes_are_not_mentioned(host):
+    host.add_everything("n150", "n150")
+    assert found(host, "numbers") is None
+
+
+def test_folders_that_cannot_be_written_are_named(host):
+    host.add_everything("n150")
+    host.write("home/.cache/ttserve")
+    level, text, advice = found(host, "caches")
+    assert level == "note"
+    assert text == f"this user may not write in {host.root}/home/.cache/ttserve"
+    assert "mesh.weight_cache" in advice
+    host.environment["TT_METAL_CACHE"] = "/dev/null/kernels"
+    assert found(host, "caches")[1].endswith(", /dev/null/kernels")
+
+
+def test_hugepages_that_others_hold_are_told(host):
+    host.add_everything("n150", "n150")
+    host.write(HUGEPAGES_FILE.replace("nr_", "free_"), "1\n")
+    level, text, advice = found(host, "hugepages")
+    assert (level, text) == ("note", "8 of 1 GiB, 4 for each of 2 devices, 1 free")
+    assert "what dead processes left" in advice
+    host.write("proc/driver/tenstorrent/0/pids", "71\n")
+    assert found(host, "hugepages")[0] == "ok"
 
 
 def test_a_tt_metal_that_is_not_there_is_missing(host):
@@ -233,6 +348,37 @@ def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
     host.add_board("n150")
     (check,) = check_pools(pools("n150"), host.report())
     assert check.problem == "first mend: hugepages, ttnn"
+
+
+def mesh_pool(**engine):
+    return resolve({"pools": {"both": {"engine": {"block_size": 64, **engine}}}})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "note"),
+    [
+        ({"trace_region_size": 50_000_000},
+         "trace_region_size 50000000 is less than the 52000000 that such a mesh and model usually "
+         "need: without it these are taken"),
+        ({"trace_region_size": 52_000_000}, ""),
+        ({"trace_region_size": 1, "trace": "none"}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_a_trace_region_is_held_against_the_table(host, mesh, note):
+    host.add_everything("n150")
+    (check,) = check_pools(mesh_pool(mesh={"name": "N150", **mesh}), host.report())
+    assert (check.problem, check.note) == (None, note)
+
+
+def test_a_foreign_class_needs_a_folder_that_can_be_written(host):
+    host.add_everything("n150")
+    mesh = {"name": "N150", "weight_cache": "/dev/null/weights"}
+    (check,) = check_pools(mesh_pool(mesh=mesh), host.report())
+    assert check.problem is None, "ours go on without"
+    (check,) = check_pools(mesh_pool(mesh=mesh, generator="tt-metal"), host.report())
+    assert "may not write in /dev/null/weights" in check.problem
+    assert "set weight_cache" in check.problem
 
 
 def test_pools_without_a_mesh_run_anywhere(host):

@@ -51,6 +51,7 @@ class MeshGenerator(TorchGenerator):
         "supports_chunked_prefill": True,
         "supports_async_decode": True,
         "supports_sample_on_device": True,
+        "supports_sample_in_prefill": True,
         "max_device_top_k": 32,
         "fabric_config": {"config": "FABRIC_2D"},
     }
@@ -161,6 +162,6 @@ def install(
     doubles = Doubles()
     monkeypatch.setattr(worker_module, "_import_open_mesh", lambda mesh: doubles.open_mesh)
     monkeypatch.setattr(
-        worker_module, "resolve_mesh_generator", lambda name, architecture, mesh: generator
+        worker_module, "resolve_mesh_generator", lambda _config, _architecture: generator
     )
     return doubles

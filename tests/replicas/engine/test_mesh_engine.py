@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -12,6 +16,8 @@ from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError, DeviceError
+from replicas.launch import child_environment
+from replicas.mesh_environment import make_folders
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions
 from tests.models import model_folder
@@ -288,11 +294,19 @@ class Narrowed(MeshGenerator):
         self.model_capabilities = {**self.model_capabilities, self.loses: False}
 
 
-def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(monkeypatch, folder):
-    loses = {"loses": "supports_sample_on_device"}
-    doubles = install(monkeypatch, type("Narrowed", (Narrowed,), loses))
+@pytest.mark.parametrize(
+    ("loses", "what"),
+    [
+        ("supports_sample_on_device", "on the device; set it to none"),
+        ("supports_sample_in_prefill", "in prefill; set it to decode_only"),
+    ],
+)
+def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(
+    monkeypatch, folder, loses, what
+):
+    doubles = install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": loses}))
     drawing = config(folder, mesh={"sample_on_device": "all"})
-    with pytest.raises(ConfigError, match="'all' and generator Narrowed does not sample"):
+    with pytest.raises(ConfigError, match=f"'all' and generator Narrowed does not sample {what}"):
         EngineCore(drawing, UniProcExecutor(drawing))
     assert [mesh.closed for mesh in doubles.meshes] == [1]
 
@@ -301,6 +315,12 @@ def test_a_loaded_model_that_cannot_run_ahead_reads_at_once(monkeypatch, folder)
     install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": "supports_async_decode"}))
     with engine_core(config(folder)) as core:
         assert not core._executor._worker._runner._reads_later
+
+
+class DecodeOnly(MeshGenerator):
+    model_capabilities: ClassVar[dict[str, object]] = {
+        **MeshGenerator.model_capabilities, "supports_sample_in_prefill": False,
+    }  # fmt: skip
 
 
 class Whole(MeshGenerator):
@@ -312,6 +332,8 @@ class Whole(MeshGenerator):
     [
         (Undrawing, {"sample_on_device": "decode_only"},
          "'decode_only' and generator Undrawing does not sample on the device"),
+        (DecodeOnly, {"sample_on_device": "all"},
+         "'all' and generator DecodeOnly does not sample in prefill; set it to decode_only"),
         (Blocks64, {}, "block_size is 32 and generator Blocks64 needs 64"),
         (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
     ],
@@ -324,6 +346,56 @@ def test_what_a_generator_cannot_do_is_refused_before_the_mesh_is_opened(
     with pytest.raises(ConfigError, match=message):
         EngineCore(wrong, UniProcExecutor(wrong))
     assert doubles.meshes == []
+
+
+class Converting(MeshGenerator):
+    """Keeps what it converts as classes of tt-metal do, and takes for its own what lies there."""
+
+    @classmethod
+    def initialize_vllm_model(cls, hf_config, *args, **kwargs):
+        model = os.environ["HF_MODEL"]
+        named = os.environ.get("TT_CACHE_PATH") or os.path.join("model_cache", model)
+        folder = Path(named, os.environ["MESH_DEVICE"])
+        folder.mkdir(parents=True, exist_ok=True)
+        converted = folder / "layers.0.wqkv"
+        weights = hashlib.sha256((Path(model) / "model.safetensors").read_bytes()).hexdigest()
+        if not converted.exists():
+            converted.write_text(weights)
+        assert converted.read_text() == weights, "converted of other weights"
+        (folder / "empty_kcache_paged_attention").touch()
+        return super().initialize_vllm_model(hf_config, *args, **kwargs)
+
+
+def test_a_checkpoint_folder_may_be_read_only_and_gets_nothing_from_a_foreign_class(
+    monkeypatch, folder, expected, tmp_path
+):
+    install(monkeypatch, Converting)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    files = sorted(path.name for path in model.iterdir())
+    model.chmod(0o555)
+    theirs = config(str(model), generator="theirs:Converting")
+    for _ in range(2):
+        environment = child_environment(theirs)
+        make_folders(theirs, environment)
+        for name in ("HF_MODEL", "MESH_DEVICE", "TT_CACHE_PATH"):
+            monkeypatch.setenv(name, environment[name])
+        with engine_core(theirs) as core:
+            assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+    assert sorted(path.name for path in model.iterdir()) == files
+    kept = Path(environment["TT_CACHE_PATH"])
+    assert sorted(path.name for path in kept.glob("N150/*")) == [
+        "empty_kcache_paged_attention",
+        "layers.0.wqkv",
+    ]
+    # Other weights in the same folder are not taken for those that were converted.
+    model.chmod(0o755)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    monkeypatch.setenv("TT_CACHE_PATH", child_environment(theirs, {})["TT_CACHE_PATH"])
+    with engine_core(theirs):
+        pass
 
 
 def test_without_ttnn_the_error_says_where_there_is_one(monkeypatch, folder):

@@ -14,6 +14,7 @@ from replicas.generators.model_config import (
     load_foreign_config,
     load_hf_config,
     parse_hf_config,
+    read_architecture,
     to_model_config,
 )
 
@@ -188,6 +189,35 @@ def test_a_model_that_another_package_computes_is_read_by_its_sizes(tmp_path):
     assert load_engine_model(theirs) == config
     with pytest.raises(ConfigError, match="Gemma3"):
         load_engine_model(EngineConfig(model=str(tmp_path), mesh=mesh))
+
+
+def test_a_class_on_the_cpu_may_compute_what_ours_do_not(tmp_path):
+    write_gemma3(tmp_path)
+    theirs = EngineConfig(model=str(tmp_path), generator="some.module:Gemma3")
+    config = load_engine_model(theirs)
+    assert config == load_foreign_config(tmp_path)
+    with pytest.raises(ConfigError, match="'Gemma3ForConditionalGeneration' is not one of"):
+        to_model_config(config)
+    with pytest.raises(ConfigError, match="Gemma3"):
+        load_engine_model(EngineConfig(model=str(tmp_path)))
+
+
+def test_a_class_that_extends_ours_gets_all_that_ours_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW | QWEN2))
+    for mesh in (None, MeshConfig(name="N150")):
+        named = EngineConfig(model=str(tmp_path), mesh=mesh, generator="some.module:Extended")
+        assert load_engine_model(named) == load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "architecture"),
+    [(RAW, "LlamaForCausalLM"), ({"model_type": "llama"}, None), ({"architectures": []}, None)],
+)
+def test_the_architecture_alone(content, architecture, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_architecture(tmp_path) == architecture
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_architecture(tmp_path / "absent")
 
 
 def test_a_folder_that_transformers_cannot_read(tmp_path):

@@ -1,24 +1,34 @@
 """Generators are found by architecture or by "module:Class", and checked before use."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
-from replicas.config import MeshConfig
+from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators import registry
+from replicas.generators.model_config import parse_hf_config
 from replicas.generators.plugin.adapter import AdaptedGenerator
 from replicas.generators.registry import (
     REQUIRED_METHODS,
-    known_generators,
-    register_generator,
     resolve_generator,
     resolve_mesh_generator,
 )
+from replicas.generators.targets import (
+    known_generators,
+    register_generator,
+    with_registered_generator,
+)
 from replicas.generators.torch.generator import TorchGenerator
+from replicas.llm import LLM
+from replicas.sampling_params import SamplingParams
+from tests.models import model_folder
 
 
 class Complete:
@@ -67,6 +77,65 @@ def test_a_registered_architecture_is_known():
     assert "TinyForCausalLM" in known_generators()
 
 
+def write_config(folder, architecture):
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    return EngineConfig(model=str(folder))
+
+
+def test_what_was_registered_goes_to_the_engine_in_its_configuration(tmp_path):
+    """An engine is a process of its own, where nobody registers anything."""
+    target = f"{__name__}:Complete"
+    register_generator("TinyForCausalLM", target)
+    config = write_config(tmp_path, "TinyForCausalLM")
+    assert with_registered_generator(config).generator == target
+    on_mesh = msgspec.structs.replace(config, mesh=MESH)
+    assert with_registered_generator(on_mesh).generator == target
+    named = msgspec.structs.replace(config, generator="other:Class")
+    assert with_registered_generator(named) is named
+
+
+def test_what_nobody_registered_is_left_to_the_engine(tmp_path):
+    for architecture in ("LlamaForCausalLM", "NobodysForCausalLM"):
+        config = write_config(tmp_path, architecture)
+        assert with_registered_generator(config) is config
+    absent = EngineConfig(model=str(tmp_path / "absent"))
+    assert with_registered_generator(absent) is absent
+    simulated = EngineConfig(
+        model=str(tmp_path), simulated_mesh=SimulatedMeshConfig(board="n150", model="Llama-3.1-8B")
+    )
+    assert with_registered_generator(simulated) is simulated
+
+
+class OwnLlama(TorchGenerator):
+    """A Llama by another name, which ours do not know."""
+
+    @classmethod
+    def initialize_vllm_model(cls, hf_config, *args, **kwargs):
+        raw = json.loads(Path(hf_config.name_or_path, "config.json").read_text())
+        assert raw["architectures"] == ["OwnLlamaForCausalLM"]
+        known = parse_hf_config(
+            raw | {"architectures": ["LlamaForCausalLM"]}, hf_config.name_or_path
+        )
+        return super().initialize_vllm_model(known, *args, **kwargs)
+
+
+def test_a_registered_architecture_that_ours_do_not_know_is_served(tmp_path):
+    """By an engine in a process of its own, and on this thread."""
+    own = shutil.copytree(model_folder("llama-gqa"), tmp_path / "own")
+    raw = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(raw | {"architectures": ["OwnLlamaForCausalLM"]}))
+    register_generator("OwnLlamaForCausalLM", f"{__name__}:OwnLlama")
+    settings = {"skip_tokenizer_init": True, "num_threads": 1, "max_model_len": 64}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    found = []
+    for multiprocess in (True, False):
+        with LLM(str(own), multiprocess=multiprocess, **settings) as llm:
+            [output] = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+            found.append(output.outputs[0].token_ids)
+    assert found[0] == found[1]
+    assert len(found[0]) == 5
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(UnknownGeneratorError, match=r"'GPT2LMHeadModel'; known: Llama.*Qwen3"):
         resolve_generator("GPT2LMHeadModel")
@@ -113,6 +182,12 @@ def test_a_class_without_capabilities_is_refused():
 MESH = MeshConfig(name="N150")
 
 
+def resolve_mesh(name, architecture, mesh=MESH, **changes):
+    """The class of an engine on a mesh."""
+    config = EngineConfig(model="/models/some", generator=name, mesh=mesh, **changes)
+    return resolve_mesh_generator(config, architecture)
+
+
 class Plugin:
     """A class written for Tenstorrent's plug-in, of the oldest kind."""
 
@@ -134,23 +209,17 @@ class Plugin:
 
 
 def test_a_class_of_the_plugin_is_adapted_on_a_mesh():
-    found = resolve_mesh_generator(f"{__name__}:Plugin", "LlamaForCausalLM", MESH)
+    found = resolve_mesh(f"{__name__}:Plugin", "LlamaForCausalLM")
     assert issubclass(found, AdaptedGenerator)
     assert found.plugin_class is Plugin
-
-
-def test_a_class_that_cannot_draw_in_prefill_is_refused_before_a_request_finds_out():
-    mesh = MeshConfig(name="N150", sample_on_device="all")
-    with pytest.raises(ConfigError, match=r"Plugin does not sample in prefill.*decode_only"):
-        resolve_mesh_generator(f"{__name__}:Plugin", "LlamaForCausalLM", mesh)
 
 
 def test_a_class_that_extends_ours_is_taken_as_it_is(monkeypatch):
     monkeypatch.setattr(registry, "NATIVE_TT_GENERATOR", f"{__name__}:Complete")
     child = f"{__name__}:Child"
-    assert resolve_mesh_generator(child, "LlamaForCausalLM", MESH) is Child
-    assert resolve_mesh_generator(None, "LlamaForCausalLM", MESH) is Complete
-    assert resolve_mesh_generator(f"{__name__}:Complete", "LlamaForCausalLM", MESH) is Complete
+    assert resolve_mesh(child, "LlamaForCausalLM") is Child
+    assert resolve_mesh(None, "LlamaForCausalLM") is Complete
+    assert resolve_mesh(f"{__name__}:Complete", "LlamaForCausalLM") is Complete
 
 
 class Child(Complete):
@@ -164,7 +233,7 @@ def test_a_bundle_is_found_by_its_architecture(tmp_path):
         json.dumps({"arch": "TTMineForCausalLM", "main_class": f"{__name__}:Plugin"})
     )
     mesh = MeshConfig(name="N150", extra_models_dir=str(tmp_path))
-    found = resolve_mesh_generator("MineForCausalLM", "LlamaForCausalLM", mesh)
+    found = resolve_mesh("MineForCausalLM", "LlamaForCausalLM", mesh)
     assert found.plugin_class is Plugin
 
 
@@ -172,13 +241,25 @@ def test_tt_metal_has_a_class_for_the_architecture_and_must_be_there():
     with pytest.raises(
         UnknownGeneratorError, match=r"generator_vllm:QwenForCausalLM.*TT_METAL_HOME"
     ):
-        resolve_mesh_generator("tt-metal", "Qwen3ForCausalLM", MESH)
+        resolve_mesh("tt-metal", "Qwen3ForCausalLM")
+
+
+def test_a_route_is_no_architecture_and_refuses_what_it_has_no_class_for():
+    with pytest.raises(ConfigError, match="'llama3_70b_galaxy' runs on the 32 chips of a Galaxy"):
+        resolve_mesh("llama3_70b_galaxy", "LlamaForCausalLM")
+    with pytest.raises(ConfigError, match="no class for 'Gemma3ForCausalLM'"):
+        resolve_mesh("tt-transformers", "Gemma3ForCausalLM")
+    with pytest.raises(ConfigError, match="encoder-decoder models are not served yet"):
+        resolve_mesh("tt-metal", "MllamaForConditionalGeneration")
+    with pytest.raises(ConfigError, match="encoder-decoder models are not served yet"):
+        resolve_mesh("TTMllamaForConditionalGeneration", "MllamaForConditionalGeneration")
 
 
 def test_the_protocol_and_the_registry_import_without_torch():
     code = (
         "import sys; import replicas.generators.protocol, replicas.generators.multimodal, "
-        "replicas.generators.registry, replicas.generators.model_config; "
+        "replicas.generators.registry, replicas.generators.model_config, "
+        "replicas.generators.plugin.routes; "
         "print([m for m in ('torch', 'ttnn', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,6 +23,7 @@ from replicas.generators.ttnn.buckets import (
     prefill_buckets,
     prefill_table_width,
     split_chunks,
+    traced_buckets,
 )
 
 block_sizes = st.sampled_from([32, 64, 128])
@@ -63,6 +64,14 @@ def test_ttnn_is_not_imported():
 )
 def test_buckets_end_at_the_longest_sequence_or_chunk(max_seq_len, buckets):
     assert prefill_buckets(max_seq_len) == buckets
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "traced"),
+    [(100, (128,)), (640, (128, 640)), (2048, (128, 1024)), (131072, (128, 1024))],
+)
+def test_short_chunks_alone_are_traced(max_seq_len, traced):
+    assert traced_buckets(max_seq_len) == traced
 
 
 @given(num_tokens=st.integers(1, MAX_CHUNK))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import ttnn
 
 import replicas.generators.ttnn.generator
 import replicas.generators.ttnn.mesh
@@ -28,6 +29,7 @@ from replicas.generators.ttnn.weights import load_lane_weights
 from replicas.meshes import mesh_spec
 from tests.replicas.generators.paged_loop import PagedLoop
 from tests.tt.golden.library import GoldenLibrary, installed, open_golden
+from tests.tt.golden.tensors import round_to
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -72,6 +74,11 @@ CASES = {
     ),
     "qwen3-32": ("Qwen3", {"num_attention_heads": 8}),
     "qwen3-64": ("Qwen3", {"head_dim": 64}),
+    # More heads than a chip has cores.
+    "mistral-96-heads": (
+        "Mistral",
+        {"num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": None},
+    ),
 }
 """Name -> (transformers class prefix, settings besides the common ones). All fit four chips."""
 
@@ -95,6 +102,18 @@ def model_folder(case):
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     folder = root() / case
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def grown_folder(case):
+    """The model of `model_folder`, whose tokens weigh as much in the residual stream as they do in
+    a trained model: a layer adds to it, and is not most of it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(case))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)
+    folder = root() / f"{case}-grown"
     model.save_pretrained(folder)
     return str(folder)
 
@@ -200,6 +219,7 @@ class Lane:
             max_seq_len=max_seq_len,
             block_size=block_size,
             table_width=prefill_table_width(max_seq_len, block_size),
+            hidden_size=self.config.hidden_size,
         )
 
     def prefill(self, token_ids, start, end, blocks):
@@ -297,6 +317,29 @@ def reference_model(folder):
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     return model
+
+
+@contextlib.contextmanager
+def stored_weights(folder, optimizations):
+    """Let the reference have gate and up as a profile stores them while the context lasts."""
+    model, chosen = reference_model(folder), profile(optimizations)
+    layers = model.model.layers
+    kept = [linear.weight.clone() for layer in layers for linear in gate_and_up(layer)]
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            dtype = chosen.weight("gate", is_last=index == len(layers) - 1)
+            for linear in gate_and_up(layer):
+                rounded = round_to(linear.weight.T.contiguous(), getattr(ttnn, dtype))
+                linear.weight.copy_(rounded.T)
+        yield model
+        for linear, weight in zip(
+            (each for layer in layers for each in gate_and_up(layer)), kept, strict=True
+        ):
+            linear.weight.copy_(weight)
+
+
+def gate_and_up(layer):
+    return layer.mlp.gate_proj, layer.mlp.up_proj
 
 
 @cache

@@ -295,8 +295,13 @@ def no_traces(*_, **__):
 
 
 @op("reshape", "experimental.view")
-def reshape(tensor, shape, *, memory_config=None, pad_value=None, **_):
+def reshape(tensor, shape, padded_shape=None, *, memory_config=None, pad_value=None, **_):
     shape = list(shape)
+    if padded_shape is not None:
+        require(tensor.layout == TILED, "only tiles are padded")
+        require(list(tensor.padded_shape) == list(padded_shape), f"{tensor} is not {padded_shape}")
+        require(shape[:2] == list(padded_shape)[:2], f"{shape} of {padded_shape}")
+        return tensor.view([shard[:, :, : shape[2], : shape[3]] for shard in tensor.shards])
     shards = [shard.reshape(shape) for shard in tensor.shards]
     # Where a row, or a tile's two dims, stay as they are, the same memory gets another shape.
     kept = -1 if tensor.layout == ROW_MAJOR else slice(-2, None)
@@ -338,8 +343,19 @@ def set_fabric_config(*_, **__):
 
 @op("slice")
 def slice_(
-    tensor, slice_start, slice_end, slice_step=None, *, memory_config=None, output_tensor=None
+    tensor,
+    slice_start,
+    slice_end,
+    slice_step=None,
+    *,
+    memory_config=None,
+    output_tensor=None,
+    slice_dim=None,
+    num_devices=None,
 ):
+    if isinstance(slice_start, GoldenTensor):
+        require(slice_step is None and output_tensor is None, "not in the golden kit")
+        return _piece(tensor, slice_start, slice_end, slice_dim, num_devices, memory_config)
     starts, ends = list(slice_start), list(slice_end)
     steps = [1] * len(starts) if slice_step is None else list(slice_step)
     require(len(starts) == len(tensor.shape) == len(ends), f"{starts} to {ends} of {tensor}")
@@ -350,6 +366,24 @@ def slice_(
         return tensor
     parts = [golden("slice")(shard, starts, ends, steps).clone() for shard in tensor.shards]
     return store(tensor.like(parts, memory_config=memory_config), output_tensor)
+
+
+def _piece(tensor, start, end, dim, num_pieces, memory_config):
+    """One of so many equal pieces of a dim; where it begins is a tensor on the device."""
+    on_device(tensor, start, end)
+    in_layout(ROW_MAJOR, start, end)
+    in_dtypes([ttnn.uint32, ttnn.int32], start, end)
+    size = tensor.shape[dim]
+    require(size % num_pieces == 0, f"{tensor} in {num_pieces} pieces of dim {dim}")
+    shards = []
+    for shard, first, last in zip(
+        tensor.shards, replicated_ints(start), replicated_ints(end), strict=True
+    ):
+        starts, ends = first.tolist(), last.tolist()
+        require(ends[dim] - starts[dim] == size // num_pieces, f"{starts} to {ends} of {tensor}")
+        require(tensor.layout == ROW_MAJOR or starts[dim] % TILE == 0, f"{starts} within a tile")
+        shards.append(golden("slice")(shard, starts, ends, [1] * len(starts)).clone())
+    return tensor.like(shards, memory_config=memory_config)
 
 
 @op("concat")
@@ -661,6 +695,7 @@ def nlp_create_qkv_heads_decode(
     head_dim = width // (num_heads + 2 * num_kv_heads)
     require(head_dim % TILE == 0, f"heads of {head_dim} are no whole tiles")
     require(memory_config is None or memory_config.is_sharded(), "the heads are height-sharded")
+    require(overlap_qk_coregrid or tensor.is_sharded(), f"{tensor} is not in shards of heads")
     heads = [
         shard.view(1, batch, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
         for shard in tensor.shards
@@ -680,17 +715,25 @@ def nlp_concat_heads(tensor, *, memory_config=None):
 
 @op("experimental.nlp_concat_heads_decode")
 def nlp_concat_heads_decode(tensor, *, num_heads, memory_config=None, **_):
-    """[1, B, heads padded to 32, d] -> [1, 1, B padded to 32, heads * d], width-sharded."""
+    """[1, B, heads padded to 32, d] -> [1, 1, B padded to 32, heads * d], a core for each head."""
     on_device(tensor)
     in_layout(TILED, tensor)
     require(tensor.is_sharded(), f"{tensor} is not height-sharded")
-    one, batch, rows, _ = list(tensor.shape)
+    one, batch, rows, head_dim = list(tensor.shape)
     require(one == 1 and batch <= TILE and num_heads <= rows, f"{num_heads} heads of {tensor}")
+    require(memory_config is None, "not in the golden kit")
+    grid = tensor.device().compute_with_storage_grid_size()
+    cores = ttnn.num_cores_to_corerangeset(num_heads, grid, row_wise=True)
+    where = ttnn.MemoryConfig(
+        ttnn.TensorMemoryLayout.WIDTH_SHARDED,
+        ttnn.BufferType.L1,
+        ttnn.ShardSpec(cores, [TILE, head_dim], ttnn.ShardOrientation.ROW_MAJOR),
+    )
     shards = []
     for shard in tensor.shards:
         flat = shard[:, :, :num_heads].reshape(1, 1, batch, -1)
         shards.append(torch.nn.functional.pad(flat, (0, 0, 0, TILE - batch), value=poison()))
-    return tensor.like(shards, memory_config=memory_config or ttnn.L1_WIDTH_SHARDED_MEMORY_CONFIG)
+    return tensor.like(shards, memory_config=where)
 
 
 @op("experimental.rotary_embedding_hf")
@@ -818,6 +861,15 @@ def paged_update_cache(
             block, offset = _page(table, row, position, cache)
             cache.shards[chip][block, :, offset] = packed[0, row]
     return cache
+
+
+@op("experimental.paged_fused_update_cache")
+def paged_fused_update_cache(first_cache, first, second_cache, second, **settings):
+    """`paged_update_cache` of two caches at once; their rows are on different cores."""
+    return [
+        paged_update_cache(first_cache, first, **settings),
+        paged_update_cache(second_cache, second, **settings),
+    ]
 
 
 def _check_heads(q_heads, cache):

@@ -11,12 +11,16 @@ import math
 import torch
 import ttnn
 
-FLOATS = (ttnn.bfloat16, ttnn.float32, ttnn.bfloat8_b)
+BLOCK_FLOATS = {ttnn.bfloat8_b: 7, ttnn.bfloat4_b: 3}
+"""Dtype -> bits of each magnitude; sixteen neighbours share an exponent."""
+
+FLOATS = (ttnn.bfloat16, ttnn.float32, *BLOCK_FLOATS)
 INTEGERS = {ttnn.uint32: (0, 1 << 32), ttnn.int32: (-(1 << 31), 1 << 32), ttnn.uint16: (0, 1 << 16)}
 TO_TORCH = {
     ttnn.bfloat16: torch.bfloat16,
     ttnn.float32: torch.float32,
     ttnn.bfloat8_b: torch.float32,
+    ttnn.bfloat4_b: torch.float32,
     ttnn.uint32: torch.uint32,
     ttnn.int32: torch.int32,
     ttnn.uint16: torch.uint16,
@@ -51,20 +55,22 @@ def round_to(values, dtype):
     values = values.to(torch.float32)
     if dtype == ttnn.bfloat16:
         return values.to(torch.bfloat16).to(torch.float32)
-    return _round_to_bfloat8_b(values) if dtype == ttnn.bfloat8_b else values
+    return _round_to_block(values, BLOCK_FLOATS[dtype]) if dtype in BLOCK_FLOATS else values
 
 
-def _round_to_bfloat8_b(values):
+def _round_to_block(values, num_bits):
     """Sixteen neighbours share an exponent; the device drops bits before it rounds to even."""
+    dropped = 24 - num_bits
     width = values.shape[-1]
     padded = torch.nn.functional.pad(values, (0, -width % 16)).contiguous()
     bits = padded.view(-1, 16).view(torch.int32)
     exponents = bits >> 23 & 0xFF
     shared = exponents.amax(dim=-1, keepdim=True)
     magnitudes = (bits & 0x7FFFFF | 0x800000) >> (shared - exponents).clamp(max=24)
-    magnitudes = (magnitudes + (0xFFFF + (magnitudes >> 17 & 1))) >> 17
-    magnitudes = magnitudes.clamp(max=0x7F).masked_fill(exponents == 0, 0)
-    rounded = torch.ldexp(magnitudes.to(torch.float32), shared - 133)
+    half = (1 << dropped - 1) - 1
+    magnitudes = (magnitudes + (half + (magnitudes >> dropped & 1))) >> dropped
+    magnitudes = magnitudes.clamp(max=(1 << num_bits) - 1).masked_fill(exponents == 0, 0)
+    rounded = torch.ldexp(magnitudes.to(torch.float32), shared - 126 - num_bits)
     rounded = torch.where(rounded < 2.0**-126, 0.0, rounded)
     rounded = torch.where(bits < 0, -rounded, rounded)
     # No number of the model is infinite; what poisons a row should poison it in any dtype.
@@ -188,8 +194,8 @@ class GoldenTensor:
     """
 
     def __init__(self, shards, dtype, layout, memory_config=None, device=None, allocation=None):
-        if dtype == ttnn.bfloat8_b and layout != ttnn.TILE_LAYOUT:
-            raise GoldenError("bfloat8_b is tiled only")
+        if dtype in BLOCK_FLOATS and layout != ttnn.TILE_LAYOUT:
+            raise GoldenError(f"{dtype.name} is tiled only")
         if device is not None and len(shards) != len(device.chips):
             raise GoldenError(f"{len(shards)} shards on {device}")
         self._shards = shards

@@ -21,6 +21,7 @@ from tests.replicas.generators.plugin.doubles import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from replicas.generators.plugin.adapter import AdaptedGenerator
@@ -167,7 +168,9 @@ class ByHand:
             start_pos=positions,
             enable_trace=True,
             read_from_device=False,
-            sampling_params=params(NUM_SLOTS) if self.draws_on_device else None,
+            sampling_params=(
+                params(NUM_SLOTS, [s.slot for s in rows]) if self.draws_on_device else None
+            ),
             slot_remap=None if slot_remap is None else torch.tensor(slot_remap, dtype=torch.int32),
             **commands,
         )
@@ -200,17 +203,18 @@ class ByHand:
         return table
 
 
-def params(num_rows: int) -> DeviceSamplingParams:
-    """Two kinds of requests by turns, one of them seeded."""
+def params(num_rows: int, live: Collection[int] | None = None) -> DeviceSamplingParams:
+    """Two kinds of requests by turns, one of them seeded; greedy where no row lives."""
     rows = range(num_rows)
+    greedy = [row % 2 == 1 or (live is not None and row not in live) for row in rows]
     return DeviceSamplingParams(
-        temperature=[0.0 if row % 2 else 0.7 for row in rows],
-        top_k=[1 if row % 2 else 20 for row in rows],
-        top_p=[1.0 if row % 2 else 0.9 for row in rows],
+        temperature=[0.0 if is_greedy else 0.7 for is_greedy in greedy],
+        top_k=[1 if is_greedy else 20 for is_greedy in greedy],
+        top_p=[1.0 if is_greedy else 0.9 for is_greedy in greedy],
         presence_penalty=(0.0,) * num_rows,
         frequency_penalty=(0.0,) * num_rows,
         repetition_penalty=(1.0,) * num_rows,
-        seed=[-1 if row % 2 else 100 + row for row in rows],
+        seed=[-1 if greedy[row] else 100 + row for row in rows],
         num_logprobs=(-2,) * num_rows,
         enable_log_probs=(False,) * num_rows,
     )
@@ -260,7 +264,7 @@ def run_by_hand(
     hand.decode(a, b, c, d)
     note("c ends")
     hand.give_up(c)
-    if generation.signature.decode.takes("slot_remap"):
+    if hand.generator.signature.decode.takes("slot_remap"):
         note("b moves from slot 2 to slot 1")
         b.slot = 1
         hand.decode(a, b, d, slot_remap=[0, 2, 1, 3])

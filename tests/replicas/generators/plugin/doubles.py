@@ -1,15 +1,18 @@
 """Models written to the plugin's interface that check every argument and compute real tokens.
 
-Three generations of the interface: contract 1, the legacy contract, and the one of 2025. Each takes
-exactly the keywords of its time, by name, so that any other fails. The token after a context is a
-hash of the rows found through the page tables (`replicas.generators.simulated.tokens`), and what a
-device keeps from step to step is kept here too, so that a missing reload gives wrong tokens.
+Three generations of the interface: contract 1, the legacy contract, and the one of 2025; and two
+families of classes: those of tt-transformers, where the class that is named only chooses, and those
+of a Galaxy, whose columns are lanes. Each takes exactly the keywords of its time, by name, so that
+any other fails. The token after a context is a hash of the rows found through the page tables
+(`replicas.generators.simulated.tokens`), and what a device keeps from step to step is kept here
+too, so that a missing reload gives wrong tokens.
 """
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, fields
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -172,6 +175,11 @@ class Double:
         self.positions = np.full(max_batch_size, -1, np.int64)
         self.tables = np.zeros((max_batch_size, 1), np.int64)
 
+    @property
+    def given_cache(self) -> Any:
+        """What must come back with every call, itself and no copy."""
+        return self.cache
+
     @classmethod
     def make(
         cls, hf_config: Any, mesh: Any, max_batch_size: Any, max_seq_len: int, lanes: int
@@ -186,7 +194,7 @@ class Double:
         assert isinstance(shape, tuple)
         assert all(type(size) is int for size in shape)
         num_blocks, heads, block_size, head_dim = shape
-        chips = self.mesh.get_num_devices() if isinstance(self.mesh, Mesh) else 1
+        chips = 1 if isinstance(self.mesh, CpuDevice) else self.mesh.get_num_devices()
         assert heads == NUM_KV_HEADS // min(chips // self.num_lanes, NUM_KV_HEADS)
         assert head_dim == HEAD_DIM
         assert isinstance(dtype, torch.dtype)
@@ -228,7 +236,7 @@ class Double:
         self, tokens: Any, page_table: Any, kv_cache: Any, lens: Any, start_pos: Any, slots: Any
     ) -> np.ndarray:
         """The next tokens of all rows, after every check."""
-        assert kv_cache is self.cache
+        assert kv_cache is self.given_cache
         num_rows = len(tokens)
         assert tokens.dtype == torch.int32
         assert tokens.shape == (num_rows, int(max(lens)))
@@ -261,7 +269,7 @@ class Double:
         self.tables = page_table.numpy().astype(np.int64)
 
     def check_decode(self, tokens: Any, page_table: Any, kv_cache: Any, start_pos: Any) -> None:
-        assert kv_cache is self.cache
+        assert kv_cache is self.given_cache
         assert all(output.event is not None for output in self.pending), "never read"
         assert len(self.pending) <= 1, "more than two steps in flight"
         assert tokens.dtype == torch.int32
@@ -697,6 +705,215 @@ class Seed(Double):
         self.check_decode(tokens, page_table, kv_cache, start_pos)
         self.load(tokens, start_pos, page_table)
         return self.logits(self.decode())
+
+
+class Chosen(Contract1):
+    """A model of tt-transformers: contract 1, whole prompts, a cache of one lane without a list."""
+
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_async_decode": True,
+        "supports_sample_on_device": True,
+        "supports_device_penalties": True,
+        "max_device_top_k": 32,
+        "accepts_trace_mode": True,
+    }
+    allocate_kv_cache_per_layer = None
+    is_cleaned_up = False
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        n_layers: int | None = None,
+        tt_data_parallel: int = 1,
+        optimizations: str = "performance",
+        trace_mode: str = "all",
+    ) -> Chosen:
+        assert n_layers is None
+        assert optimizations in ("performance", "accuracy")
+        assert trace_mode == "all"
+        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
+
+    @property
+    def given_cache(self) -> Any:
+        return self.cache[0] if self.num_lanes == 1 else self.cache
+
+    def allocate_kv_cache(
+        self, kv_cache_shape: Any = None, dtype: Any = None, num_layers: Any = None
+    ) -> Any:
+        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
+        self.allocate(kv_cache_shape, dtype, num_layers)
+        return self.given_cache
+
+    def read_decode_output(self, tt_out: Any, *, async_read: bool = False) -> Any:
+        return super().read_decode_output(tt_out, async_read=async_read)
+
+    def process_decode_output_host(self, tt_out: Any, *, is_tokens: bool = False) -> Any:
+        values = super().process_decode_output_host(tt_out, is_tokens=is_tokens)
+        return values, None
+
+    def cleanup(self) -> None:
+        self.recording.call("cleanup")
+        assert not self.is_cleaned_up
+        self.is_cleaned_up = True
+
+
+class Registered:
+    """What a registry of tt-transformers names: it finds a model's class by a checkpoint's name."""
+
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_async_decode": True,
+        "supports_sample_on_device": True,
+        "accepts_trace_mode": True,
+    }
+    models: ClassVar = {"some-org/Tiny-8B-Instruct": Chosen}
+
+    @classmethod
+    def supported_hf_ids(cls) -> tuple[str, ...]:
+        return tuple(cls.models)
+
+    @classmethod
+    def select(cls, name_or_path: str | None) -> Any:
+        name = str(name_or_path or "")
+        parts = PurePosixPath(name).parts
+        if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+            name = parts[-3].removeprefix("models--").replace("--", "/")
+        if name not in cls.models:
+            raise ValueError(f"does not serve {name_or_path!r}; supported: {', '.join(cls.models)}")
+        return cls.models[name]
+
+    @classmethod
+    def get_max_tokens_all_users(
+        cls,
+        model_name: str = "",
+        num_devices: int = 1,
+        tt_data_parallel: int = 1,
+        max_model_len: int = 0,
+        max_num_seqs: int = 1,
+    ) -> int:
+        cls.select(model_name)
+        return max_model_len * max_num_seqs
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        n_layers: int | None = None,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = None,
+        **kwargs: Any,
+    ) -> Chosen:
+        Double.recording.call(
+            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
+            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
+        )  # fmt: skip
+        assert not kwargs
+        chosen = cls.select(hf_config._name_or_path)
+        settings = {} if optimizations is None else {"optimizations": optimizations}
+        return chosen.initialize_vllm_model(
+            hf_config, mesh_device, max_batch_size, max_seq_len,
+            n_layers=n_layers, tt_data_parallel=tt_data_parallel, **settings,
+        )  # fmt: skip
+
+
+class _GalaxyText(_LegacyText):
+    """What `Galaxy` inherits, where the method that it passes on to has the same name."""
+
+    def decode_forward(
+        self,
+        tokens: Any,
+        start_pos: Any,
+        page_table: Any = None,
+        kv_cache: Any = None,
+        enable_trace: Any = True,
+        read_from_device: Any = True,
+        sampling_params: Any = MISSING,
+        reset_batch: Any = MISSING,
+        slot_remap: Any = MISSING,
+    ) -> Any:
+        return self.decode_forward_text(
+            tokens, start_pos, page_table=page_table, kv_cache=kv_cache, enable_trace=enable_trace,
+            read_from_device=read_from_device, sampling_params=sampling_params,
+            reset_batch=reset_batch, slot_remap=slot_remap,
+        )  # fmt: skip
+
+
+class Galaxy(_GalaxyText):
+    """Of the 32 chips of a Galaxy: one model, whose columns are lanes of eight slots each."""
+
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_sample_on_device": True,
+    }
+    num_columns: ClassVar[int] = 4
+
+    @classmethod
+    def initialize_vllm_model(
+        cls,
+        hf_config: Any,
+        mesh_device: Any,
+        max_batch_size: int,
+        max_seq_len: int = 131072,
+        n_layers: int | None = None,
+        tt_data_parallel: int = 1,
+        optimizations: str | None = None,
+    ) -> Galaxy:
+        cls.recording.call(
+            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
+            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
+        )  # fmt: skip
+        assert optimizations is None, "Custom optimizations are not supported"
+        assert tt_data_parallel % cls.num_columns == 0
+        assert n_layers is None
+        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
+
+    @property
+    def given_cache(self) -> Any:
+        """One for all columns: each chip's part of a tensor is its column's."""
+        return self._whole
+
+    def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> Any:
+        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
+        self._whole = self.allocate(kv_cache_shape, dtype, num_layers)[:1]
+        return self._whole
+
+    def warmup_model_prefill(
+        self, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
+    ) -> None:
+        self.recording.call(
+            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
+            can_sample_on_device=can_sample_on_device,
+        )  # fmt: skip
+        self.warm_prefill(enable_trace)
+
+    def warmup_model_decode(
+        self,
+        kv_cache: Any,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool,
+    ) -> None:
+        self.recording.call(
+            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
+            max_batch_size=max_batch_size, num_blocks=num_blocks,
+            can_sample_on_device=can_sample_on_device,
+        )  # fmt: skip
+        self.warm_decode(enable_trace)
+
+    def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prefill_forward_text(*args, **kwargs)
+
+    def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().decode_forward(*args, **kwargs)
 
 
 AdaptedContract1 = adapt(Contract1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -335,9 +336,82 @@ def test_decode_warm_up_of_a_class_without() -> None:
     assert arguments["start_pos"].tolist() == [-1, -1]
     assert arguments["page_table"].tolist() == [[0, 0, 0]] * 2
     assert arguments["enable_trace"] is True
+    assert "sampling_params" not in arguments
+    assert [name for name, _, _ in generator._model.calls] == ["initialize", "decode"]
+
+
+def test_decode_warm_up_of_a_class_that_always_draws() -> None:
+    """Logits and draws; what is answered in a warm-up is nobody's."""
+    generator = make()
+    generator._model.answer = torch.ones((2, 1), dtype=torch.int32)
+    sizes = {"kv_cache": None, "enable_trace": False, "max_batch_size": 2, "num_blocks": 3}
+    generator.warmup_model_decode(**sizes, can_sample_on_device=True)
+    logits, draws = (arguments for _, _, arguments in generator._model.calls[1:])
+    assert "sampling_params" not in logits
+    assert draws["sampling_params"].temperature == [0.0, 0.0]
+    assert draws["reset_batch"] is True
 
 
 # --- forward --------------------------------------------------------------------------------------
+
+
+class Batches(Plain):
+    """As tt_transformers of 2025: rows of one padded length are computed together."""
+
+    def prefill_forward(
+        self, tokens: Any, page_table: Any, kv_cache: Any, prompt_lens: Any, start_pos: Any,
+        empty_slots: Any, enable_trace: Any, sampling_params: Any = None,
+    ) -> Any:  # fmt: skip
+        self.calls.append(("prefill", (tokens, page_table), {"params": sampling_params}))
+        assert tokens.shape[1] == max(prompt_lens)
+        last_tokens = [0] * (1 << (len(tokens) - 1).bit_length())
+        # Padded to a power of two, and looked up by slot.
+        for row, slot in enumerate(empty_slots):
+            last_tokens[slot if len(tokens) > 1 else 0] = int(tokens[row, prompt_lens[row] - 1])
+        logits = torch.zeros(len(tokens), 1, VOCAB_SIZE)
+        for row, slot in enumerate(empty_slots):
+            logits[row, 0, last_tokens[slot if len(tokens) > 1 else 0]] = 1.0
+        return logits if sampling_params is None else logits.argmax(dim=-1).int()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_legacy_class_is_given_one_row_a_call(draws: bool) -> None:
+    """Slots above the number of rows, as soon as somebody decodes in the lower ones."""
+    tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]], dtype=torch.int32)
+    inputs = {
+        "tokens": tokens,
+        "page_table": torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
+        "prompt_lens": torch.tensor([3, 4, 2]),
+        "empty_slots": [1, 6, 7],
+        "sampling_params": params(3) if draws else None,
+    }
+    generator = make(Batches, 8)
+    output = prefill(generator, 3, **inputs)
+    assert output.shape == ((3, 1) if draws else (3, 1, VOCAB_SIZE))
+    found = output[:, 0] if draws else output[:, 0].argmax(dim=-1)
+    assert found.tolist() == [7, 11, 13]
+    calls = generator._model.calls[1:]
+    assert [positional[0].tolist() for _, positional, _ in calls] == [
+        [[5, 6, 7]], [[8, 9, 10, 11]], [[12, 13]],
+    ]  # fmt: skip
+    assert [positional[1].tolist() for _, positional, _ in calls] == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    if draws:
+        assert [named["params"].temperature for _, _, named in calls] == [[0.7], [0.0], [0.7]]
+
+
+def test_log_probabilities_of_rows_that_came_one_by_one() -> None:
+    class Both(Plain):
+        def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
+            token = kwargs["tokens"][:, -1]
+            return token, torch.tensor([-0.5]) * token
+
+    settings = dataclasses.replace(params(2), enable_log_probs=[True, True])
+    tokens = torch.tensor([[3], [4]], dtype=torch.int32)
+    found, log_probs = prefill(
+        make(Both), tokens=tokens, prompt_lens=torch.tensor([1, 1]), sampling_params=settings
+    )
+    assert found.tolist() == [[3], [4]]
+    assert log_probs.tolist() == [-1.5, -2.0]
 
 
 def test_start_pos_that_the_class_does_not_take() -> None:
@@ -369,9 +443,9 @@ def test_images_that_the_class_requires() -> None:
 
     generator = make(Vision)
     prefill(generator)
-    assert last_call(generator)["images"] == [None, None]
     prefill(generator, images=["a", "b"])
-    assert last_call(generator)["images"] == ["a", "b"]
+    given = [arguments["images"] for _, _, arguments in generator._model.calls[1:]]
+    assert given == [[None], [None], ["a"], ["b"]]
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -379,8 +453,9 @@ def test_rope_deltas(key: str) -> None:
     """They go to the slots of the rows, and to the model once after they changed."""
     config = SimpleNamespace(vocab_size=VOCAB_SIZE, **{key: {"mrope_section": [16, 24, 24]}})
     generator = make(num_slots=3, hf_config=SimpleNamespace(text_config=config))
-    generator._model.answer = (torch.zeros(2, 1, VOCAB_SIZE), torch.tensor([[5], [7]]))
-    assert prefill(generator, empty_slots=[2, 0]).shape == (2, 1, VOCAB_SIZE)
+    for slot, delta in ((2, 5), (0, 7)):
+        generator._model.answer = (torch.zeros(1, 1, VOCAB_SIZE), torch.tensor([[delta]]))
+        assert prefill(generator, 1, empty_slots=[slot]).shape == (1, 1, VOCAB_SIZE)
     generator._model.answer = torch.zeros(3, 1, VOCAB_SIZE)
     decode(generator, 3)
     assert last_call(generator)["rope_deltas_all_users"] == [7, 0, 5]
@@ -422,6 +497,15 @@ def test_a_legacy_class_may_keep_the_page_table() -> None:
     assert kept.tolist() == [[1, 1], [1, 1]]
     decode(generator, page_table=table)
     assert last_call(generator)["page_table"].tolist() == [[1, 1], [1, 9]]
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+def test_how_many_rows_a_call_has_is_a_matter_of_the_contract(contract: int) -> None:
+    marker = {"decode_input_update_contract": contract, "answer": torch.zeros(3, 1, VOCAB_SIZE)}
+    generator = make(type("Plain", (Plain,), marker), 8)
+    prefill(generator, 3)
+    assert len(generator._model.calls[1:]) == (1 if contract else 3)
+    assert len(last_call(generator)["empty_slots"]) == (3 if contract else 1)
 
 
 class Eager(Plain):

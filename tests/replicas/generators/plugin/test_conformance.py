@@ -2,6 +2,7 @@
 
 ``recordings/*.txt`` hold what a double was called with, a line per call. To write them anew:
 ``TTSERVE_WRITE_RECORDINGS=1 pytest tests/replicas/generators/plugin``; then read the difference.
+What upstream's documents say of such calls is held by `documents`, of what is written too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.replicas.generators.plugin.conformance import (
     make_prompt,
     run_by_hand,
 )
+from tests.replicas.generators.plugin.documents import Documents, read
 from tests.replicas.generators.plugin.doubles import (
     GENERATIONS,
     Contract1,
@@ -38,9 +40,10 @@ RECORDINGS = Path(__file__).parent / "recordings"
 
 
 def compare(name: str, recording: Recording) -> None:
-    """Hold a recording to the one of that name."""
+    """Hold a recording to the documents, and to the one of that name."""
     path = RECORDINGS / f"{name}.txt"
     text = "\n".join(recording.lines) + "\n"
+    Documents(name.partition("-")[0]).check(read(text))
     if os.environ.get("TTSERVE_WRITE_RECORDINGS"):
         path.write_text(text)
     assert text == path.read_text(), f"{path.name} differs; see the module's docstring"

@@ -11,11 +11,11 @@ import pytest
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.plugin.find import (
     METADATA,
-    TT_METAL_CLASSES,
     PluginPaths,
     find_bundles,
     find_plugin_class,
 )
+from replicas.generators.plugin.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def _own_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"models", "my_model", "other_model"}:
+        if name.partition(".")[0] in {"models", "my_model", "other_model", "tt_transformers"}:
             del sys.modules[name]
 
 
@@ -61,7 +61,7 @@ def test_class_of_tt_metal(tmp_path: Path) -> None:
     llama = find_plugin_class("LlamaForCausalLM", paths)
     assert llama.__module__ == "models.tt_transformers.tt.generator_vllm"
     assert find_plugin_class("TTLlamaForCausalLM", paths) is llama
-    assert find_plugin_class(TT_METAL_CLASSES["LlamaForCausalLM"], paths) is llama
+    assert find_plugin_class(ROUTES["tt-metal"].classes["LlamaForCausalLM"], paths) is llama
     assert find_plugin_class("Qwen3ForCausalLM", paths).__name__ == "QwenForCausalLM"
     assert sys.path[-1] == str(tmp_path), "an installed package must go first"
 

@@ -13,7 +13,8 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
-from replicas.generators.plugin.find import TT_METAL_CLASSES, PluginPaths, find_plugin_class
+from replicas.generators.plugin.find import PluginPaths, find_plugin_class
+from replicas.generators.plugin.routes import ROUTES
 from replicas.generators.plugin.shim import MissingVLLMError, vllm_config, vllm_stand_in
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def test_class_is_imported_and_made(paths: PluginPaths) -> None:
     assert importlib.util.find_spec("vllm") is None
     for found in (llama, gemma):
         assert found("made").name == "made"
-        assert adapt(found).signature.has_kv_cache_spec == (found is llama)
+        assert adapt(found).entry.model.has_kv_cache_spec == (found is llama)
 
 
 VLLM_IMPORTS = {
@@ -187,9 +188,9 @@ class SomeInfo(Info):
 """
 
 
-@pytest.mark.parametrize("architecture", TT_METAL_CLASSES)
+@pytest.mark.parametrize("architecture", ROUTES["tt-metal"].classes)
 def test_every_class_of_the_table_is_imported(architecture: str, paths: PluginPaths) -> None:
-    module, _, name = TT_METAL_CLASSES[architecture].partition(":")
+    module, _, name = ROUTES["tt-metal"].classes[architecture].partition(":")
     assert paths.tt_metal_home is not None
     for path, imports in VLLM_IMPORTS.items():
         file = Path(paths.tt_metal_home, *path.split(".")).with_suffix(".py")

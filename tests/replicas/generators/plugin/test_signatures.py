@@ -8,7 +8,7 @@ import pytest
 
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
-from replicas.generators.plugin.signatures import COMMANDS, read_signature
+from replicas.generators.plugin.signatures import COMMANDS, read_entry, read_signature
 from tests.replicas.generators.plugin.doubles import Contract1, Legacy, Seed
 
 
@@ -37,7 +37,9 @@ def test_contract_1() -> None:
     assert not signature.decode.takes("reset_batch")
     assert signature.splits_read
     assert signature.allocates_per_layer
-    assert signature.token_budget is not None
+    entry = read_entry(Contract1)
+    assert entry.token_budget is not None
+    assert entry.model == signature
     assert not signature.drafts
     assert signature.warmup_decode is not None
     assert signature.warmup_decode.required == {
@@ -59,7 +61,7 @@ def test_legacy_is_read_through_the_methods_that_only_pass_on() -> None:
 def test_seed() -> None:
     signature = read_signature(Seed)
     assert signature.contract == 0
-    assert not signature.initialize.takes("max_seq_len")
+    assert not read_entry(Seed).initialize.takes("max_seq_len")
     assert not signature.prefill.takes("start_pos")
     assert not signature.prefill.takes("enable_trace")
     assert signature.warmup_prefill.takes("sampling_params")
@@ -118,7 +120,7 @@ def test_hooks() -> None:
         def propose_draft_tokens(self, **kwargs: Any) -> None: ...
 
     signature = read_signature(Hooked)
-    assert signature.slot_hooks == {"release_request"}
+    assert signature.hooks == {"release_request"}
     assert signature.drafts
 
 
@@ -132,8 +134,49 @@ def test_later_contract() -> None:
 
 
 def test_lacks_a_method() -> None:
-    with pytest.raises(ConfigError, match=r"object lacks initialize_vllm_model, allocate_kv_cache"):
+    with pytest.raises(ConfigError, match="object lacks initialize_vllm_model"):
+        read_entry(object)
+    with pytest.raises(ConfigError, match=r"object lacks allocate_kv_cache, warmup_model_prefill"):
         read_signature(object)
+    half = type("Half", (Minimal,), {"decode_forward": None, "warmup_model_prefill": None})
+    with pytest.raises(ConfigError, match="Half lacks warmup_model_prefill, decode_forward"):
+        read_entry(half)
+
+
+def test_class_that_only_chooses() -> None:
+    """It has none of a model's methods: what it makes is asked."""
+
+    class Chooses:
+        @classmethod
+        def initialize_vllm_model(cls, hf_config: Any, mesh_device: Any, max_batch_size: Any):
+            return Minimal()
+
+    entry = read_entry(Chooses)
+    assert entry.model is None
+    assert entry.token_budget is None
+    assert not entry.initialize.takes("optimizations")
+
+
+def test_first_arguments_have_any_names() -> None:
+    """They are given by place: the mesh was called after a machine once."""
+
+    class Named(Minimal):
+        @classmethod
+        def initialize_vllm_model(cls, hf_config: Any, t3k_mesh_device: Any, max_batch_size: Any):
+            return cls()
+
+    assert read_entry(Named).initialize.in_order[1] == "t3k_mesh_device"
+
+
+def test_class_that_only_chooses_and_wants_what_nobody_has() -> None:
+    class Chooses:
+        @classmethod
+        def initialize_vllm_model(
+            cls, hf_config: Any, mesh_device: Any, max_batch_size: Any, gpu: Any
+        ): ...
+
+    with pytest.raises(ConfigError, match="Chooses: initialize requires gpu, which a text-only"):
+        read_entry(Chooses)
 
 
 def test_requires_images() -> None:

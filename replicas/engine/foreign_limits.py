@@ -1,0 +1,93 @@
+"""What classes written for Tenstorrent's plug-in say of sizes, held against what chips can hold.
+
+tt-metal's classes tell models by the name of their folder: under any other name a model has the
+limits of none, which may be more than the chips have room for. Pure, but for warnings.
+
+Sources: `LlamaForCausalLM.get_max_tokens_all_users` of tt_transformers' generator_vllm.py; names
+from its model_config.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from replicas.errors import ConfigError
+from replicas.generators.plugin.checkpoints import model_name
+from replicas.generators.ttnn.budget import lane_memory
+from replicas.kv_sizing import DEFAULT_TOKEN_BUDGET
+
+if TYPE_CHECKING:
+    from replicas.config import EngineConfig, MeshConfig
+    from replicas.generators.model_config import ModelConfig
+
+_LOG = logging.getLogger(__name__)
+
+_KNOWN_NAMES = (
+    "DeepSeek-R1-Distill-Llama-70B", "DeepSeek-R1-Distill-Qwen-14B", "Llama-3.1-70B",
+    "Llama-3.1-8B", "Llama-3.2-11B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.2-90B",
+    "Llama-3.3-70B", "Mistral-7B", "Mistral-Small-3.1-24B", "Mixtral-8x7B", "Phi-3-mini",
+    "Phi-3.5-mini", "QwQ-32B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B", "Qwen2.5-7B",
+    "Qwen2.5-Coder-32B", "Qwen2.5-VL-", "Qwen3-32B", "Qwen3-8B", "gemma-3-", "gemma-4-", "gpt-oss-",
+    "phi-4",
+)  # fmt: skip
+
+
+def comes_from(generator: type, package: str) -> bool:
+    """Whether a generator class, or what it adapts, or a base of that, is of a package."""
+    adapted = getattr(generator, "plugin_class", generator)
+    return any(f"{base.__module__}.".startswith(f"{package}.") for base in adapted.__mro__)
+
+
+def warn_of_name(config: EngineConfig, generator: type) -> None:
+    """Say that a class of tt-metal will not know the model by its folder's name."""
+    name = model_name(config.model)
+    if comes_from(generator, "models") and not any(known in name for known in _KNOWN_NAMES):
+        _LOG.warning(
+            "the model's folder is called %r, and classes of tt-metal tell models by such names: "
+            "none of their limits and settings are for it; name the folder as Hugging Face names "
+            "the model, for one Llama-3.1-8B-Instruct", name,
+        )  # fmt: skip
+
+
+def foreign_token_budget(
+    config: EngineConfig, mesh: MeshConfig, model: ModelConfig, generator: type, max_seq_len: int
+) -> int:
+    """Tokens of KV of a lane: what the class says, but no more than its chips have room for.
+
+    Room is reckoned as for our own models; where that cannot be, the class is believed.
+    """
+    ask = getattr(generator, "get_max_tokens_all_users", None)
+    said = DEFAULT_TOKEN_BUDGET
+    if callable(ask):
+        said = ask(
+            model_name=config.model,
+            num_devices=mesh.spec.num_chips,
+            tt_data_parallel=config.tt_data_parallel,
+            max_model_len=max_seq_len,
+            max_num_seqs=config.slots_per_group,
+        )
+    try:
+        memory = lane_memory(
+            model, mesh.spec, mesh, config.tt_data_parallel,
+            block_size=config.block_size, max_seq_len=max_seq_len,
+        )  # fmt: skip
+    except ConfigError as error:
+        _LOG.info("room for %d tokens of KV a lane is not checked: %s", said, error)
+        return said
+    room = (memory.num_blocks - config.slots_per_group) * config.block_size
+    if room >= said:
+        return said
+    if room < config.block_size:
+        _LOG.warning(
+            "by our arithmetic %s does not fit mesh %s in %d lanes beside a KV cache: its weights "
+            "take %.2f GB of each chip's %.2f",
+            config.model, mesh.name, config.tt_data_parallel,
+            memory.weights / 1e9, memory.dram / 1e9,
+        )  # fmt: skip
+        return said
+    _LOG.warning(
+        "the generator says that a lane holds %d tokens of KV, and beside the weights its chips "
+        "have room for %d: these are taken", said, room,
+    )  # fmt: skip
+    return room

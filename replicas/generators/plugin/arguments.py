@@ -1,0 +1,118 @@
+"""What a plugin's class is given in a call: only what it takes, in the form that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from replicas.errors import ConfigError
+from replicas.generators.plugin.sampling import warmup_sampling_params
+from replicas.generators.protocol import PADDING_ROW, DeviceSamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from replicas.generators.plugin.signatures import Parameters
+
+_IMAGES = ("images", "pixel_values", "image_grid_thw")
+
+
+def taken(parameters: Parameters, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some keyword arguments that a method takes."""
+    return {name: value for name, value in arguments.items() if parameters.takes(name)}
+
+
+def require(class_name: str, parameters: Parameters, name: str, advice: str) -> None:
+    """Refuse a keyword argument that a method has no use for.
+
+    Args:
+        class_name: Of the method, for the message.
+        parameters: Of the method.
+        name: The keyword.
+        advice: What to do instead.
+
+    Raises:
+        ConfigError: It does not take it.
+    """
+    if not parameters.takes(name):
+        raise ConfigError(f"generator {class_name} takes no {name}: {advice}")
+
+
+def warmup_arguments(
+    parameters: Parameters, num_rows: int, *, can_sample_on_device: bool
+) -> dict[str, Any]:
+    """What warm-up took over the years to say how tokens will be sampled.
+
+    Args:
+        parameters: Of the warm-up.
+        num_rows: Rows of the decode batch.
+        can_sample_on_device: Whether the device will draw.
+    """
+    arguments = taken(parameters, {"can_sample_on_device": can_sample_on_device})
+    if "sampling_params" in parameters.names:
+        arguments["sampling_params"] = warmup_sampling_params(
+            num_rows, can_sample_on_device=can_sample_on_device
+        )
+    if "non_greedy_decoding_on_device" in parameters.required:
+        arguments["non_greedy_decoding_on_device"] = can_sample_on_device
+    if "greedy_only" in parameters.required:
+        arguments["greedy_only"] = False
+    return arguments
+
+
+def layer_tables(
+    class_name: str, parameters: Parameters, tables: Sequence[torch.Tensor] | None
+) -> dict[str, Any]:
+    """A page table per layer, where there are any.
+
+    Raises:
+        ConfigError: The class has no use for them.
+    """
+    if tables is None:
+        return {}
+    require(class_name, parameters, "page_tables_per_layer", "its layers share one page table")
+    return {"page_tables_per_layer": list(tables)}
+
+
+def image_arguments(
+    class_name: str, parameters: Parameters, given: Mapping[str, object], num_rows: int
+) -> dict[str, Any]:
+    """Images of the rows; None for each row where the class requires them and there are none.
+
+    Raises:
+        ConfigError: There are some and the class is for text only.
+    """
+    images = {name: given[name] for name in _IMAGES if given.get(name) is not None}
+    for name in images:
+        require(class_name, parameters, name, "it is for text only")
+    missing = parameters.required.intersection(_IMAGES) - set(images)
+    return {**images, **{name: [None] * num_rows for name in missing}}
+
+
+def padding_rows(num_rows: int) -> DeviceSamplingParams:
+    """Settings of rows that nobody uses."""
+    columns: dict[str, Any] = {name: [value] * num_rows for name, value in PADDING_ROW.items()}
+    return DeviceSamplingParams(**columns)
+
+
+def prefill_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Keyword arguments of `Generator.prefill_forward` for one of its rows alone.
+
+    Args:
+        arguments: Of the call with all rows.
+        row: Number of the row.
+    """
+    one = slice(row, row + 1)
+    by_row = ("page_table", "prompt_lens", "start_pos", "empty_slots", *_IMAGES)
+    alone = {**arguments, "tokens": arguments["tokens"][one, : int(arguments["prompt_lens"][row])]}
+    alone |= {name: arguments[name][one] for name in by_row if arguments.get(name) is not None}
+    params: DeviceSamplingParams | None = arguments.get("sampling_params")
+    if params is not None:
+        columns = {field.name: getattr(params, field.name)[one] for field in fields(params)}
+        alone["sampling_params"] = DeviceSamplingParams(**columns)
+    tables = arguments.get("page_tables_per_layer")
+    if tables is not None:
+        alone["page_tables_per_layer"] = [table[one] for table in tables]
+    return alone

@@ -1,0 +1,365 @@
+"""Calls a loaded model of a plugin's class as the plugin does, behind our `Generator` protocol.
+
+Keywords, shapes and dtypes are those that the plugin uses, and only those that the class takes
+(`signatures`). Our slots are rows that stay where they are, so a row of the decode batch is the
+device's state slot.
+Source of the calls: vllm-tt-plugin ``model_runner.py``, ``async_decode.py``.
+"""
+
+# The interface is fixed by another project, so its methods keep all of their arguments.
+# ruff: noqa: PLR0913
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from replicas.errors import ConfigError, DeviceError
+from replicas.generators.plugin.arguments import (
+    image_arguments,
+    layer_tables,
+    padding_rows,
+    prefill_row,
+    require,
+    taken,
+    warmup_arguments,
+)
+from replicas.generators.plugin.loaded import LoadedModel
+from replicas.generators.plugin.outputs import host_output, is_on_host, joined
+from replicas.generators.plugin.sampling import to_tt_sampling_params
+from replicas.generators.plugin.signatures import COMMANDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replicas.generators.protocol import DeviceSamplingParams, ForwardOutput, KVCache
+
+_TOKEN_HISTORY = ("prompt_tokens", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeHandle:
+    """A decode whose output is still on the device, or on its way.
+
+    Attributes:
+        output: What the class answered.
+        events: What must have happened before `output` may be looked at.
+        is_tokens: Sampled on the device.
+        wants_log_probs: With log-probabilities.
+    """
+
+    output: object
+    events: tuple[object, ...]
+    is_tokens: bool
+    wants_log_probs: bool
+
+
+class AdaptedModel(LoadedModel):
+    """A loaded model of a plugin's class: warm-up, prefill, decode."""
+
+    def warmup_model_prefill(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Warm up; see `GeneratorBase.warmup_model_prefill`.
+
+        The classes remember that they have warmed up, and would do nothing the second time.
+        """
+        if enable_trace and hasattr(self._model, "already_warmed_up_prefill"):
+            self._model.already_warmed_up_prefill = False
+        parameters = self.signature.warmup_prefill
+        arguments = warmup_arguments(
+            parameters, self._max_batch_size, can_sample_on_device=can_sample_on_device
+        )
+        self._model.warmup_model_prefill(
+            kv_cache=self._theirs(kv_cache), enable_trace=enable_trace, **arguments
+        )
+
+    def warmup_model_decode(
+        self,
+        *,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Warm up; see `GeneratorBase.warmup_model_decode`.
+
+        A class without a warm-up for decode decodes a batch of padding instead, in each way in
+        which its tokens will be drawn. What it answers is not looked at.
+        """
+        parameters = self.signature.warmup_decode
+        if parameters is None:
+            nothing = padding_rows(max_batch_size)
+            for params in (None, nothing) if can_sample_on_device else (None,):
+                handle = self.decode_forward(
+                    tokens=torch.zeros((max_batch_size, 1), dtype=torch.int32),
+                    page_table=torch.zeros((max_batch_size, num_blocks), dtype=torch.int32),
+                    kv_cache=kv_cache,
+                    start_pos=torch.full((max_batch_size,), -1, dtype=torch.int32),
+                    enable_trace=enable_trace,
+                    read_from_device=False,
+                    sampling_params=params,
+                    reload_sampling_params=params is not None,
+                    reset_sampling_state=params is not None,
+                )
+                _wait_for(self.read_decode_output(handle)[0].events)
+            return
+        arguments = taken(parameters, {"max_batch_size": max_batch_size, "num_blocks": num_blocks})
+        arguments |= warmup_arguments(
+            parameters, self._max_batch_size, can_sample_on_device=can_sample_on_device
+        )
+        self._model.warmup_model_decode(
+            kv_cache=self._theirs(kv_cache), enable_trace=enable_trace, **arguments
+        )
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def prefill_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        prompt_lens: torch.Tensor,
+        start_pos: torch.Tensor,
+        empty_slots: Sequence[int],
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> ForwardOutput:
+        """Prefill; see `Generator.prefill_forward`.
+
+        A class of the legacy contract gets one row a call: given several of one padded length, some
+        of them keep what they know of a row at its slot's place in a list that is as long as there
+        are rows.
+
+        Raises:
+            ConfigError: The class takes no ``start_pos``, and one is not 0; or it has no use for
+                ``sampling_params`` or for the images that were given.
+            DeviceError: The answer is of no known form.
+        """
+        arguments = {
+            "tokens": tokens,
+            "page_table": page_table,
+            "kv_cache": kv_cache,
+            "enable_trace": enable_trace,
+            "prompt_lens": prompt_lens,
+            "start_pos": start_pos,
+            "empty_slots": list(empty_slots),
+            "sampling_params": sampling_params,
+            "page_tables_per_layer": page_tables_per_layer,
+            **kwargs,
+        }
+        if self.signature.contract or len(tokens) == 1:
+            return self._prefill(**arguments)
+        return joined([self._prefill(**prefill_row(arguments, row)) for row in range(len(tokens))])
+
+    def _prefill(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        enable_trace: bool,
+        prompt_lens: torch.Tensor,
+        start_pos: torch.Tensor,
+        empty_slots: list[int],
+        sampling_params: DeviceSamplingParams | None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None,
+        **images: object,
+    ) -> ForwardOutput:
+        """One call of the class; arguments and errors as of `prefill_forward`."""
+        name, parameters = self.signature.class_name, self.signature.prefill
+        num_rows = len(tokens)
+        arguments: dict[str, Any] = {
+            "tokens": tokens,
+            "page_table": page_table,
+            "kv_cache": self._theirs(kv_cache),
+            **taken(parameters, {"enable_trace": enable_trace, "empty_slots": empty_slots}),
+        }
+        if parameters.takes("start_pos"):
+            # Arrays of numpy, as the plugin makes them; before `start_pos` there was a tensor.
+            arguments |= {"prompt_lens": prompt_lens.numpy(), "start_pos": start_pos.numpy()}
+        elif bool((start_pos != 0).any()):
+            raise ConfigError(
+                f"generator {name} takes no start_pos and cannot go on after "
+                f"{int(start_pos.max())} tokens: no prefix caching, chunks, or KV of others"
+            )
+        else:
+            arguments["prompt_lens"] = prompt_lens
+        tables = self._tables(page_table, page_tables_per_layer)
+        arguments |= layer_tables(name, parameters, tables)
+        arguments |= image_arguments(name, parameters, images, num_rows)
+        params = None
+        if sampling_params is not None:
+            require(name, parameters, "sampling_params", "set sample_on_device: decode_only")
+            params = to_tt_sampling_params(sampling_params, num_rows)
+            arguments["sampling_params"] = params
+        output = self._model.prefill_forward(**arguments)
+        if self._has_rope_deltas:
+            output, deltas = output
+            for slot, delta in zip(empty_slots, deltas, strict=True):
+                self._rope_deltas[slot] = int(delta)
+            self._rope_deltas_changed = True
+        return host_output(
+            output,
+            num_rows,
+            self._vocab_size,
+            is_tokens=params is not None,
+            wants_log_probs=params is not None and params.wants_log_probs,
+        )
+
+    def decode_forward(
+        self,
+        *,
+        tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_cache: KVCache,
+        start_pos: torch.Tensor,
+        enable_trace: bool,
+        read_from_device: bool = True,
+        sampling_params: DeviceSamplingParams | None = None,
+        page_tables_per_layer: Sequence[torch.Tensor] | None = None,
+        reload_inputs: bool = True,
+        reload_page_table: bool = False,
+        reload_sampling_params: bool = False,
+        reset_sampling_state: bool = False,
+        slot_remap: torch.Tensor | None = None,
+        **kwargs: object,
+    ) -> ForwardOutput:
+        """Decode; see `TextDecoder.decode_forward`.
+
+        A class of contract 1 gets the four commands as they are. One of the legacy contract gets
+        ``reset_batch`` with sampling on the device: the batch is not the one that it knows.
+
+        Returns:
+            As the protocol says; without `read_from_device` a `DecodeHandle`.
+
+        Raises:
+            TypeError: The retired ``reset_batch`` was passed.
+            ConfigError: The class cannot follow a row to another slot.
+        """
+        if "reset_batch" in kwargs:
+            raise TypeError("reset_batch is retired: give the four commands of decode contract 1")
+        commands = dict(
+            zip(
+                COMMANDS,
+                (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state),
+                strict=True,
+            )
+        )
+        assert not (reload_inputs and reload_page_table), commands
+        assert reload_inputs or not reset_sampling_state, commands
+        may_continue = self.model_capabilities.get("supports_async_decode")
+        name, parameters = self.signature.class_name, self.signature.decode
+        assert reload_inputs or may_continue, f"{name} must reload every step"
+        if not self.signature.contract:
+            # It guesses from the table of its last call, which the engine writes into.
+            page_table = page_table.clone()
+        arguments: dict[str, Any] = {
+            "tokens": tokens,
+            "page_table": page_table,
+            "kv_cache": self._theirs(kv_cache),
+            "start_pos": start_pos,
+            **layer_tables(name, parameters, self._tables(page_table, page_tables_per_layer)),
+        }
+        params = None
+        if sampling_params is not None:
+            # A class may change what it is given where it reads it: it never reads the same twice.
+            params = None if reload_sampling_params else self._decode_params
+            if params is None or not self.signature.contract:
+                params = to_tt_sampling_params(sampling_params, len(tokens))
+                self._decode_params = params
+            arguments["sampling_params"] = params
+            if kwargs:
+                history = {key: value for key, value in kwargs.items() if key in _TOKEN_HISTORY}
+                arguments |= taken(parameters, history)
+        if self.signature.contract:
+            arguments |= commands
+        elif params is not None:
+            arguments |= taken(parameters, {"reset_batch": reset_sampling_state})
+        if slot_remap is not None:
+            require(name, parameters, "slot_remap", "it is not for engines that move rows")
+            arguments["slot_remap"] = slot_remap
+        arguments |= self._rope_delta_arguments(parameters)
+        reading = {"enable_trace": enable_trace, "read_from_device": not self.signature.splits_read}
+        output = self._model.decode_forward(**arguments, **taken(parameters, reading))
+        handle = DecodeHandle(
+            output, (), params is not None, params is not None and params.wants_log_probs
+        )
+        if not read_from_device:
+            return handle
+        return self.process_decode_output_host(self.read_decode_output(handle)[0])
+
+    def read_decode_output(
+        self, tt_out: ForwardOutput, async_read: bool = True
+    ) -> tuple[ForwardOutput, Sequence[object]]:
+        """Start copying to the host; see `GeneratorBase.read_decode_output`.
+
+        Returns:
+            (another `DecodeHandle`, no events): `process_decode_output_host` waits for them.
+        """
+        handle = cast("DecodeHandle", tt_out)
+        if is_on_host(handle.output):
+            return handle, ()
+        if not self.signature.splits_read:
+            raise DeviceError(
+                f"generator {self.signature.class_name} left its decode output on the device, and "
+                "lacks read_decode_output(tt_out, async_read) or "
+                "process_decode_output_host(tt_out, is_tokens)"
+            )
+        answer = self._model.read_decode_output(handle.output, async_read=True)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise DeviceError(
+                f"generator {self.signature.class_name}: read_decode_output gave "
+                f"{type(answer).__name__}, not a pair of output and events"
+            )
+        output, events = answer
+        copying = DecodeHandle(output, tuple(events), handle.is_tokens, handle.wants_log_probs)
+        if not async_read:
+            _wait_for(copying.events)
+        return copying, ()
+
+    def process_decode_output_host(
+        self, tt_out: ForwardOutput, is_tokens: bool = False
+    ) -> ForwardOutput:
+        """Wait for the copy and shape it; see `GeneratorBase.process_decode_output_host`.
+
+        Args:
+            tt_out: First element of what `read_decode_output` returned.
+            is_tokens: Ignored: the handle knows.
+
+        Raises:
+            DeviceError: The answer is of no known form.
+        """
+        handle = cast("DecodeHandle", tt_out)
+        _wait_for(handle.events)
+        output = handle.output
+        if not is_on_host(output):
+            output = self._model.process_decode_output_host(output, is_tokens=handle.is_tokens)
+        return host_output(
+            output,
+            self._max_batch_size,
+            self._vocab_size,
+            is_tokens=handle.is_tokens,
+            wants_log_probs=handle.wants_log_probs,
+        )
+
+
+def _wait_for(events: Sequence[object]) -> None:
+    """Wait on the device: the class that made the events has imported ttnn, this module never."""
+    if events:
+        ttnn: Any = sys.modules["ttnn"]
+        for event in events:
+            ttnn.event_synchronize(event)

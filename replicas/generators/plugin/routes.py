@@ -1,0 +1,207 @@
+"""Which class of Tenstorrent serves an architecture, and what its modules want to find set.
+
+A route is what a configuration may say as its generator instead of a class: a family of classes.
+Upstream chooses between them by environment variables; here their values are names of routes.
+Nothing is imported and nothing is set here: these are tables.
+Source: vllm-tt-plugin ``platform.py``; the settings for a Galaxy are those of its documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from replicas.config import EngineConfig, MeshConfig
+
+_IN_TT_METAL = "models.tt_transformers.tt.generator_vllm"
+_GEMMA4 = "models.demos.gemma4.tt.generator_vllm:Gemma4ForCausalLM"
+_GALAXY = "models.demos.llama3_70b_galaxy.tt.generator_vllm"
+_GALAXY_LANES, _GALAXY_SLOTS = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A family of generator classes.
+
+    Attributes:
+        classes: Architecture of a config.json -> "module:Class".
+        package: Where they come from, for messages.
+        environment: What else the process has in its environment, where its parent's has not.
+        mesh: Fields of `MeshConfig` -> value, where the configuration leaves the usual one.
+        is_for_galaxy: They run on the 32 chips of a Galaxy alone, with a lane for each column.
+    """
+
+    classes: Mapping[str, str]
+    package: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mapping[str, object] = field(default_factory=dict)
+    is_for_galaxy: bool = False
+
+
+ROUTES: Mapping[str, Route] = {
+    "tt-metal": Route(
+        {
+            "DeepseekV3ForCausalLM": (
+                "models.demos.deepseek_v3.tt.generator_vllm:DeepseekV3ForCausalLM"
+            ),
+            "Gemma3ForConditionalGeneration": f"{_IN_TT_METAL}:Gemma3ForConditionalGeneration",
+            "Gemma4ForCausalLM": _GEMMA4,
+            "Gemma4ForConditionalGeneration": _GEMMA4,
+            "Gemma4UnifiedForConditionalGeneration": _GEMMA4,
+            "GptOssForCausalLM": f"{_IN_TT_METAL}:GptOssForCausalLM",
+            "LlamaForCausalLM": f"{_IN_TT_METAL}:LlamaForCausalLM",
+            "Mistral3ForConditionalGeneration": f"{_IN_TT_METAL}:Mistral3ForConditionalGeneration",
+            "MistralForCausalLM": f"{_IN_TT_METAL}:MistralForCausalLM",
+            "Qwen2ForCausalLM": f"{_IN_TT_METAL}:QwenForCausalLM",
+            "Qwen2_5_VLForConditionalGeneration": (
+                "models.demos.qwen25_vl.tt.generator_vllm:Qwen2_5_VLForConditionalGeneration"
+            ),
+            "Qwen3ForCausalLM": f"{_IN_TT_METAL}:QwenForCausalLM",
+            "Qwen3VLForConditionalGeneration": (
+                "models.demos.qwen3_vl.tt.generator_vllm:Qwen3VLForConditionalGeneration"
+            ),
+            "Qwen3_5ForConditionalGeneration": (
+                "models.demos.blackhole.qwen36.tt.qwen36_vllm:Qwen36ForCausalLM"
+            ),
+        },
+        package="tt-metal",
+    ),
+    "tt-transformers": Route(
+        {
+            architecture: f"tt_transformers.vllm_registry:{architecture}"
+            for architecture in (
+                "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+                "Qwen3ForCausalLM",
+            )
+        },
+        package="tt-transformers",
+    ),
+    "llama3_70b_galaxy": Route(
+        {"LlamaForCausalLM": f"{_GALAXY}:LlamaForCausalLM"},
+        package="tt-metal",
+        environment={"TT_LLAMA_TEXT_VER": "llama3_70b_galaxy"},
+        mesh={
+            "worker_l1_size": 1_344_544, "dispatch_core_axis": "col",
+            "trace_region_size": 216_580_672,
+        },
+        is_for_galaxy=True,
+    ),
+    "qwen3_32b_galaxy": Route(
+        {"Qwen3ForCausalLM": f"{_GALAXY}:QwenForCausalLM"},
+        package="tt-metal",
+        environment={"TT_QWEN3_TEXT_VER": "qwen3_32b_galaxy"},
+        mesh={
+            "worker_l1_size": 1_345_000, "dispatch_core_axis": "col",
+            "trace_region_size": 184_915_840,
+        },
+        is_for_galaxy=True,
+    ),
+}  # fmt: skip
+"""By the name that a configuration gives as its generator."""
+
+_ENCODER_DECODERS = ("MllamaForConditionalGeneration",)
+"""tt-metal has classes for them, whose prefill needs a page table of an encoder's KV."""
+
+
+def class_of_route(name: str, architecture: str) -> str:
+    """Which class a route serves an architecture with, as "module:Class".
+
+    Args:
+        name: Of the route.
+        architecture: With or without the plugin's "TT" before it.
+
+    Raises:
+        ConfigError: The route has none; says what it has.
+    """
+    check_decoder(architecture)
+    classes = ROUTES[name].classes
+    for known in architecture, architecture.removeprefix("TT"):
+        if known in classes:
+            return classes[known]
+    raise ConfigError(
+        f"generator {name!r} has no class for {architecture!r}; it has some for: "
+        f"{', '.join(sorted(classes))}"
+    )
+
+
+def check_decoder(architecture: str) -> None:
+    """Refuse an architecture with an encoder beside its decoder.
+
+    Raises:
+        ConfigError: It has one.
+    """
+    if architecture.removeprefix("TT") in _ENCODER_DECODERS:
+        raise ConfigError(
+            f"{architecture} attends to the KV of an image encoder (its class needs a "
+            "cross_page_table), and encoder-decoder models are not served yet; serve the "
+            "text-only model of the same family"
+        )
+
+
+def check_route(config: EngineConfig, architecture: str) -> None:
+    """Refuse what the classes of the route that a configuration names can never serve.
+
+    Args:
+        config: Of an engine; one whose generator is no route is left alone.
+        architecture: Of the model.
+
+    Raises:
+        ConfigError: The route has no class for the architecture; or it is for a Galaxy, and the
+            mesh is none or has other lanes or more slots, or KV is to be moved; names both.
+    """
+    name, mesh = config.generator, config.mesh
+    if name is None or name not in ROUTES or mesh is None:
+        return
+    class_of_route(name, architecture)
+    if not ROUTES[name].is_for_galaxy:
+        return
+    if not mesh.spec.is_galaxy:
+        raise ConfigError(
+            f"generator {name!r} runs on the 32 chips of a Galaxy, and the mesh is {mesh.name}; "
+            "use generator: tt-transformers or tt-metal"
+        )
+    if config.tt_data_parallel != _GALAXY_LANES:
+        raise ConfigError(
+            f"generator {name!r} has a lane for each of a Galaxy's {_GALAXY_LANES} columns, and "
+            f"tt_data_parallel is {config.tt_data_parallel}; set it to {_GALAXY_LANES}"
+        )
+    if config.max_batch_size > _GALAXY_SLOTS:
+        raise ConfigError(
+            f"generator {name!r} decodes {_GALAXY_SLOTS} rows on a Galaxy, and max_batch_size is "
+            f"{config.max_batch_size}; set it to {_GALAXY_SLOTS}"
+        )
+    if config.kv_connector is not None:
+        raise ConfigError(
+            f"generator {name!r} keeps the KV of all lanes in one cache, from which "
+            f"kv_connector {config.kv_connector!r} cannot take a lane's; run it in one pool, "
+            "without kv_connector"
+        )
+
+
+def route_mesh(name: str | None, mesh: MeshConfig) -> MeshConfig:
+    """A mesh's settings with those that a route's classes need.
+
+    Args:
+        name: What the configuration calls its generator.
+        mesh: As configured; what it says itself is left.
+    """
+    route = ROUTES.get(name or "")
+    usual = type(mesh)(name=mesh.name)
+    wanted = {} if route is None else route.mesh
+    changes = {
+        key: value for key, value in wanted.items() if getattr(mesh, key) == getattr(usual, key)
+    }
+    return msgspec.structs.replace(mesh, **changes)
+
+
+def route_environment(name: str | None) -> Mapping[str, str]:
+    """What a route's classes want to find in the environment."""
+    route = ROUTES.get(name or "")
+    return {} if route is None else route.environment

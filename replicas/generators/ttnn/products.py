@@ -1,0 +1,387 @@
+"""Matrix products, norms and sums of a lane as ttnn is told to compute them.
+
+`programs` chooses; here its choices become program and memory configurations. A decode step and a
+chunk go through the same layers: `RowProducts` and `ChunkProducts` have the same methods.
+
+Dimensions: S tokens of a chunk; k and n, rows and columns of a weight on one chip.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import ttnn
+
+from replicas.generators.ttnn.buckets import TILE
+from replicas.generators.ttnn.collectives import sum_over_chips
+from replicas.generators.ttnn.programs import (
+    BankProduct,
+    ChipCores,
+    ColumnProduct,
+    Grid,
+    bank_columns,
+    chunk_product,
+    product_sizes,
+    weight_tile_bytes,
+)
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.profiles import ProductName, Profile
+    from replicas.generators.ttnn.programs import ChunkProduct, LanePrograms, Norm
+
+
+class Products(Protocol):
+    """How the layers of a call compute; its tensors are where its products want them."""
+
+    def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        """RMSNorm of the residual stream, as ``qkv`` takes it."""
+        ...
+
+    def mlp_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        """RMSNorm of the residual stream, as ``gate`` and ``up`` take it."""
+        ...
+
+    def times(
+        self,
+        name: ProductName,
+        x: ttnn.Tensor,
+        weight: ttnn.Tensor,
+        bias: ttnn.Tensor | None = None,
+    ) -> ttnn.Tensor:
+        """Product with the weight of that name, and the bias added; ``x`` stays."""
+        ...
+
+    def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
+        """Sum of every chip's summand on all of them, and the bias added once; frees those."""
+        ...
+
+    def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
+        """The residual stream and a branch's output; frees both."""
+        ...
+
+
+def chip_cores(device: ttnn.MeshDevice) -> ChipCores:
+    """What the programs of a lane's chips depend on."""
+    grid = device.compute_with_storage_grid_size()
+    return ChipCores(Grid(grid.x, grid.y), device.dram_grid_size().x)
+
+
+def striped(rows: int, columns: int, dram_banks: int) -> ttnn.MemoryConfig:
+    """A weight in column stripes, one in each bank.
+
+    Args:
+        rows: Of the weight on a chip, in elements.
+        columns: Likewise.
+        dram_banks: Of the chip.
+    """
+    width = bank_columns(columns // TILE, dram_banks) * TILE
+    last = ttnn.CoreCoord(dram_banks - 1, 0)
+    banks = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), last)])
+    return ttnn.MemoryConfig(
+        ttnn.TensorMemoryLayout.WIDTH_SHARDED,
+        ttnn.BufferType.DRAM,
+        ttnn.ShardSpec(banks, [rows, width], ttnn.ShardOrientation.ROW_MAJOR),
+    )
+
+
+def core_range(first: int, count: int, grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:
+    """Cores of a chip's grid from the ``first`` on, counted row by row, as ops share out rows.
+
+    Args:
+        first: Of them.
+        count: How many.
+        grid: Of the chip.
+    """
+    ranges = []
+    end = first + count
+    while first < end:
+        row, column = divmod(first, grid.x)
+        whole_rows = (end - first) // grid.x if column == 0 else 0
+        taken = whole_rows * grid.x or min(end - first, grid.x - column)
+        last = ttnn.CoreCoord(column + min(taken, grid.x) - 1, row + max(whole_rows, 1) - 1)
+        ranges.append(ttnn.CoreRange(ttnn.CoreCoord(column, row), last))
+        first += taken
+    return ttnn.CoreRangeSet(ranges)
+
+
+class RowProducts:
+    """Products of a decode step: 32 rows, in shards of columns in L1.
+
+    Owner: nothing on the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        programs: LanePrograms,
+        kernels: Kernels,
+        device: ttnn.MeshDevice,
+        *,
+        tp: int,
+    ) -> None:
+        """Say every choice of ``programs`` to ttnn once."""
+        self._kernels = kernels
+        self._tp = tp
+        self._eps = config.rms_norm_eps
+        self._grid = device.compute_with_storage_grid_size()
+        self._programs = programs
+        self.residual = _rectangle_shards(programs.residual)
+        """Where the residual stream is."""
+        self._mlp_input = _rectangle_shards(programs.mlp_norm)
+        self._norms = {
+            "attention": (self.residual, _norm_program(programs.residual)),
+            "mlp": (self._mlp_input, _norm_program(programs.mlp_norm)),
+        }
+        self._inputs = {
+            "qkv": self.residual,
+            "o": self._shards(config.num_attention_heads // tp, config.head_dim),
+            "gate": self._mlp_input,
+            "up": self._mlp_input,
+        }
+        sizes = product_sizes(config, tp)
+        self._outputs = {}
+        for name, product in programs.decode.items():
+            if isinstance(product, BankProduct):
+                num_tiles = sizes[name][1] // TILE
+                cores = -(-num_tiles // product.columns_per_core)
+                self._outputs[name] = self._shards(cores, product.columns_per_core * TILE)
+        down = programs.decode["down"]
+        if isinstance(down, BankProduct):
+            self._inputs["down"] = self._shards(down.cores, sizes["down"][0] // down.cores)
+
+    def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        """See `Products`; (1, 1, 32, hidden)."""
+        return self._norm("attention", x, weight)
+
+    def mlp_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        """See `Products`; (1, 1, 32, hidden)."""
+        return self._norm("mlp", x, weight)
+
+    def times(
+        self,
+        name: ProductName,
+        x: ttnn.Tensor,
+        weight: ttnn.Tensor,
+        bias: ttnn.Tensor | None = None,
+    ) -> ttnn.Tensor:
+        """See `Products`; (1, 1, 32, k) in L1 to (1, 1, 32, n) in L1."""
+        product = self._programs.decode[name]
+        is_striped = isinstance(product, BankProduct)
+        where = self._inputs[name] if is_striped else ttnn.L1_MEMORY_CONFIG
+        rows = moved(x, where)
+        out = ttnn.linear(
+            rows,
+            weight,
+            dtype=self._kernels.activation_dtype,
+            memory_config=self._outputs[name] if is_striped else ttnn.L1_MEMORY_CONFIG,
+            program_config=row_program(product),
+            compute_kernel_config=self._kernels.product(name, weight),
+        )
+        if rows is not x:
+            ttnn.deallocate(rows)
+        # The program for stripes takes no bias.
+        return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
+
+    def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
+        """See `Products`; (1, 1, 32, hidden) in L1."""
+        out = partial
+        if self._tp > 1:
+            flat = freed_after_move(partial, ttnn.L1_MEMORY_CONFIG)
+            out = sum_over_chips(flat, self._tp, ttnn.L1_MEMORY_CONFIG)
+        return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
+
+    def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
+        """See `Products`; both (1, 1, 32, hidden)."""
+        out = freed_after_move(out, self.residual)
+        return _sum(x, out, self.residual)
+
+    def _norm(self, kind: str, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        where, program = self._norms[kind]
+        rows = moved(x, where)
+        out = ttnn.rms_norm(
+            rows,
+            epsilon=self._eps,
+            weight=weight,
+            memory_config=where,
+            program_config=program,
+            compute_kernel_config=self._kernels.norm,
+        )
+        if rows is not x:
+            ttnn.deallocate(rows)
+        return out
+
+    def _shards(self, num_cores: int, width: int) -> ttnn.MemoryConfig:
+        """32 rows in shards of ``width`` columns, on the first cores row by row."""
+        return width_shards(core_range(0, num_cores, self._grid), width)
+
+
+class ChunkProducts:
+    """Products of a chunk of a prompt: tensors (1, 1, S, ...), interleaved in DRAM.
+
+    Owner: nothing on the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        profile: Profile,
+        kernels: Kernels,
+        chip: ChipCores,
+        *,
+        tp: int,
+    ) -> None:
+        """Prepare; a program is chosen when the first chunk of its length comes."""
+        self._config = config
+        self._profile = profile
+        self._kernels = kernels
+        self._chip = chip
+        self._tp = tp
+        self._sizes = product_sizes(config, tp)
+
+    def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
+        """See `Products`."""
+        return ttnn.rms_norm(
+            x,
+            epsilon=self._config.rms_norm_eps,
+            weight=weight,
+            memory_config=ttnn.DRAM_MEMORY_CONFIG,
+            compute_kernel_config=self._kernels.norm,
+        )
+
+    mlp_norm = attention_norm
+
+    def times(
+        self,
+        name: ProductName,
+        x: ttnn.Tensor,
+        weight: ttnn.Tensor,
+        bias: ttnn.Tensor | None = None,
+    ) -> ttnn.Tensor:
+        """See `Products`; (1, 1, S, k) to (1, 1, S, n)."""
+        num_tokens, k = x.shape[2], x.shape[3]
+        product = self.program(name, num_tokens)
+        parts = 1 if product is None else num_tokens // product.tokens
+        out = ttnn.linear(
+            x if parts == 1 else ttnn.reshape(x, (1, parts, num_tokens // parts, k)),
+            weight,
+            dtype=self._kernels.activation_dtype,
+            memory_config=ttnn.DRAM_MEMORY_CONFIG,
+            program_config=chunk_program(product, is_whole=parts == 1) if product else None,
+            compute_kernel_config=self._kernels.product(name, weight),
+        )
+        if parts > 1:
+            out = ttnn.reshape(out, (1, 1, num_tokens, self._sizes[name][1]))
+        # The program for stripes takes no bias.
+        return out if bias is None else _biased(out, bias, ttnn.DRAM_MEMORY_CONFIG)
+
+    def program(self, name: ProductName, num_tokens: int) -> ChunkProduct | None:
+        """What computes a product of a chunk of ``num_tokens``; see `programs.chunk_product`."""
+        k, n = self._sizes[name]
+        tile_bytes = weight_tile_bytes(self._profile, name)
+        return chunk_product(
+            num_tokens, k // TILE, n // TILE, self._chip, tile_bytes, self._profile.product(name)
+        )
+
+    def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
+        """See `Products`."""
+        out = sum_over_chips(partial, self._tp, ttnn.DRAM_MEMORY_CONFIG)
+        return out if bias is None else _biased(out, bias, ttnn.DRAM_MEMORY_CONFIG)
+
+    def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
+        """See `Products`."""
+        return _sum(x, out, ttnn.DRAM_MEMORY_CONFIG)
+
+
+def moved(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+    """``x`` itself where it is there, otherwise a copy; ``x`` stays."""
+    if x.memory_config() == memory_config:
+        return x
+    return ttnn.to_memory_config(x, memory_config)
+
+
+def row_program(product: BankProduct | ColumnProduct) -> object:
+    """The program configuration of a product of 32 rows."""
+    if isinstance(product, BankProduct):
+        return ttnn.MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(
+            in0_block_w=product.block,
+            per_core_M=1,
+            per_core_N=product.columns_per_core,
+            fused_activation=None,
+        )
+    return ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
+        compute_with_storage_grid_size=(product.grid.columns, product.grid.rows),
+        in0_block_w=product.block,
+        out_subblock_h=1,
+        out_subblock_w=product.subblock,
+        out_block_h=1,
+        out_block_w=product.columns_at_once,
+        per_core_M=1,
+        per_core_N=product.columns_per_core,
+        fuse_batch=True,
+        fused_activation=None,
+        mcast_in0=True,
+    )
+
+
+def chunk_program(product: ChunkProduct, *, is_whole: bool) -> object:
+    """The program configuration of a product of a chunk, multiplied whole or in parts."""
+    return ttnn.MatmulMultiCoreReuseMultiCastProgramConfig(
+        compute_with_storage_grid_size=(product.grid.columns, product.grid.rows),
+        in0_block_w=product.block,
+        out_subblock_h=1,
+        out_subblock_w=product.subblock,
+        per_core_M=product.rows_per_core,
+        per_core_N=product.columns_per_core,
+        transpose_mcast=False,
+        fused_activation=None,
+        fuse_batch=is_whole,
+    )
+
+
+def _norm_program(norm: Norm) -> object:
+    return ttnn.LayerNormShardedMultiCoreProgramConfig(
+        compute_with_storage_grid_size=(norm.grid.columns, norm.grid.rows),
+        subblock_w=norm.subblock,
+        block_h=1,
+        block_w=norm.columns_per_core,
+        inplace=False,
+    )
+
+
+def _rectangle_shards(norm: Norm) -> ttnn.MemoryConfig:
+    last = ttnn.CoreCoord(norm.grid.columns - 1, norm.grid.rows - 1)
+    cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), last)])
+    return width_shards(cores, norm.columns_per_core * TILE)
+
+
+def width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
+    """32 rows in shards of ``width`` columns in L1."""
+    return ttnn.MemoryConfig(
+        ttnn.TensorMemoryLayout.WIDTH_SHARDED,
+        ttnn.BufferType.L1,
+        ttnn.ShardSpec(cores, [TILE, width], ttnn.ShardOrientation.ROW_MAJOR),
+    )
+
+
+def freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+    """``x`` itself where it is there, otherwise a copy, and ``x`` is freed."""
+    there = moved(x, memory_config)
+    if there is not x:
+        ttnn.deallocate(x)
+    return there
+
+
+def _biased(x: ttnn.Tensor, bias: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+    """``x`` with the bias added to each row, in the place of ``x`` where that is interleaved."""
+    flat = freed_after_move(x, memory_config)
+    return ttnn.add(flat, bias, memory_config=memory_config, output_tensor=flat)
+
+
+def _sum(x: ttnn.Tensor, out: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+    """The sum; frees both."""
+    total = ttnn.add(x, out, memory_config=memory_config)
+    ttnn.deallocate(x)
+    ttnn.deallocate(out)
+    return total

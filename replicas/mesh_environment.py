@@ -1,0 +1,198 @@
+"""What an engine on a mesh finds in its environment: read by ttnn, and by classes of others.
+
+Everything but the boards and the model is a default: what the caller's environment says goes
+before it.
+
+Sources: what tt-inference-server sets for each device and model (workflows/model_spec.py and its
+model_specs), and how tt_transformers' model_config.py reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.boards import METAL_HOME, VISIBLE_DEVICES
+from replicas.errors import ConfigError
+from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.plugin.checkpoints import model_name
+from replicas.generators.plugin.routes import ROUTES, route_environment
+from replicas.ttnn_package import find_ttnn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from replicas.config import EngineConfig, MeshConfig
+
+MODEL = "HF_MODEL"
+CACHE = "TT_CACHE_PATH"
+"""Where classes of tt-metal keep converted weights and zeros for KV caches. Without it they write
+beside a checkpoint that is named by its path, and they take whatever lies there for their own."""
+
+_ARCH_NAMES = {"wormhole": "wormhole_b0", "blackhole": "blackhole"}
+_DISPATCH_ON_ETHERNET = "wormhole_b0_80_arch_eth_dispatch.yaml"
+"""Commands go out from cores of the Ethernet, so that all 64 others compute."""
+_HAS_ETHERNET_DISPATCH = frozenset({"N300", "T3K", "GalaxyT3K"})
+_THROTTLE = "5"
+"""How much matrix products are held back on a Galaxy, against swings of its chips' current."""
+_DESCRIPTORS = {"P300": "p300", "GalaxyT3K": "t3k"}
+"""Of meshes that are a part of a larger machine, which ttnn would take for the whole of it."""
+
+
+def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of an engine.
+
+    Args:
+        config: The engine's configuration; without a mesh nothing is added.
+        inherited: What the caller gives.
+    """
+    mesh = config.mesh
+    if mesh is None:
+        return dict(inherited)
+    defaults = {**_file_defaults(), **_power_and_fabric(config, mesh, inherited)}
+    if not config.uses_native_generator:
+        defaults |= _foreign_defaults(config, mesh)
+    return {**defaults, **inherited, **_bindings(config, mesh)}
+
+
+def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
+    """Make what a foreign class finds by its environment: a model's other name, and its cache.
+
+    Args:
+        config: The engine's configuration.
+        environment: Of `mesh_environment`.
+
+    Raises:
+        ConfigError: It cannot be written; says what to set.
+    """
+    if config.mesh is None or config.uses_native_generator:
+        return
+    name = Path(environment[MODEL])
+    if str(name) != config.model:
+        try:
+            name.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                name.symlink_to(config.model, target_is_directory=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot name {config.model} by a link {name}: {error.strerror}; give a folder "
+                f"that is called {name.name} as the model"
+            ) from error
+    if CACHE not in environment:
+        return
+    folder = Path(environment[CACHE])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("this user may not write there")
+    except OSError as error:
+        raise ConfigError(
+            f"{CACHE} {folder}, where classes of tt-metal keep converted weights, cannot be used: "
+            f"{error}; set mesh.weight_cache to a folder that can be written"
+        ) from error
+
+
+def _file_defaults() -> dict[str, str]:
+    """What keeps ttnn from leaving files where they are in the way."""
+    return {
+        # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file
+        # in /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
+        "OMPI_MCA_btl": "self",
+        # It would make a folder `generated` in whatever folder the engine is started from.
+        "TT_METAL_LOGS_PATH": str(Path.home() / ".cache" / "ttserve" / "ttnn-logs"),
+    }
+
+
+def _power_and_fabric(
+    config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """What the boards need, whoever's class runs on them."""
+    spec = mesh.spec
+    defaults = {}
+    route = ROUTES.get(config.generator or "")
+    is_made_for_it = route is not None and route.is_for_galaxy
+    if spec.board in {"galaxy-wormhole", "galaxy-blackhole"} and not is_made_for_it:
+        defaults["TT_MM_THROTTLE_PERF"] = _THROTTLE
+    if spec.name in _DESCRIPTORS:
+        name = f"{_DESCRIPTORS[spec.name]}_mesh_graph_descriptor.textproto"
+        descriptor = _mesh_graph_descriptor(name, mesh.tt_metal_home or inherited.get(METAL_HOME))
+        if descriptor is not None:
+            defaults["TT_MESH_GRAPH_DESC_PATH"] = str(descriptor)
+    return defaults
+
+
+def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
+    """The file in the checkout of tt-metal, or else in the ttnn package."""
+    package = find_ttnn()
+    roots = (
+        Path(metal_home) if metal_home is not None else None,
+        package.folder if package is not None else None,
+    )
+    folder = "tt_metal/fabric/mesh_graph_descriptors"
+    files = (root / folder / name for root in roots if root is not None)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _foreign_defaults(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
+    """What classes of tt-metal read while they load."""
+    spec = mesh.spec
+    defaults = {"ARCH_NAME": _ARCH_NAMES[spec.arch], **route_environment(config.generator)}
+    if spec.name in _HAS_ETHERNET_DISPATCH:
+        defaults["WH_ARCH_YAML"] = _DISPATCH_ON_ETHERNET
+    cache = _cache_folder(config, mesh)
+    if cache is not None:
+        defaults[CACHE] = str(cache)
+    return defaults
+
+
+def _cache_folder(config: EngineConfig, mesh: MeshConfig) -> Path | None:
+    """A folder that belongs to these weights, this mesh and this precision alone.
+
+    None without a readable model, of which the engine says more.
+    """
+    model = Path(config.model)
+    try:
+        # Without the store, for whose sake every byte would be read, at each start.
+        fingerprint = model_fingerprint(msgspec.structs.replace(config, kv_store=None))
+        # It takes samples, and whatever is in the folder is used again unseen: files that were
+        # changed in place are told by their times.
+        times = [path.stat().st_mtime_ns for path in sorted(model.glob("*.safetensors"))]
+    except OSError:
+        return None
+    package = find_ttnn()
+    version = None if package is None else package.version
+    digest = hashlib.blake2b(repr((fingerprint, times, version)).encode(), digest_size=12)
+    spec = mesh.spec
+    words = (model_name(config.model), spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
+    readable = (re.sub(r"[^\w.]+", "-", word).strip("-") for word in (*words, mesh.optimizations))
+    return mesh.weight_cache_folder / "tt-metal" / "-".join((*readable, digest.hexdigest()))
+
+
+def _bindings(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
+    """What the configuration decides, whatever the environment says."""
+    variables: dict[str, str] = {}
+    if mesh.visible_devices is not None:
+        variables[VISIBLE_DEVICES] = ",".join(map(str, mesh.visible_devices))
+    if not config.uses_native_generator:
+        variables |= {MODEL: _named_model(config.model), "MESH_DEVICE": mesh.spec.mesh_device}
+        if mesh.tt_metal_home is not None:
+            variables[METAL_HOME] = mesh.tt_metal_home
+    return variables
+
+
+def _named_model(folder: str) -> str:
+    """A path of a model whose last part is the model's name: classes of tt-metal go by that alone.
+
+    The folder's own; or one for a link to it, which `make_folders` makes.
+    """
+    name = model_name(folder)
+    if name == Path(folder).name:
+        return folder
+    digest = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
+    return str(Path.home() / ".cache" / "ttserve" / "names" / digest / name)

@@ -1,0 +1,414 @@
+"""The text of docs/roofline.md. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from replicas.generators.simulated.calibration import CONTEXT
+from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES
+from replicas.generators.ttnn.programs import ChipCores
+from replicas.meshes import mesh_spec
+from scripts.roofline.chunk import chunk_ops
+from scripts.roofline.decode import decode_ops
+from scripts.roofline.estimate import STATED, limit_s, timed, total_s
+from scripts.roofline.facts import ASSUMPTIONS, CORES, MESHES, MODELS, SOURCES, published
+from scripts.roofline.ops import (
+    ALL_PRODUCTS,
+    UPSTREAM,
+    UPSTREAM_PRECISION,
+    native_design,
+    native_precision,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from replicas.generators.ttnn.profiles import Fidelity
+    from scripts.roofline.estimate import Timed
+    from scripts.roofline.facts import Cores
+    from scripts.roofline.ops import Design, Op, Precision, Product, Program
+
+CHUNKS = (128, 1024, 8192)
+"""Buckets of chunks on the page."""
+
+_PARTS = (
+    *PRODUCTS, "attention", "norms", "rest of a layer", "sums over chips", "output",
+    "embedding, rotary rows", "drawing",
+)  # fmt: skip
+
+
+_WORKING = (*PRODUCTS, "attention", "rest of a layer", "output")
+"""Those of the parts that read DRAM or compute."""
+_PROFILE = "performance"
+"""The profile that most of the page is about."""
+_FIDELITIES: tuple[Fidelity, ...] = ("LoFi", "HiFi2", "HiFi4")
+_MICRO = "\u00b5s"
+_ONCE: dict[Product, Program] = dict.fromkeys(ALL_PRODUCTS, "columns")
+"""Programs that read every weight once, and nothing in vain."""
+
+
+Kind: TypeAlias = "tuple[Precision, Design]"
+"""Dtypes and programs of a model on a mesh."""
+
+
+def native(profile: str, model: str, mesh: str) -> Kind:
+    """What a profile of the native models runs."""
+    spec, chosen = mesh_spec(mesh), PROFILES[profile]
+    chip = ChipCores(CORES[spec.arch].grid, spec.chip.dram_banks)
+    return native_precision(chosen), native_design(MODELS[model], chosen, chip, spec.num_chips)
+
+
+def upstream(_model: str, mesh: str) -> Kind:
+    """What upstream's performance settings run; two cores beside each of a p150's banks."""
+    readers = 2 if mesh_spec(mesh).arch == "blackhole" else 1
+    return UPSTREAM_PRECISION, replace(UPSTREAM, readers=readers)
+
+
+KINDS: dict[str, Callable[[str, str], Kind]] = {
+    **{name: partial(native, name) for name in PROFILES},
+    "*upstream's*": upstream,
+}
+"""What the page shows of each model and mesh, by name."""
+
+
+def decode(model: str, mesh: str, kind: Kind) -> list[Op]:
+    """The ops of a decode step of the page."""
+    spec, (precision, design) = mesh_spec(mesh), kind
+    return decode_ops(
+        MODELS[model], spec.num_chips, precision, design,
+        num_banks=spec.chip.dram_banks, context=CONTEXT,
+    )  # fmt: skip
+
+
+def decode_timed(model: str, mesh: str, kind: Kind) -> list[Timed]:
+    """The same with times."""
+    return timed(decode(model, mesh, kind), mesh_spec(mesh))
+
+
+def decode_limit_s(model: str, mesh: str, precision: Precision) -> tuple[float, float]:
+    """`estimate.limit_s` of a decode step that reads everything once."""
+    once = replace(UPSTREAM, products=_ONCE)
+    return limit_s(decode(model, mesh, (precision, once)), mesh_spec(mesh))
+
+
+def text() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION, _chips(), _assumptions(), _decode(), _work(), _shares(), _ops(),
+             _remains(), _beside(), _prefill(), _FOLLOWS, _sources()]  # fmt: skip
+    return "\n".join(parts)
+
+
+_INTRODUCTION = f"""\
+# Roofline
+
+What a step of the native models ([Tenstorrent meshes](tenstorrent.md#the-native-models)) costs on a
+chip by arithmetic: bytes, products, and an estimate of the time of every op, beside the rates that
+Tenstorrent has published. It tells whoever has a board where to look first. **Nothing on this page
+was measured by this project**: no speed of its own has been seen on silicon.
+
+`python -m scripts.roofline_page` writes the page; `scripts/roofline/` has the facts, the ops and
+the model of time. A decode step has 32 rows, each with {CONTEXT} tokens of context, and draws its
+tokens on the device; a mesh is one lane. "Upstream's programs" are those of tt_transformers'
+performance settings in the same model of time, which says how far that model can be trusted where
+upstream's rates are published.
+"""
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _chips() -> str:
+    rows = []
+    for name in MESHES:
+        spec = mesh_spec(name)
+        cores = CORES[spec.arch]
+
+        rows.append([
+            name, str(spec.num_chips), f"{spec.chip.dram_bytes_per_s / 1e9:.0f}",
+            str(spec.chip.dram_banks), str(cores.grid.num_cores),
+            *(_tera(cores, cores.grid.num_cores, fidelity) for fidelity in _FIDELITIES),
+            *(_tera(cores, spec.chip.dram_banks, fidelity) for fidelity in _FIDELITIES[:2]),
+        ])  # fmt: skip
+    header = ["mesh", "chips", "GB/s", "banks", "cores", "LoFi", "HiFi2", "HiFi4",
+              "LoFi at the banks", "HiFi2 at the banks"]  # fmt: skip
+    return f"""\
+## Chips
+
+Of each chip: peak of its DRAM, and TFLOP/s of its matrix engines by fidelity, of all cores and of
+those beside the banks, which alone compute a product whose weights lie in stripes. Sources: gemm,
+dram, dram-blackhole, `replicas/meshes.py`.
+
+{_table(header, rows)}"""
+
+
+def _tera(cores: Cores, num_cores: int, fidelity: Fidelity) -> str:
+    return f"{cores.flops_per_s(num_cores, fidelity) / 1e12:.0f}"
+
+
+def _assumptions() -> str:
+    rows = [
+        [_value(stated.value), stated.text, stated.source,
+         "" if stated.other is None else f"{_value(stated.other)} ({stated.other_source})"]
+        for stated in ASSUMPTIONS.values()
+    ]  # fmt: skip
+    return f"""\
+## Assumptions
+
+None was fitted to a rate below. An op takes the longest of its bytes, its arithmetic, its kernel's
+own time and its way over links; ops run one after another. Times of collectives are lines between
+what was measured on Wormhole (collectives). Times of kernels hold for 32 rows, whatever the width,
+and are shorter on Blackhole as its clock is faster. The host costs nothing: two steps are under
+way. For Blackhole no share of DRAM is published for a product; Wormhole's are taken, which are
+what plain readers get there: 98 % beside the banks, 67 % elsewhere (dram-blackhole).
+
+{_table(["value", "what", "source", "or"], rows)}"""
+
+
+def _value(value: float) -> str:
+    if value > 1e-2:
+        return f"{100 * value:.0f} %"
+    return f"{1e6 * value:.3g} {_MICRO}" if value > 1e-7 else f"{1e9 * value:.3g} ns"
+
+
+def _decode() -> str:
+    rows = []
+    for model in MODELS:
+        for mesh in MESHES:
+            rates = [
+                f"{rate.tokens_per_s_per_user:g}"
+                for rate in published()
+                if (rate.model, rate.mesh, rate.kind) == (model, mesh, "measured")
+            ]
+            for name, make in KINDS.items():
+                kind = make(model, mesh)
+                found = decode_timed(model, mesh, kind)
+                dram_s, math_s = decode_limit_s(model, mesh, kind[0])
+                rows.append([
+                    model, mesh, name,
+                    f"{sum(t.op.count * t.op.num_bytes for t in found) / 1e9:.2f}",
+                    f"{sum(t.op.count * t.op.flops for t in found) / 1e9:.0f}",
+                    f"{1e3 * dram_s:.1f}", f"{1e3 * math_s:.1f}", f"{1e3 * total_s(found):.1f}",
+                    f"{1 / max(dram_s, math_s):.1f}", f"**{1 / total_s(found):.1f}**",
+                    ", ".join(rates),
+                ])  # fmt: skip
+    header = ["model", "mesh", "profile", "GB", "GFLOP", "DRAM ms", "arithmetic ms", "estimate ms",
+              "limit tokens/s/user", "estimate tokens/s/user", "published"]  # fmt: skip
+    return f"""\
+## Decode
+
+Of one chip and step: what is read, arithmetic in whole tiles, both at the chip's peak and without
+anything read twice, and the estimate. A token of one user costs the step's bytes whatever the
+number of users, up to 32. Published are measured rates, of batches of 1 and 32.
+
+{_table(header, rows)}"""
+
+
+def _work() -> str:
+    rows = []
+    for model in MODELS:
+        for mesh in MESHES:
+            kind = native(_PROFILE, model, mesh)
+            steps = {"decode": decode(model, mesh, kind)}
+            steps |= {f"{n} tokens": chunk(model, mesh, kind, n) for n in CHUNKS[1:2]}
+            for name, ops in steps.items():
+                rows.append([model, mesh, name, *(_work_of(ops, part) for part in _WORKING)])
+    return f"""\
+## Bytes and arithmetic by op
+
+Of one chip, all layers, with `{_PROFILE}`: MB between DRAM and the cores, and GFLOP, of a decode
+step (32 tokens, one of each user) and of a chunk of a prompt.
+
+{_table(["model", "mesh", "step", *_WORKING], rows)}"""
+
+
+def _work_of(ops: Sequence[Op], part: str) -> str:
+    num_bytes = sum(op.count * op.num_bytes for op in ops if op.part == part)
+    flops = sum(op.count * op.flops for op in ops if op.part == part)
+    return f"{num_bytes / 1e6:.0f}, {flops / 1e9:.1f}"
+
+
+def _shares() -> str:
+    rows = []
+    for model in MODELS:
+        for mesh in MESHES:
+            for name, make in KINDS.items():
+                found = decode_timed(model, mesh, make(model, mesh))
+                whole = total_s(found)
+                shares = [sum(t.total_s for t in found if t.op.part == part) for part in _PARTS]
+                rows.append([model, mesh, name, *(f"{100 * s / whole:.0f}" for s in shares)])
+    return f"""\
+## Shares
+
+Percent of the estimated decode step. "Rest of a layer" is cutting, rotating, caching and joining
+heads, the MLP's SiLU, sums of the residual.
+
+{_table(["model", "mesh", "profile", *_PARTS], rows)}"""
+
+
+def _ops() -> str:
+    tables = []
+    for name, make in KINDS.items():
+        found = decode_timed("Llama-3.1-8B", "N150", make("Llama-3.1-8B", "N150"))
+        whole = total_s(found)
+        rows = [
+            [
+                t.op.part, " ".join(f"`{call}`" for call in t.op.calls), str(t.op.count),
+                t.op.program or "", f"{t.op.num_bytes / 1e6:.1f}", f"{t.op.flops / 1e9:.2f}",
+                f"{1e6 * t.total_s / t.op.count:.1f}", t.bound, f"{1e3 * t.total_s:.2f}",
+                f"{100 * t.total_s / whole:.1f}",
+            ]
+            for t in sorted(found, key=lambda t: -t.total_s)
+            if t.total_s > 0.001 * whole
+        ]  # fmt: skip
+        header = ["part", "op", "times", "program", "MB", "GFLOP", f"{_MICRO} each", "bound by",
+                  "ms", "%"]  # fmt: skip
+        tables.append(f"### {name}\n\n{_table(header, rows)}")
+    return "## Ops of Llama-3.1-8B on N150\n\nThose of more than 0.1 % of a decode step.\n\n" + (
+        "\n".join(tables)
+    )
+
+
+def _remains() -> str:
+    model, mesh = "Llama-3.1-8B", "N150"
+    [readme] = [
+        r for r in published() if (r.model, r.mesh, r.source) == (model, mesh, "readme")
+    ]  # fmt: skip
+    rate = readme.tokens_per_s_per_user
+    rates = [
+        r.tokens_per_s_per_user
+        for r in published()
+        if (r.model, r.mesh, r.kind) == (model, mesh, "measured")
+    ]
+    rows = []
+    for name, make in KINDS.items():
+        whole = total_s(decode_timed(model, mesh, make(model, mesh)))
+        rows.append([
+            name, f"{1e3 * whole:.1f}", f"{1 / whole:.1f}", f"{100 / whole / rate:.0f} %",
+            f"{1e3 * (1 / rate - whole):+.1f}",
+        ])  # fmt: skip
+    return f"""\
+## Llama-3.1-8B on N150: what remains
+
+Beside the published {rate:g} tokens/s/user ({readme.source}: {1e3 / rate:.1f} ms a step of
+{readme.batch} users):
+
+{_table(["profile", "ms", "tokens/s/user", "of the published", "ms to it"], rows)}
+What upstream's own step takes beyond the estimate of its programs is in no assumption here: a host
+that reads logits or tokens between steps, cores at the banks that wait for the rows they are sent,
+a context that grows. Published rates of the same settings range from {min(rates):g} to
+{max(rates):g} tokens/s/user.
+
+With another value of one assumption, in ms a step:
+
+{_sensitivities(model, mesh)}"""
+
+
+def _sensitivities(model: str, mesh: str) -> str:
+    spec = mesh_spec(mesh)
+    rows = []
+    for key, stated in ASSUMPTIONS.items():
+        if stated.other is None:
+            continue
+        given = {**STATED, key: stated.other}
+        cells = []
+        for make in KINDS.values():
+            ops = decode(model, mesh, make(model, mesh))
+            cells.append(
+                f"{1e3 * (total_s(timed(ops, spec, given)) - total_s(timed(ops, spec))):+.1f}"
+            )
+        rows.append([f"{_value(stated.other)} {stated.text}", *cells])
+    return _table(["assumption", *KINDS], rows)
+
+
+def _beside() -> str:
+    rows = []
+    for rate in published():
+        limit = 1 / max(decode_limit_s(rate.model, rate.mesh, UPSTREAM_PRECISION))
+        place = rate.model, rate.mesh
+        estimate = 1 / total_s(decode_timed(*place, native(_PROFILE, *place)))
+        theirs = 1 / total_s(decode_timed(*place, upstream(*place)))
+        given = rate.tokens_per_s_per_user
+        rows.append([
+            rate.model, rate.mesh, str(rate.batch), str(rate.prompt or ""), rate.kind, rate.source,
+            f"{rate.ttft_ms:g}", f"{given:g}", f"{100 * estimate / given:.0f} %",
+            f"{100 * theirs / given:.0f} %", "yes" if given > limit else "",
+        ])  # fmt: skip
+    header = ["model", "mesh", "users", "prompt", "kind", "source", "TTFT ms", "tokens/s/user",
+              "`performance` of it", "upstream's programs of it", "above the limit"]  # fmt: skip
+    return f"""\
+## Beside published rates
+
+Estimates, of 32 rows, in percent of what is published. "Above the limit": more than a chip's DRAM
+could give with the weights of upstream's performance settings and all rows' contexts.
+
+{_table(header, rows)}
+On a p150 the arithmetic of the cores at its eight banks is the limit, and not DRAM: so it gains by
+LoFi (lofi) and by two cores beside each bank (two-readers; `num_workers_per_dram_bank` of ttnn's
+program, reckoned with in upstream's programs there), of which the native programs have one.
+"""
+
+
+def _prefill() -> str:
+    rows = []
+    for model in MODELS:
+        for mesh in MESHES:
+            ttfts = [
+                f"{rate.ttft_ms:g}"
+                for rate in published()
+                if (rate.model, rate.mesh, rate.kind) == (model, mesh, "measured")
+            ]
+            rows += [
+                [model, mesh, name, *_chunk_cells(model, mesh, name), ", ".join(ttfts)]
+                for name in PROFILES
+            ]
+    header = ["model", "mesh", "profile"]
+    header += [f"{n} tokens: GFLOP, limit ms, estimate ms" for n in CHUNKS]
+    return f"""\
+## Prefill
+
+A chunk from position 0 to its last token's logits, replayed from a trace, on one chip. The limit is
+the longer of its bytes at the peak of DRAM and its arithmetic on all cores. Published are measured
+times to the first token of prompts of about 128 tokens, the host's and the draw included.
+
+{_table([*header, "published TTFT ms"], rows)}"""
+
+
+def chunk(model: str, mesh: str, kind: Kind, num_tokens: int) -> list[Op]:
+    """The ops of a chunk of the page."""
+    spec, (precision, design) = mesh_spec(mesh), kind
+    cores = CORES[spec.arch]
+    return chunk_ops(
+        MODELS[model], spec.num_chips, precision, design, num_banks=spec.chip.dram_banks,
+        num_cores=cores.grid.num_cores, num_tokens=num_tokens,
+    )  # fmt: skip
+
+
+def _chunk_cells(model: str, mesh: str, profile: str) -> list[str]:
+    spec, (precision, design) = mesh_spec(mesh), native(profile, model, mesh)
+    cells = []
+    for num_tokens in CHUNKS:
+        ops = chunk(model, mesh, (precision, design), num_tokens)
+        once = chunk(model, mesh, (precision, replace(design, products=_ONCE)), num_tokens)
+        flops = sum(op.count * op.flops for op in ops)
+        limit, whole = max(limit_s(once, spec)), total_s(timed(ops, spec))
+        cells.append(f"{flops / 1e9:.0f}, {1e3 * limit:.0f}, {1e3 * whole:.0f}")
+    return cells
+
+
+_FOLLOWS = """\
+## What the simulated mesh follows
+
+The published rates, not this page: the [simulated mesh](simulated-mesh.md) takes the measured row
+of a board and model where Tenstorrent has one (readme), and elsewhere what was fitted on those
+rows. Where the estimate above is below the published rate, a replica on silicon is to be expected
+slower than the simulated one.
+"""
+
+
+def _sources() -> str:
+    rows = [[f"{name}", where] for name, where in SOURCES.items()]
+    return f"## Sources\n\n{_table(['name', 'where'], rows)}"

@@ -1,0 +1,21 @@
+"""Writes docs/roofline.md: bytes, arithmetic and estimated times of the native models' steps.
+
+python -m scripts.roofline_page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.roofline.page import text
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/roofline.md"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Sizes that classes of others ask for: held against the chips, and said before they load."""
+
+import pytest
+
+from replicas.config import EngineConfig, MeshConfig
+from replicas.engine.foreign_limits import (
+    comes_from,
+    foreign_token_budget,
+    warn_of_name,
+)
+from replicas.generators.model_config import parse_hf_config
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+class Named:
+    """As tt_transformers' Llama: its limits hang on the model's name."""
+
+    @classmethod
+    def get_max_tokens_all_users(cls, *, model_name, num_devices, **_):
+        return 32_768 if "Llama-3.1-8B" in model_name and num_devices == 1 else 131_072
+
+
+Base = type("Generator", (), {"__module__": "models.tt_transformers.tt.generator"})
+OfMetal = type("Llama", (Base,), {"__module__": "models.demos.other"})
+Adapted = type("Adapted", (), {"plugin_class": OfMetal})
+
+
+def config(folder="/models/Llama-3.1-8B-Instruct", mesh="N150", lanes=1, rows=32, **settings):
+    return EngineConfig(
+        model=folder, generator="tt-metal", tt_data_parallel=lanes, max_batch_size=rows * lanes,
+        block_size=64, mesh=MeshConfig(name=mesh, **settings),
+    )  # fmt: skip
+
+
+def budget(generator=Named, max_seq_len=32_768, raw=LLAMA_8B, **changes):
+    engine = config(**changes)
+    model = parse_hf_config(raw, "model")
+    return foreign_token_budget(engine, engine.mesh, model, generator, max_seq_len)
+
+
+def kv_bytes(tokens, chips=1):
+    """By arithmetic of its own: keys and values of 32 layers and 8 heads in bfloat8_b."""
+    return tokens * 32 * 2 * 8 * 128 * 1.0625 / chips
+
+
+def test_a_renamed_folder_gets_no_more_than_the_chip_holds(caplog):
+    assert budget() == 32_768
+    assert not caplog.records
+    renamed = budget(folder="/models/mine")
+    assert "says that a lane holds 131072 tokens of KV" in caplog.text
+    assert 32_768 < renamed < 131_072
+    # The weights of 8.03 billion elements, were they all of four bits, leave so much of 12 GiB.
+    free = 12 * 2**30 - 8.03e9 * 0.5625
+    assert kv_bytes(renamed) < free
+    assert kv_bytes(131_072) > free
+
+
+def test_more_chips_have_room_for_what_is_said(caplog):
+    assert budget(mesh="N300", folder="/models/mine") == 131_072
+    assert budget(mesh="T3K", folder="/models/mine") == 131_072
+    assert budget(mesh="T3K", lanes=8, folder="/models/mine") < 131_072
+
+
+def test_a_class_that_says_nothing_is_held_to_the_same():
+    silent = type("Silent", (), {})
+    assert budget(silent, mesh="N300") == 131_072
+    assert budget(silent) == budget(folder="/models/mine")
+
+
+def test_what_our_arithmetic_cannot_judge_is_believed(caplog):
+    # Heads that do not divide: such classes repeat them.
+    assert budget(mesh="Galaxy", folder="/models/mine") == 131_072
+    assert not caplog.records
+    huge = {**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
+    assert budget(raw=huge) == 32_768
+    assert "does not fit mesh N150 in 1 lanes beside a KV cache" in caplog.text
+
+
+# --- before it loads -----------------------------------------------------------------------------
+
+
+def test_where_a_class_comes_from():
+    assert comes_from(Adapted, "models")
+    assert comes_from(OfMetal, "models.tt_transformers")
+    assert not comes_from(Named, "models")
+    assert not comes_from(type("X", (), {"__module__": "models_of_mine"}), "models")
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_known"),
+    [
+        ("/models/Llama-3.1-8B-Instruct", True),
+        ("/models/meta-llama/Llama-3.3-70B-Instruct", True),
+        ("/models/Qwen3-8B", True),
+        ("/models/mine", False),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46", True),
+        ("/hub/models--me--mine/snapshots/b968826d9c46", False),
+    ],
+)
+def test_a_name_that_hugging_face_does_not_have_is_warned_of(folder, is_known, caplog):
+    warn_of_name(config(folder), Adapted)
+    assert ("classes of tt-metal tell models by such names" in caplog.text) != is_known
+
+
+def test_no_other_class_is_warned_of_names(caplog):
+    warn_of_name(config("/models/mine"), Named)
+    assert not caplog.records

@@ -1,0 +1,183 @@
+"""What an engine on a mesh finds in its environment."""
+
+import os
+import shutil
+
+import msgspec
+import pytest
+
+from replicas import mesh_environment as module
+from replicas.config import EngineConfig, MeshConfig
+from replicas.errors import ConfigError
+from replicas.mesh_environment import make_folders, mesh_environment
+from replicas.ttnn_package import TtnnPackage
+
+CACHE = "TT_CACHE_PATH"
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model's folder, and a home without anything."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "Llama-3.1-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(200_000))
+    return folder
+
+
+def theirs(model, mesh="T3K", lanes=1, **settings):
+    return EngineConfig(
+        model=str(model), generator="tt-metal", tt_data_parallel=lanes,
+        mesh=MeshConfig(name=mesh, **settings),
+    )  # fmt: skip
+
+
+def of(config, **inherited):
+    return mesh_environment(config, inherited)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ("N150", {"ARCH_NAME": "wormhole_b0", "MESH_DEVICE": "N150"}),
+        ("N300", {"ARCH_NAME": "wormhole_b0", "MESH_DEVICE": "N300",
+                  "WH_ARCH_YAML": "wormhole_b0_80_arch_eth_dispatch.yaml"}),
+        ("P150x4", {"ARCH_NAME": "blackhole", "MESH_DEVICE": "P150x4"}),
+        ("Galaxy", {"ARCH_NAME": "wormhole_b0", "MESH_DEVICE": "TG", "TT_MM_THROTTLE_PERF": "5"}),
+        ("GalaxyT3K", {"ARCH_NAME": "wormhole_b0", "MESH_DEVICE": "T3K",
+                       "TT_MM_THROTTLE_PERF": "5",
+                       "WH_ARCH_YAML": "wormhole_b0_80_arch_eth_dispatch.yaml"}),
+        ("BHGalaxy", {"ARCH_NAME": "blackhole", "MESH_DEVICE": "BH-Galaxy",
+                      "TT_MM_THROTTLE_PERF": "5"}),
+    ],
+)  # fmt: skip
+def test_a_foreign_class_is_told_what_tt_inference_server_tells_it(
+    model, monkeypatch, mesh, expected
+):
+    monkeypatch.setattr(module, "find_ttnn", lambda: None)
+    told = of(theirs(model, mesh))
+    for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE):
+        told.pop(name)
+    assert told == expected
+
+
+def test_classes_made_for_a_galaxy_run_at_its_full_rate(model):
+    config = msgspec.structs.replace(theirs(model, "Galaxy"), generator="llama3_70b_galaxy")
+    told = of(config)
+    assert "TT_MM_THROTTLE_PERF" not in told
+    assert told["TT_LLAMA_TEXT_VER"] == "llama3_70b_galaxy"
+
+
+def test_what_the_user_has_set_stays_but_for_model_and_mesh(model):
+    own = {
+        "ARCH_NAME": "other", "WH_ARCH_YAML": "", "TT_MM_THROTTLE_PERF": "0", CACHE: "/mine",
+        "TT_MESH_GRAPH_DESC_PATH": "/own.textproto",
+    }  # fmt: skip
+    told = of(theirs(model, "GalaxyT3K"), **own, HF_MODEL="old", MESH_DEVICE="N150")
+    assert {name: told[name] for name in own} == own
+    assert (told["HF_MODEL"], told["MESH_DEVICE"]) == (str(model), "T3K")
+
+
+def test_our_own_models_are_told_of_the_boards_alone(model):
+    native = EngineConfig(model=str(model), mesh=MeshConfig(name="Galaxy"))
+    told = of(native)
+    assert told.pop("TT_MM_THROTTLE_PERF") == "5"
+    assert set(told) == {"OMPI_MCA_btl", "TT_METAL_LOGS_PATH"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "descriptor"),
+    [("P300", "p300"), ("GalaxyT3K", "t3k"), ("T3K", None), ("P300x2", None)],
+)
+def test_a_part_of_a_machine_has_its_own_descriptor(model, tmp_path, monkeypatch, mesh, descriptor):
+    metal, package = tmp_path / "metal", tmp_path / "ttnn"
+    for root in (metal, package):
+        folder = root / "tt_metal/fabric/mesh_graph_descriptors"
+        folder.mkdir(parents=True)
+        for name in ("p300", "t3k"):
+            (folder / f"{name}_mesh_graph_descriptor.textproto").touch()
+    monkeypatch.setattr(module, "find_ttnn", lambda: TtnnPackage("0.81.1", package))
+    name = "TT_MESH_GRAPH_DESC_PATH"
+    config = theirs(model, mesh)
+    if descriptor is None:
+        assert name not in of(config)
+        return
+    end = f"tt_metal/fabric/mesh_graph_descriptors/{descriptor}_mesh_graph_descriptor.textproto"
+    assert of(config)[name] == str(package / end)
+    assert of(config, TT_METAL_HOME=str(metal))[name] == str(metal / end)
+    assert of(config, TT_METAL_HOME=str(tmp_path))[name] == str(package / end)
+
+
+# --- the cache of converted weights --------------------------------------------------------------
+
+
+def test_converted_weights_are_kept_for_one_model_mesh_and_precision(model, tmp_path):
+    def cache(**changes):
+        return of(theirs(model, **changes))[CACHE]
+
+    first = cache()
+    assert first.startswith(f"{tmp_path / 'home'}/.cache/ttserve/weights/tt-metal/Llama-3.1-8B-T3K")
+    assert cache() == first
+    others = {
+        cache(mesh="N300"), cache(mesh="(2,4)"), cache(mesh="(2,4)", arch="blackhole"),
+        cache(lanes=8), cache(optimizations="accuracy"),
+    }  # fmt: skip
+    assert len(others | {first}) == 6
+    assert cache(weight_cache="/other").startswith("/other/tt-metal/")
+
+
+def test_other_weights_under_the_same_name_get_another_folder(model):
+    first = of(theirs(model))[CACHE]
+    weights = model / "model.safetensors"
+    at = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[0] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    sampled = of(theirs(model))[CACHE]
+    assert sampled != first
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns + 1))
+    assert of(theirs(model))[CACHE] not in {sampled, first}
+
+
+def test_a_renamed_folder_is_another_model_to_classes_that_go_by_names(model):
+    first = of(theirs(model))[CACHE]
+    renamed = model.rename(model.with_name("mine"))
+    assert of(theirs(renamed))[CACHE] != first
+
+
+def test_a_snapshot_of_hugging_faces_cache_bears_its_models_name(model, tmp_path):
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d9c46"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    config = theirs(snapshot)
+    told = of(config)
+    assert told["HF_MODEL"].startswith(str(tmp_path / "home"))
+    assert told["HF_MODEL"].endswith("/Qwen3-8B")
+    assert "/Qwen3-8B-T3K-" in told[CACHE]
+    for _ in range(2):
+        make_folders(config, told)
+    assert os.path.samefile(told["HF_MODEL"], snapshot)
+    blocked = tmp_path / "home/.cache/ttserve/names"
+    shutil.rmtree(blocked)
+    blocked.touch()
+    with pytest.raises(ConfigError, match=r"cannot name .* give a folder that is called Qwen3-8B"):
+        make_folders(config, told)
+
+
+def test_a_model_that_is_not_there_is_the_engines_to_refuse(tmp_path, model):
+    assert CACHE not in of(theirs(tmp_path / "none"))
+
+
+def test_the_folder_is_made_or_it_is_said_what_to_set(model, tmp_path):
+    config = theirs(model)
+    told = of(config)
+    make_folders(config, told)
+    assert os.path.isdir(told[CACHE])
+    (tmp_path / "file").touch()
+    blocked = theirs(model, weight_cache=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"TT_CACHE_PATH .*file.* set mesh\.weight_cache"):
+        make_folders(blocked, of(blocked))
+    native = EngineConfig(model=str(model), mesh=MeshConfig(name="N150"))
+    make_folders(native, {CACHE: str(tmp_path / "file" / "x")})

@@ -1,0 +1,20 @@
+"""A class of others, as far as its cache of converted weights goes, for the mock device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from replicas.generators.ttnn.generator import TTGenerator
+
+
+class Converting(TTGenerator):
+    """Keeps files where tt_transformers does: beside the model, unless told another folder."""
+
+    @classmethod
+    def initialize_vllm_model(cls, *args, **kwargs):
+        beside = os.path.join("model_cache", os.environ["HF_MODEL"])
+        folder = Path(os.environ.get("TT_CACHE_PATH") or beside, os.environ["MESH_DEVICE"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "layers.0.wqkv").write_bytes(b"converted")
+        return super().initialize_vllm_model(*args, **kwargs)
