@@ -216,7 +216,7 @@ def attend(item, head_dim, share, num_tokens):
     num_rows = num_tokens * share
 
     def kernel(block):
-        a = carray(block, (17,), np.int64)
+        a = carray(block, (16,), np.int64)
         num_kv_heads, block_size, width = a[2], a[3], a[4]
         q = carray(_pointer(a[5], item), (1,))
         out = carray(_pointer(a[7], item), (1,))
@@ -252,8 +252,8 @@ def attend(item, head_dim, share, num_tokens):
                 count = min(left, block_size)
                 vectors.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
                 for row in range(num_rows):
-                    # A token does not see those behind it.
-                    seen[row] = left - last + min(row // share, last)
+                    # A token does not see those behind it, nor what fills its last vector up.
+                    seen[row] = min(left - last + min(row // share, last), count)
                 vectors.soften(scores, stride, seen, count, tops, totals, fades, num_rows)
                 vectors.add_weighted(
                     scores, stride, v_plane, at, count, found, fades, head_dim, num_rows

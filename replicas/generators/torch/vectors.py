@@ -133,6 +133,8 @@ class _Vectors:
             found = self.add_product(found, rest, number(coefficient))
         found = self.add_product(builder.fmul(found, rest, flags=FLAGS), rest, rest)
         bits = ir.VectorType(ir.IntType(32), self._width)
+        # What NaN is as an integer is not defined; the product with `found` is NaN again.
+        power = builder.select(builder.fcmp_ordered("ord", power, power), power, self.zero)
         exponent = builder.add(builder.fptosi(power, bits), ir.Constant(bits, [127] * self._width))
         scale = builder.shl(exponent, ir.Constant(bits, [23] * self._width))
         found = self.add(found, number(1.0))

@@ -95,25 +95,26 @@ def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
 
 @given(
     dtypes,
-    st.lists(st.integers(1, 4 * BLOCK), min_size=1, max_size=5),
+    st.lists(st.integers(1, 64), min_size=1, max_size=5),
+    st.sampled_from([8, 16, 24]),
     st.sampled_from([(1, 1, 8), (2, 2, 32), (1, 5, 20), (3, 1, 80), (1, 4, 3)]),
     st.sampled_from([1, TILE]),
     seeds,
 )
 def test_tokens_attend_to_their_blocks_and_to_nothing_behind_them(
-    dtype, lengths, shape, size, seed
+    dtype, lengths, block, shape, size, seed
 ):
     make, rng = draw(seed), np.random.default_rng(seed)
     (num_kv_heads, share, head_dim), num_requests = shape, len(lengths)
-    k_plane, v_plane = (make(21, num_kv_heads, BLOCK, head_dim, dtype=dtype) for _ in range(2))
-    tables = rng.permutation(20)[: 4 * num_requests].reshape(num_requests, 4) + 1
+    k_plane, v_plane = (make(41, num_kv_heads, block, head_dim, dtype=dtype) for _ in range(2))
+    tables = rng.permutation(40)[: 8 * num_requests].reshape(num_requests, 8) + 1
     k, v = (plane[tables].transpose(1, 2).flatten(2, 3).double() for plane in (k_plane, v_plane))
     k_plane[0] = v_plane[0] = torch.nan
     for table, length in zip(tables, lengths, strict=True):
         for plane in (k_plane, v_plane):
-            plane[table[-(-length // BLOCK) :]] = torch.nan
-            if length % BLOCK:
-                plane[table[length // BLOCK], :, length % BLOCK :] = torch.nan
+            plane[table[-(-length // block) :]] = torch.nan
+            if length % block:
+                plane[table[length // block], :, length % block :] = torch.nan
     num_heads = num_kv_heads * share
     # Other tokens lie between, and queries are part of a wider tensor.
     counts = np.array([int(rng.integers(1, min(size, length) + 1)) for length in lengths])
