@@ -63,8 +63,8 @@ are thrown away leave holes in the heap, so an engine grew for as long as it met
 
 How long threads of OpenMP wait for each other busily, some microseconds, before they sleep. Those
 that do not sleep keep the core from the very thread that they wait for, as soon as anything else
-wants a core, too: a step then takes 70 times as long. Those that sleep at once are woken for every
-operation, which costs a third of the tokens where nothing else runs.
+wants a core, too. Those that sleep at once are woken for every operation. benchmarks/RESULTS.md
+has what either costs.
 """
 
 Hang = Literal["step", "frozen"]

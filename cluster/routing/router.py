@@ -356,7 +356,8 @@ class Run:
             leg = self._legs.ask_to_decode(placement, message)
             answer = await self._answer(leg)
         except (EngineDeadError, DecodeLostError, DecodeStalledError) as error:
-            self._prompt.passes_over_unheard()
+            if not isinstance(error, EngineDeadError):  # the others took their time
+                self._prompt.passes_over_unheard()
             # It may still live, and get on some time.
             self._drop_decode(abort=True)
             return error
