@@ -137,14 +137,23 @@ class HostReport:
 
     @property
     def visible_names(self) -> tuple[str, ...]:
-        """What `visible_devices` names: numbers and PCI addresses; empty for all devices."""
-        names = (name.strip() for name in (self.visible_devices or "").split(","))
-        return tuple(name for name in names if name)
+        """What `visible_devices` names; see the function of this name."""
+        return visible_names(self.visible_devices)
 
     def is_visible(self, device: Device) -> bool:
         """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
         names = self.visible_names
         return not names or any(device in named(self.devices, name) for name in names)
+
+
+def visible_names(visible_devices: str | None) -> tuple[str, ...]:
+    """What TT_VISIBLE_DEVICES names: numbers and PCI addresses; none for all devices.
+
+    Args:
+        visible_devices: Its value; None where it is not set. Empty names in it are dropped.
+    """
+    names = (name.strip() for name in (visible_devices or "").split(","))
+    return tuple(name for name in names if name)
 
 
 def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
