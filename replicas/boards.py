@@ -175,6 +175,16 @@ def visible_number(devices: Sequence[Device], device: Device) -> int | None:
     return addresses.index(device.address) if device.has_node else None
 
 
+def holders_text(devices: Sequence[Device]) -> str:
+    """Which processes have which of some devices open; "" for none."""
+    return "; ".join(
+        f"/dev/tenstorrent/{d.index} by "
+        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
+        for d in devices
+        if d.holders
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
     """A mesh that the boards here make.

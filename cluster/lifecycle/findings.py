@@ -20,6 +20,7 @@ from replicas.boards import (
     RESOURCE,
     VISIBLE_DEVICES,
     HostReport,
+    holders_text,
     named,
     visible_number,
 )
@@ -211,12 +212,7 @@ def _ray_count(report: HostReport) -> Iterator[Finding]:
 
 
 def _holders(report: HostReport) -> Iterator[Finding]:
-    text = "; ".join(
-        f"{d.index} by "
-        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
-        for d in report.devices
-        if d.holders
-    )
+    text = holders_text(report.devices)
     if text:
         yield _finding("note", "in use", text, "two processes on one board hang each other")
 

@@ -138,7 +138,7 @@ def test_nodes_that_a_container_was_not_given(host):
 def test_who_holds_a_board_is_said(host):
     host.add_everything("n150")
     host.write("proc/driver/tenstorrent/0/pids", "0\n71\n")
-    assert found(host, "in use")[1] == "0 by a process elsewhere, process 71"
+    assert found(host, "in use")[1] == "/dev/tenstorrent/0 by a process elsewhere, process 71"
 
 
 def test_boards_of_another_make_cannot_run(host):
