@@ -54,7 +54,7 @@ def _own_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """Forget what a test imports and where it was found; links go to the test's own folder."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(checkpoints, "_LINKS", tmp_path / "links")
+    monkeypatch.setattr(checkpoints, "_links_folder", lambda: tmp_path / "links")
     yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {"models", "tt_transformers"}:
