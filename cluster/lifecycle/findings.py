@@ -24,7 +24,7 @@ from replicas.boards import (
     named,
     visible_number,
 )
-from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, version_number
+from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, firmware_number, version_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ def _firmware(report: HostReport) -> Iterator[Finding]:
 
 def _is_too_old(device: Device) -> bool:
     oldest = OLDEST_FIRMWARE[device.arch] if device.arch is not None else ""
-    return version_number(device.firmware) < version_number(oldest)
+    return firmware_number(device.firmware) < firmware_number(oldest)
 
 
 def _tested(
@@ -169,7 +169,8 @@ def _tested(
     if wanted is None:
         return _finding("ok", subject, text)
     text += f"; ttnn's list of releases names {wanted} (for {report.wanted.release})"
-    is_older = version_number(version) < version_number(wanted)
+    number = firmware_number if subject == "firmware" else version_number
+    is_older = number(version) < number(wanted)
     advice = ("bring it to that version, or a newer one",) if is_older else ()
     return _finding("note" if is_older else "ok", subject, text, *advice)
 

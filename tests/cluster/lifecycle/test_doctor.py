@@ -154,7 +154,14 @@ def test_differing_firmware_is_noted(host):
 
 @pytest.mark.parametrize(
     ("card", "firmware", "level"),
-    [("n150", "18.2.9", "missing"), ("n150", "18.3.0", "ok"), ("p150a", "18.4.0", "missing")],
+    [
+        ("n150", "18.2.9", "missing"),
+        ("n150", "18.3.0", "ok"),
+        ("p150a", "18.4.0", "missing"),
+        # Before 18 they counted from 80 on.
+        ("n150", "80.17.0.0", "missing"),
+        ("p150a", "80.18.1.0", "missing"),
+    ],
 )
 def test_firmware_that_ttnn_does_not_open_is_missing(host, card, firmware, level):
     host.add_board(card, firmware=firmware)
