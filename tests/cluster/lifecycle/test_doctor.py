@@ -378,6 +378,19 @@ def test_a_trace_region_is_held_against_the_table(host, mesh, note):
     assert (check.problem, check.note) == (None, note)
 
 
+@pytest.mark.parametrize(
+    ("size", "is_noted"), [(None, False), (200_000_000, True), (216_580_672, False)]
+)
+def test_a_trace_region_is_held_against_what_a_galaxys_classes_get(host, size, is_noted):
+    mesh = {"name": "Galaxy", "trace_region_size": size}
+    config = mesh_pool(
+        mesh=mesh, generator="llama3_70b_galaxy", tt_data_parallel=4, max_batch_size=32
+    )
+    (check,) = check_pools(config, host.report())
+    assert ("200000000 is less than the 216580672 that" in check.note) == is_noted
+    assert ("trace_region_size" in check.note) == is_noted
+
+
 def test_a_foreign_class_needs_a_folder_that_can_be_written(host):
     host.add_everything("n150")
     mesh = {"name": "N150", "weight_cache": "/dev/null/weights"}

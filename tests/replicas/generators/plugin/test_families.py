@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine import worker
+from replicas.engine import foreign_limits, worker
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.plugin import checkpoints
@@ -28,6 +28,7 @@ from replicas.generators.plugin.routes import (
     route_environment,
     route_mesh,
 )
+from replicas.generators.ttnn.budget import lane_memory
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
     BLOCK_SIZE,
@@ -268,6 +269,13 @@ def test_galaxy_through_an_engine(
 ) -> None:
     """Four columns as lanes, one cache for all; the mesh is opened as the class needs it."""
     opened = open_doubles(monkeypatch, 32)
+    judged = []
+
+    def judge(model: Any, spec: Any, mesh: MeshConfig, *args: Any, **sizes: Any) -> Any:
+        judged.append(mesh.trace_region_size)
+        return lane_memory(model, spec, mesh, *args, **sizes)
+
+    monkeypatch.setattr(foreign_limits, "lane_memory", judge)
     mesh = MeshConfig(name="TG", sample_on_device=draws, tt_metal_home=tt_metal)
     engine = config(folder, "llama3_70b_galaxy", mesh, tt_data_parallel=4)
     engine = msgspec.structs.replace(engine, max_batch_size=8, num_blocks=7)
@@ -279,6 +287,7 @@ def test_galaxy_through_an_engine(
     assert settings.worker_l1_size == 1_344_544
     assert settings.dispatch_core_axis == "col"
     assert settings.trace_region_size == 216_580_672
+    assert judged == [settings.trace_region_size], "room is judged beside what is set aside"
 
 
 @pytest.mark.parametrize(
