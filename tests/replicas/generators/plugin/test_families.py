@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig
 
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import foreign_limits, worker
@@ -185,6 +186,25 @@ def test_chosen_model_that_will_not_do_is_cleaned_up(
             load_hf_config(checkpoint), Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN
         )
     assert len(Unusable.cleaned_up) == 1
+
+
+class Kept(Chosen):
+    cleaned_up: ClassVar[list[Any]] = []
+
+    def cleanup(self) -> None:
+        self.cleaned_up.append(self)
+
+
+@pytest.mark.usefixtures("recording")
+def test_chosen_model_of_a_configuration_that_will_not_do_is_cleaned_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Registered.models, HF_ID, Kept)
+    config = AutoConfig.from_pretrained(checkpoint_for(Registered, str(checkpoint)))
+    config.text_config = object()
+    with pytest.raises(AttributeError, match="vocab_size"):
+        adapt(Registered).initialize_vllm_model(config, Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN)
+    assert len(Kept.cleaned_up) == 1
 
 
 def test_model_whose_package_lacks_another(
