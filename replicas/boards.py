@@ -137,14 +137,23 @@ class HostReport:
 
     @property
     def visible_names(self) -> tuple[str, ...]:
-        """What `visible_devices` names: numbers and PCI addresses; empty for all devices."""
-        names = (name.strip() for name in (self.visible_devices or "").split(","))
-        return tuple(name for name in names if name)
+        """What `visible_devices` names; see the function of this name."""
+        return visible_names(self.visible_devices)
 
     def is_visible(self, device: Device) -> bool:
         """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
         names = self.visible_names
         return not names or any(device in named(self.devices, name) for name in names)
+
+
+def visible_names(visible_devices: str | None) -> tuple[str, ...]:
+    """What TT_VISIBLE_DEVICES names: numbers and PCI addresses; none for all devices.
+
+    Args:
+        visible_devices: Its value; None where it is not set. Empty names in it are dropped.
+    """
+    names = (name.strip() for name in (visible_devices or "").split(","))
+    return tuple(name for name in names if name)
 
 
 def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
@@ -164,6 +173,16 @@ def visible_number(devices: Sequence[Device], device: Device) -> int | None:
     """What TT_VISIBLE_DEVICES calls a device; None without a node. See `named`."""
     addresses = sorted(d.address for d in devices if d.has_node)
     return addresses.index(device.address) if device.has_node else None
+
+
+def holders_text(devices: Sequence[Device]) -> str:
+    """Which processes have which of some devices open; "" for none."""
+    return "; ".join(
+        f"/dev/tenstorrent/{d.index} by "
+        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
+        for d in devices
+        if d.holders
+    )
 
 
 @dataclass(frozen=True, slots=True)

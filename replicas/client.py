@@ -31,7 +31,7 @@ from replicas.dealer import (
 )
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.errors import EngineDeadError, EngineError, RequestRefusedError
+from replicas.errors import ConfigError, EngineDeadError, EngineError, RequestRefusedError
 from replicas.generators.targets import with_registered_generator
 from replicas.launch import start_engine
 from replicas.messages import (
@@ -118,7 +118,15 @@ class _InprocFacts(msgspec.Struct, frozen=True):
 
 
 class InprocClient:
-    """Runs the engine core on the caller's thread: every call of `get_outputs` is one step."""
+    """Runs the engine core on the caller's thread: every call of `get_outputs` is one step.
+
+    Args:
+        config: The engine's configuration.
+        progress: Called with (stage, fraction done) while the engine starts.
+
+    Raises:
+        ConfigError: A class of others on a mesh: it needs an environment of its own.
+    """
 
     def __init__(
         self,
@@ -126,6 +134,12 @@ class InprocClient:
         progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
         config = with_registered_generator(config)
+        # Such classes, and ttnn with them, read the environment that `start_engine` makes.
+        if config.mesh is not None and not config.uses_native_generator:
+            raise ConfigError(
+                f"generator {config.generator!r} on a mesh needs an environment of its own, or it "
+                "writes beside the model: run the engine in a process, set multiprocess=True"
+            )
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self._columns = ColumnReader()
         self.description: EngineFacts = _InprocFacts(

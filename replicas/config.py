@@ -132,8 +132,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def weight_cache_folder(self) -> Path:
-        """Folder for the converted weights of all models."""
-        if self.weight_cache is not None:
+        """Folder for the converted weights of all models.
+
+        Raises:
+            RuntimeError: It is the user's, who has none.
+        """
+        if self.weight_cache:
             return Path(self.weight_cache)
         return Path.home() / ".cache" / "ttserve" / "weights"
 

@@ -31,7 +31,8 @@ class LLM:
 
     Args:
         model: Folder of the model.
-        multiprocess: Run the engine in a process of its own; False steps it on this thread.
+        multiprocess: Run the engine in a process of its own; False steps it on this thread, which a
+            class of others on a mesh does not take.
         skip_tokenizer_init: Work on token ids only.
         seed: Base of the seeds of requests that bring none.
         **engine_options: Further fields of `EngineConfig`.

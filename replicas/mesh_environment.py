@@ -57,7 +57,7 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
         return dict(inherited)
     defaults = {**_file_defaults(), **_power_and_fabric(config, mesh, inherited)}
     if not config.uses_native_generator:
-        defaults |= _foreign_defaults(config, mesh)
+        defaults |= _foreign_defaults(config, mesh, inherited)
     return {**defaults, **inherited, **_bindings(config, mesh)}
 
 
@@ -78,7 +78,7 @@ def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
         try:
             name.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
-                name.symlink_to(config.model, target_is_directory=True)
+                name.symlink_to(Path(config.model).absolute(), target_is_directory=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot name {config.model} by a link {name}: {error.strerror}; give a folder "
@@ -121,10 +121,15 @@ def _power_and_fabric(
         defaults["TT_MM_THROTTLE_PERF"] = _THROTTLE
     if spec.name in _DESCRIPTORS:
         name = f"{_DESCRIPTORS[spec.name]}_mesh_graph_descriptor.textproto"
-        descriptor = _mesh_graph_descriptor(name, mesh.tt_metal_home or inherited.get(METAL_HOME))
+        descriptor = _mesh_graph_descriptor(name, _metal_home(mesh, inherited))
         if descriptor is not None:
             defaults["TT_MESH_GRAPH_DESC_PATH"] = str(descriptor)
     return defaults
+
+
+def _metal_home(mesh: MeshConfig, inherited: Mapping[str, str]) -> str | None:
+    """The checkout of tt-metal that the engine finds, or None."""
+    return mesh.tt_metal_home or inherited.get(METAL_HOME) or None
 
 
 def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
@@ -139,20 +144,22 @@ def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _foreign_defaults(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
+def _foreign_defaults(
+    config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
+) -> dict[str, str]:
     """What classes of tt-metal read while they load."""
     spec = mesh.spec
     defaults = {"ARCH_NAME": _ARCH_NAMES[spec.arch], **route_environment(config.generator)}
     if spec.name in _HAS_ETHERNET_DISPATCH:
         defaults["WH_ARCH_YAML"] = _DISPATCH_ON_ETHERNET
-    cache = _cache_folder(config, mesh)
+    cache = _cache_folder(config, mesh, _metal_home(mesh, inherited))
     if cache is not None:
         defaults[CACHE] = str(cache)
     return defaults
 
 
-def _cache_folder(config: EngineConfig, mesh: MeshConfig) -> Path | None:
-    """A folder that belongs to these weights, this mesh and this precision alone.
+def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None) -> Path | None:
+    """A folder that belongs to these weights, this class, mesh and precision alone.
 
     None without a readable model, of which the engine says more.
     """
@@ -167,7 +174,9 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig) -> Path | None:
         return None
     package = find_ttnn()
     version = None if package is None else package.version
-    digest = hashlib.blake2b(repr((fingerprint, times, version)).encode(), digest_size=12)
+    # Releases of a class may convert to other layouts.
+    source = (config.generator, metal_home, version)
+    digest = hashlib.blake2b(repr((fingerprint, times, source)).encode(), digest_size=12)
     spec = mesh.spec
     words = (model_name(config.model), spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
     readable = (re.sub(r"[^\w.]+", "-", word).strip("-") for word in (*words, mesh.optimizations))
@@ -194,5 +203,6 @@ def _named_model(folder: str) -> str:
     name = model_name(folder)
     if name == Path(folder).name:
         return folder
-    digest = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
+    target = str(Path(folder).absolute())
+    digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
     return str(Path.home() / ".cache" / "ttserve" / "names" / digest / name)

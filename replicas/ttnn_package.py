@@ -27,6 +27,7 @@ PACKAGE = "ttnn"
 OLDEST_FIRMWARE: Mapping[Arch, str] = {"wormhole": "18.3.0", "blackhole": "18.5.0"}
 """Bundles before these ttnn refuses."""
 
+_OLD_FIRMWARE = 80
 _COMPILER = "compiler/bin/riscv-tt-elf-g++"
 _ELF = b"\x7fELF"
 _COMPILERS_VERSION = re.compile(rb"tenstorrent/sfpi[-\w]*:(\d[\w.-]*)")
@@ -121,6 +122,17 @@ def sfpi_version(compiler: Path) -> tuple[bool, str | None]:
 def version_number(text: str | None) -> tuple[int, ...]:
     """The numbers of a version, to compare it by; empty for none."""
     return tuple(int(part) for part in re.findall(r"\d+", text or ""))
+
+
+def firmware_number(text: str | None) -> tuple[int, ...]:
+    """The numbers of a firmware bundle's version, to compare it by.
+
+    Bundles whose numbers begin with 80 or more are older than all others.
+    """
+    number = version_number(text)
+    if number and number[0] >= _OLD_FIRMWARE:
+        return 0, *number[1:]
+    return number
 
 
 def _text(path: Path) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from cluster.config.environment import process_environment
 from cluster.lifecycle import haproxy
 from cluster.lifecycle.findings import Finding, can_run_mesh, devices_word, findings
@@ -25,7 +27,8 @@ from replicas.boards import (
 )
 from replicas.errors import ConfigError
 from replicas.generators.model_config import load_engine_model
-from replicas.trace_regions import usual_trace_region_bytes
+from replicas.generators.plugin.routes import route_mesh
+from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
@@ -165,7 +168,8 @@ def _trace_note(engine: EngineConfig, mesh: MeshConfig) -> str:
         num_layers = load_engine_model(engine).num_hidden_layers
     except ConfigError:
         return ""
-    usual = usual_trace_region_bytes(mesh.spec, num_layers, engine.tt_data_parallel)
+    left_out = route_mesh(engine.generator, msgspec.structs.replace(mesh, trace_region_size=None))
+    usual = trace_region_bytes(left_out, num_layers, engine.tt_data_parallel)
     if size >= usual:
         return ""
     return (

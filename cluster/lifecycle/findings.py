@@ -20,10 +20,11 @@ from replicas.boards import (
     RESOURCE,
     VISIBLE_DEVICES,
     HostReport,
+    holders_text,
     named,
     visible_number,
 )
-from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, version_number
+from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, firmware_number, version_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,7 +158,7 @@ def _firmware(report: HostReport) -> Iterator[Finding]:
 
 def _is_too_old(device: Device) -> bool:
     oldest = OLDEST_FIRMWARE[device.arch] if device.arch is not None else ""
-    return version_number(device.firmware) < version_number(oldest)
+    return firmware_number(device.firmware) < firmware_number(oldest)
 
 
 def _tested(
@@ -168,7 +169,8 @@ def _tested(
     if wanted is None:
         return _finding("ok", subject, text)
     text += f"; ttnn's list of releases names {wanted} (for {report.wanted.release})"
-    is_older = version_number(version) < version_number(wanted)
+    number = firmware_number if subject == "firmware" else version_number
+    is_older = number(version) < number(wanted)
     advice = ("bring it to that version, or a newer one",) if is_older else ()
     return _finding("note" if is_older else "ok", subject, text, *advice)
 
@@ -211,12 +213,7 @@ def _ray_count(report: HostReport) -> Iterator[Finding]:
 
 
 def _holders(report: HostReport) -> Iterator[Finding]:
-    text = "; ".join(
-        f"{d.index} by "
-        + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
-        for d in report.devices
-        if d.holders
-    )
+    text = holders_text(report.devices)
     if text:
         yield _finding("note", "in use", text, "two processes on one board hang each other")
 

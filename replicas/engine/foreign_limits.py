@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _KNOWN_NAMES = (
-    "DeepSeek-R1-Distill-Llama-70B", "DeepSeek-R1-Distill-Qwen-14B", "Llama-3.1-70B",
-    "Llama-3.1-8B", "Llama-3.2-11B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.2-90B",
-    "Llama-3.3-70B", "Mistral-7B", "Mistral-Small-3.1-24B", "Mixtral-8x7B", "Phi-3-mini",
-    "Phi-3.5-mini", "QwQ-32B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B", "Qwen2.5-7B",
-    "Qwen2.5-Coder-32B", "Qwen2.5-VL-", "Qwen3-32B", "Qwen3-8B", "gemma-3-", "gemma-4-", "gpt-oss-",
-    "phi-4",
+    "DeepSeek-R1-0", "DeepSeek-R1-Distill-Llama-70B", "DeepSeek-R1-Distill-Qwen-14B", "DeepSeek-V3",
+    "Llama-3.1-70B", "Llama-3.1-8B", "Llama-3.2-11B", "Llama-3.2-1B", "Llama-3.2-3B",
+    "Llama-3.2-90B", "Llama-3.3-70B", "Mistral-7B", "Mistral-Small-3.1-24B", "Mixtral-8x7B",
+    "Phi-3-mini", "Phi-3.5-mini", "QwQ-32B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B",
+    "Qwen2.5-7B", "Qwen2.5-Coder-32B", "Qwen2.5-VL-", "Qwen3-32B", "Qwen3-8B", "Qwen3-VL-",
+    "Qwen3.5-", "gemma-3-", "gemma-4-", "gpt-oss-", "phi-4",
 )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ class Worker:
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> None:
-        self._config = config
+        self._config = _routed(config)
         self._incarnation = incarnation
         self._notify = notify
         self._progress = progress
@@ -130,14 +130,14 @@ class Worker:
         self._hf_config = load_engine_model(config)
         self._faults = engine_faults(config)
         if config.mesh is not None:
-            self._init_mesh(route_mesh(config.generator, config.mesh))
+            self._init_mesh(config.mesh)
             return
         self._dtype = _DTYPES[resolve_dtype(config, self._hf_config)]
         if config.simulated_mesh is not None:
             self._generator_class = resolve_generator(_SIMULATED_GENERATOR)
             self._device = self._simulated_mesh(config.simulated_mesh)
         else:
-            name = config.generator or self._hf_config.architectures[0]
+            name = config.generator or next(iter(self._hf_config.architectures), "")
             self._generator_class = resolve_generator(name)
             self._device = self._cpu()
             keep_heap()
@@ -296,7 +296,7 @@ class Worker:
     def _init_mesh(self, mesh: MeshConfig) -> None:
         self._dtype = _MESH_DTYPE
         open_mesh = _import_open_mesh(mesh)
-        architecture = self._hf_config.architectures[0]
+        architecture = next(iter(self._hf_config.architectures), "")
         self._generator_class = resolve_mesh_generator(self._config, architecture)
         capabilities = self._generator_class.model_capabilities
         name = self._generator_class.__qualname__
@@ -362,6 +362,13 @@ class Worker:
             rope=rope,
             model_fingerprint=model_fingerprint(config),
         )
+
+
+def _routed(config: EngineConfig) -> EngineConfig:
+    """With the settings of the mesh that the classes of its route need."""
+    if config.mesh is None:
+        return config
+    return msgspec.structs.replace(config, mesh=route_mesh(config.generator, config.mesh))
 
 
 def _check_capabilities(

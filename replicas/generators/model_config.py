@@ -130,10 +130,13 @@ def load_engine_model(config: EngineConfig) -> ModelConfig:
     """
     try:
         return load_hf_config(config.model)
-    except ConfigError:
+    except ConfigError as ours:
         if config.generator is None or config.uses_native_generator:
             raise
-    return load_foreign_config(config.model)
+        try:
+            return load_foreign_config(config.model)
+        except ConfigError as theirs:
+            raise theirs from ours
 
 
 def read_architecture(folder: str | Path) -> str | None:

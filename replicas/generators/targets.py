@@ -65,13 +65,17 @@ def with_registered_generator(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, generator=target)
 
 
-def split_target(target: str) -> tuple[str, str]:
+def split_target(target: str, what: str = "generator") -> tuple[str, str]:
     """Module and class of "module:Class".
+
+    Args:
+        target: To be split.
+        what: It is, for messages.
 
     Raises:
         ConfigError: It is not of that form.
     """
     module_name, _, class_name = target.partition(":")
     if not module_name or not class_name.isidentifier():
-        raise ConfigError(f"generator {target!r} is not of the form 'module:Class'")
+        raise ConfigError(f"{what} {target!r} is not of the form 'module:Class'")
     return module_name, class_name

@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -329,3 +331,21 @@ def test_a_class_of_a_galaxy_finds_what_chooses_it_unless_the_user_has_chosen():
     chooses = "TT_LLAMA_TEXT_VER"
     assert child_environment(theirs, {})[chooses] == "llama3_70b_galaxy"
     assert child_environment(theirs, {chooses: "mine"})[chooses] == "mine"
+
+
+def test_a_user_without_a_home_can_start_engines():
+    """As in a container that runs under a user id which its passwd file does not know."""
+    code = (
+        "import os, pwd\n"
+        "def none(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = none\n"
+        "from pathlib import Path\n"
+        "try: Path.home()\n"
+        "except RuntimeError: print('homeless')\n"
+        "import replicas.launch\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("homeless\n", "", 0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from replicas import LLM, AsyncLLM, SamplingParams
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import (
     ConfigError,
     InvalidRequestError,
@@ -301,3 +301,11 @@ def test_refusals_of_one_call_do_not_fail_the_next():
         with pytest.raises(RequestRefusedError, match="queue"):
             generate(small, [PROMPTS[0]] * 7)
         assert len(generate(small, PROMPTS[0])) == 1
+
+
+def test_a_foreign_class_on_a_mesh_gets_a_process_of_its_own():
+    """It reads its environment while it is imported, and without one writes beside the model."""
+    mesh = MeshConfig(name="N150")
+    for generator in ("tt-metal", "theirs:Class"):
+        with pytest.raises(ConfigError, match=rf"'{generator}' .*set multiprocess=True"):
+            LLM(chat_folder(), multiprocess=False, block_size=64, mesh=mesh, generator=generator)

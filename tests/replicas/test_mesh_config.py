@@ -1,5 +1,7 @@
 """Values of a mesh's configuration that is made in Python, where no decoder has looked at them."""
 
+from pathlib import Path
+
 import pytest
 
 from replicas.config import MeshConfig
@@ -25,3 +27,11 @@ def test_a_value_that_is_none_of_the_choices_is_refused(name, value, message):
 @pytest.mark.parametrize("axis", ["row", "col", None])
 def test_every_choice_is_taken(mode, axis):
     MeshConfig(name="N150", trace=mode, sample_on_device=mode, dispatch_core_axis=axis).validate()
+
+
+def test_an_empty_weight_cache_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    usual = tmp_path / ".cache" / "ttserve" / "weights"
+    assert MeshConfig(name="N150").weight_cache_folder == usual
+    assert MeshConfig(name="N150", weight_cache="").weight_cache_folder == usual
+    assert MeshConfig(name="N150", weight_cache="/kept").weight_cache_folder == Path("/kept")

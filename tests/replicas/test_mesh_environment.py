@@ -127,6 +127,17 @@ def test_converted_weights_are_kept_for_one_model_mesh_and_precision(model, tmp_
     assert cache(weight_cache="/other").startswith("/other/tt-metal/")
 
 
+def test_each_class_and_checkout_keeps_its_own_conversions(model, tmp_path):
+    metal = theirs(model)
+    other = msgspec.structs.replace(metal, generator="tt-transformers")
+    first = of(metal)[CACHE]
+    checkout = of(metal, TT_METAL_HOME="/metal")[CACHE]
+    assert len({first, checkout, of(metal, TT_METAL_HOME="/newer")[CACHE], of(other)[CACHE]}) == 4
+    # The configuration's goes before the environment's.
+    configured = theirs(model, tt_metal_home="/metal")
+    assert of(configured, TT_METAL_HOME="/newer")[CACHE] == checkout
+
+
 def test_other_weights_under_the_same_name_get_another_folder(model):
     first = of(theirs(model))[CACHE]
     weights = model / "model.safetensors"
@@ -164,6 +175,18 @@ def test_a_snapshot_of_hugging_faces_cache_bears_its_models_name(model, tmp_path
     blocked.touch()
     with pytest.raises(ConfigError, match=r"cannot name .* give a folder that is called Qwen3-8B"):
         make_folders(config, told)
+
+
+def test_a_snapshot_by_a_relative_path_is_linked_to_where_it_lies(model, tmp_path, monkeypatch):
+    for place in ("here", "there"):
+        snapshot = tmp_path / place / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d9c46"
+        shutil.copytree(model, snapshot)
+        monkeypatch.chdir(tmp_path / place)
+        config = theirs(snapshot.relative_to(tmp_path / place))
+        told = of(config)
+        make_folders(config, told)
+        assert os.path.samefile(told["HF_MODEL"], snapshot)
+        assert told["HF_MODEL"] == of(theirs(snapshot))["HF_MODEL"]
 
 
 def test_a_model_that_is_not_there_is_the_engines_to_refuse(tmp_path, model):

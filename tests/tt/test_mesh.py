@@ -299,6 +299,7 @@ def test_the_boards_that_are_opened() -> None:
     any_boards = MeshConfig(name="N300")
     assert names_to_open(any_boards, None) == names_to_open(any_boards, "") == ()
     assert names_to_open(any_boards, "0, 3") == ("0", "3")
+    assert names_to_open(any_boards, "0,") == names_to_open(any_boards, ",0 ,") == ("0",)
     two = MeshConfig(name="N300", visible_devices=(2, 3))
     assert names_to_open(two, "3,2") == ("3", "2")
     for bound in (None, "2", "0,1"):

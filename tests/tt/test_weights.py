@@ -346,10 +346,10 @@ def test_a_file_changed_where_no_sample_is_taken_is_converted_anew(mesh, tmp_pat
     weights_before = weights.model_fingerprint
     weights.model_fingerprint = lambda config: "the same"
     try:
-        first = weights._cache(config, "x", PERFORMANCE, 2)
+        first = weights._cache(config, mesh.settings, PERFORMANCE, 2)
         path = tmp_path / "model" / "model.safetensors"
         path.touch()
-        assert weights._cache(config, "x", PERFORMANCE, 2).folder != first.folder
+        assert weights._cache(config, mesh.settings, PERFORMANCE, 2).folder != first.folder
     finally:
         weights.model_fingerprint = weights_before
     found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))

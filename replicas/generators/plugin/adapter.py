@@ -112,8 +112,9 @@ class AdaptedGenerator(AdaptedModel):
             undo.callback(getattr(model, "cleanup", _nothing))
             signature = cls._signature_of(model)
             kind = cls._narrowed(model, signature)
+            loaded = kind(model, signature, config, num_chips, tt_data_parallel, max_batch_size)
             undo.pop_all()
-        return kind(model, signature, config, num_chips, tt_data_parallel, max_batch_size)
+        return loaded
 
     @classmethod
     def _signature_of(cls, model: object) -> ModelSignature:

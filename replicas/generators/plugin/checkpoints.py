@@ -16,9 +16,6 @@ from typing import Any
 
 from replicas.errors import ConfigError
 
-_LINKS = Path.home() / ".cache" / "ttserve" / "checkpoints"
-"""Where links to folders are made; each is made once and stays."""
-
 
 def model_name(folder: str) -> str:
     """What Hugging Face calls the model in a folder, as far as its path says.
@@ -84,12 +81,22 @@ def _named_by(folder: str, hf_ids: tuple[str, ...]) -> str | None:
     return None
 
 
+def _links_folder() -> Path:
+    """Where links to folders are made; each is made once and stays."""
+    return Path.home() / ".cache" / "ttserve" / "checkpoints"
+
+
 def _link(folder: str, hf_id: str) -> str:
     """A path of the form that Hugging Face's cache has, which is the folder."""
     target = Path(folder).absolute()
     # The same folder has the same link: what classes keep under a checkpoint's path is found again.
     digest = hashlib.blake2b(str(target).encode(), digest_size=8).hexdigest()
-    link = _LINKS / f"models--{hf_id.replace('/', '--')}" / "snapshots" / digest
+    try:
+        link = _links_folder() / f"models--{hf_id.replace('/', '--')}" / "snapshots" / digest
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot name {folder} after {hf_id} by a link in the user's cache: {error}; set HOME"
+        ) from error
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

@@ -21,6 +21,7 @@ from pathlib import Path
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.plugin.routes import ROUTES, check_decoder, class_of_route
 from replicas.generators.plugin.shim import vllm_stand_in
+from replicas.generators.targets import split_target
 
 METADATA = "vllm_metadata.json"
 
@@ -144,7 +145,7 @@ def _read_bundle(metadata: Path) -> Bundle:
     for key in ("arch", "main_class"):
         if not (isinstance(values.get(key), str) and values[key]):
             raise ConfigError(f"{metadata} has no string {key!r}")
-    _split(values["main_class"], f"{metadata}: main_class")
+    split_target(values["main_class"], f"{metadata}: main_class")
     return Bundle(metadata.parent, values["arch"].removeprefix("TT"), values["main_class"])
 
 
@@ -154,7 +155,7 @@ def _import_bundle(bundle: Bundle) -> type:
 
 
 def _import_class(target: str, paths: PluginPaths) -> type:
-    module_name, _ = _split(target, "generator")
+    module_name, _ = split_target(target)
     package = module_name.partition(".")[0]
     if package == "tt_transformers" and importlib.util.find_spec(package) is None:
         raise UnknownGeneratorError(
@@ -205,7 +206,7 @@ def _append_to_path(folder: Path) -> None:
 
 
 def _import(target: str, what: str) -> type:
-    module_name, class_name = _split(target, "generator")
+    module_name, class_name = split_target(target)
     try:
         with vllm_stand_in():
             module = importlib.import_module(module_name)
@@ -234,10 +235,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     return f"{type(error).__name__}: {error}"
-
-
-def _split(target: str, what: str) -> tuple[str, str]:
-    module_name, _, class_name = target.partition(":")
-    if not module_name or not class_name.isidentifier():
-        raise ConfigError(f"{what} {target!r} is not of the form 'module:Class'")
-    return module_name, class_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from replicas.errors import ConfigError
@@ -134,10 +135,11 @@ class LoadedModel:
         if self._is_closed:
             return
         self._is_closed = True
-        if "release_persistent_capture" in self.signature.hooks:
-            self._model.release_persistent_capture()
-        if "cleanup" in self.signature.hooks:
-            self._model.cleanup()
+        with contextlib.ExitStack() as closing:
+            if "cleanup" in self.signature.hooks:
+                closing.callback(self._model.cleanup)
+            if "release_persistent_capture" in self.signature.hooks:
+                closing.callback(self._model.release_persistent_capture)
 
     # --- arguments -------------------------------------------------------------------------------
 

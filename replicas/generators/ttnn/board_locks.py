@@ -55,7 +55,7 @@ class BoardLocks:
         try:
             _make_private(folder)
             for board in self.boards:
-                self._lock(folder, board)
+                self._lock(board)
             self.left_open = tuple(board for board in self.boards if self._holder(board))
         except OSError as error:
             self._unlock()
@@ -81,11 +81,15 @@ class BoardLocks:
         """Let others have the boards; again does nothing."""
         self._unlock()
 
-    def _lock(self, folder: Path, board: str) -> None:
+    def file_of(self, board: str) -> Path:
+        """The file of a board; deleting it takes the mark of a process that died."""
+        return self.folder / f"{board}.lock"
+
+    def _lock(self, board: str) -> None:
         if _BOARD.fullmatch(board) is None:
             raise DeviceError(f"{board!r} names no board; TT_VISIBLE_DEVICES is a list like 0,1")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(folder / f"{board}.lock", flags, 0o600)
+        file = os.open(self.file_of(board), flags, 0o600)
         self._files[board] = file
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,9 +7,11 @@ so boards are locked by their PCI addresses, and reset by their device nodes.
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from replicas.boards import VISIBLE_DEVICES, named
+from replicas.boards import VISIBLE_DEVICES, holders_text, named
 from replicas.errors import DeviceError
 from replicas.tt_smi import find_tt_smi
 
@@ -48,8 +50,8 @@ def reset_left_open(
         environment: Whose PATH has tt-smi, or has not.
 
     Raises:
-        DeviceError: They were not reset, or would not be without resetting other boards too; says
-            what to do.
+        DeviceError: They were not reset, or would not be without resetting other boards too, or
+            under other processes that have them open; says what to do.
     """
     if not locks.left_open:
         return
@@ -74,16 +76,15 @@ def reset_left_open(
         return
     if any(device.is_galaxy for device in boards):
         _check_whole_galaxy(locks, devices, by_hand)
+        _check_nobody_else(locks, devices, by_hand)
         arguments = tool.galaxy_reset_arguments()
         environment = {k: v for k, v in environment.items() if k != VISIBLE_DEVICES}
     else:
+        _check_nobody_else(locks, boards, by_hand)
         arguments = tool.reset_arguments(nodes)
-    # A daemon that looks at all boards, as a rule: no reason to leave a board that may hang.
-    holders = sorted({str(pid) for device in boards for pid in device.holders})
     _LOG.warning(
-        "a process died with boards %s open: resetting them with tt-smi %s%s",
+        "a process died with boards %s open: resetting them with tt-smi %s",
         ", ".join(device.address for device in boards), " ".join(arguments),
-        f", which processes {', '.join(holders)} have open too" if holders else "",
     )  # fmt: skip
     tool.run(arguments, environment)
 
@@ -92,6 +93,19 @@ def _by_hand(boards: Sequence[Device], nodes: Sequence[int]) -> str:
     if any(device.is_galaxy for device in boards):
         return "`tt-smi -glx_reset`"
     return f"`tt-smi -r {','.join(f'/dev/tenstorrent/{node}' for node in nodes)}`"
+
+
+def _check_nobody_else(locks: BoardLocks, devices: Sequence[Device], by_hand: str) -> None:
+    """See that no other process has a device open that is to be reset: it may be at work."""
+    own = os.getpid()
+    others = [replace(d, holders=tuple(pid for pid in d.holders if pid != own)) for d in devices]
+    holders = holders_text(others)
+    if holders:
+        files = ", ".join(str(locks.file_of(board)) for board in locks.left_open)
+        raise DeviceError(
+            f"a process died with boards {', '.join(locks.left_open)} open, and resetting them "
+            f"would take away {holders}: end them, or run {by_hand} and delete {files}"
+        )
 
 
 def _check_whole_galaxy(locks: BoardLocks, devices: Sequence[Device], by_hand: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ttnn
 
-from replicas.boards import MOCK_DESCRIPTOR, read_devices
+from replicas.boards import MOCK_DESCRIPTOR, VISIBLE_DEVICES, read_devices, visible_names
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
 from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
@@ -163,7 +163,7 @@ def open_mesh(
     spec = settings.spec
     spec.check_one_host()
     # ttnn itself reads this variable; it is no setting of ours.
-    bound = os.environ.get("TT_VISIBLE_DEVICES")  # noqa: TID251
+    bound = os.environ.get(VISIBLE_DEVICES)  # noqa: TID251
     devices = _host_devices()
     locks = BoardLocks(lock_names(names_to_open(settings, bound), devices))
     try:
@@ -200,13 +200,13 @@ def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
     Raises:
         ConfigError: They differ; names both.
     """
-    seen = tuple(name.strip() for name in bound.split(",")) if bound else ()
+    seen = visible_names(bound)
     if settings.visible_devices is not None:
         wanted = {str(board) for board in settings.visible_devices}
         if wanted != set(seen):
             raise ConfigError(
                 f"mesh.visible_devices is {sorted(wanted)} and this process was started with "
-                f"TT_VISIBLE_DEVICES={bound or ''}: set that to {','.join(sorted(wanted))} before "
+                f"{VISIBLE_DEVICES}={bound or ''}: set that to {','.join(sorted(wanted))} before "
                 "the process starts"
             )
     return seen
@@ -231,7 +231,7 @@ def ttnn_message(error: BaseException) -> str:
 
 def _check_chips(spec: MeshSpec, bound: str | None) -> None:
     """See that the process has the chips."""
-    where = f"with TT_VISIBLE_DEVICES={bound}" if bound else "on all boards of this host"
+    where = f"with {VISIBLE_DEVICES}={bound}" if bound else "on all boards of this host"
     try:
         num_chips = ttnn.get_num_devices()
         kind: Literal["wormhole", "blackhole"] = (

@@ -52,6 +52,7 @@ from replicas.generators.ttnn.weight_cache import DamagedCacheError, WeightCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from replicas.config import MeshConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.torch.loader import Fetch
     from replicas.generators.ttnn.mesh import TTMesh
@@ -193,7 +194,7 @@ def load_lane_weights(
     if mesh.load_format == "random":
         fetch = random_source(expected_weights(config), mesh.seed)
         return place(lambda tensor: tensor.convert(fetch, lane_shape))
-    cache = _cache(config, mesh.settings.weight_cache, profile, tp)
+    cache = _cache(config, mesh.settings, profile, tp)
     try:
         files = cache and cache.read([tensor.file_name for tensor in plan])
         if files:
@@ -376,7 +377,9 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, ttnn.Tensor], tp: int) 
 # ---- cache
 
 
-def _cache(config: ModelConfig, root: str | None, profile: Profile, tp: int) -> WeightCache | None:
+def _cache(
+    config: ModelConfig, settings: MeshConfig, profile: Profile, tp: int
+) -> WeightCache | None:
     """The place of a conversion; None where the user has no folder for caches.
 
     The fingerprint takes samples of the files, and a conversion outlives the process; so files that
@@ -389,7 +392,7 @@ def _cache(config: ModelConfig, root: str | None, profile: Profile, tp: int) -> 
     digest = hashlib.blake2b(digest_size=12)
     digest.update(repr((_FORMAT, fingerprint, times, asdict(profile), tp, version)).encode())
     try:
-        folder = Path(root) if root else Path.home() / ".cache" / "ttserve" / "weights"
+        folder = settings.weight_cache_folder
     except RuntimeError as error:
         logger.warning("converted weights are not kept: %s Set mesh.weight_cache", error)
         return None

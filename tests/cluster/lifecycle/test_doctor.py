@@ -138,7 +138,7 @@ def test_nodes_that_a_container_was_not_given(host):
 def test_who_holds_a_board_is_said(host):
     host.add_everything("n150")
     host.write("proc/driver/tenstorrent/0/pids", "0\n71\n")
-    assert found(host, "in use")[1] == "0 by a process elsewhere, process 71"
+    assert found(host, "in use")[1] == "/dev/tenstorrent/0 by a process elsewhere, process 71"
 
 
 def test_boards_of_another_make_cannot_run(host):
@@ -154,7 +154,14 @@ def test_differing_firmware_is_noted(host):
 
 @pytest.mark.parametrize(
     ("card", "firmware", "level"),
-    [("n150", "18.2.9", "missing"), ("n150", "18.3.0", "ok"), ("p150a", "18.4.0", "missing")],
+    [
+        ("n150", "18.2.9", "missing"),
+        ("n150", "18.3.0", "ok"),
+        ("p150a", "18.4.0", "missing"),
+        # Before 18 they counted from 80 on.
+        ("n150", "80.17.0.0", "missing"),
+        ("p150a", "80.18.1.0", "missing"),
+    ],
 )
 def test_firmware_that_ttnn_does_not_open_is_missing(host, card, firmware, level):
     host.add_board(card, firmware=firmware)
@@ -369,6 +376,19 @@ def test_a_trace_region_is_held_against_the_table(host, mesh, note):
     host.add_everything("n150")
     (check,) = check_pools(mesh_pool(mesh={"name": "N150", **mesh}), host.report())
     assert (check.problem, check.note) == (None, note)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_noted"), [(None, False), (200_000_000, True), (216_580_672, False)]
+)
+def test_a_trace_region_is_held_against_what_a_galaxys_classes_get(host, size, is_noted):
+    mesh = {"name": "Galaxy", "trace_region_size": size}
+    config = mesh_pool(
+        mesh=mesh, generator="llama3_70b_galaxy", tt_data_parallel=4, max_batch_size=32
+    )
+    (check,) = check_pools(config, host.report())
+    assert ("200000000 is less than the 216580672 that" in check.note) == is_noted
+    assert ("trace_region_size" in check.note) == is_noted
 
 
 def test_a_foreign_class_needs_a_folder_that_can_be_written(host):

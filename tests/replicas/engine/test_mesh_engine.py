@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ import pytest
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.errors import ConfigError, DeviceError
+from replicas.errors import ConfigError, DeviceError, UnknownGeneratorError
 from replicas.launch import child_environment
 from replicas.mesh_environment import make_folders
 from replicas.sampling_params import SamplingParams
@@ -395,6 +396,21 @@ def test_a_checkpoint_folder_may_be_read_only_and_gets_nothing_from_a_foreign_cl
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     monkeypatch.setenv("TT_CACHE_PATH", child_environment(theirs, {})["TT_CACHE_PATH"])
     with engine_core(theirs):
+        pass
+
+
+def test_a_model_that_names_no_architecture(monkeypatch, folder, expected, tmp_path):
+    """Its type says enough for a mesh; on the CPU the architecture chooses the class."""
+    install(monkeypatch)
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    raw = json.loads((model / "config.json").read_text())
+    assert raw.pop("architectures")
+    (model / "config.json").write_text(json.dumps(raw))
+    with engine_core(config(str(model))) as core:
+        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+    cpu = msgspec.structs.replace(config(str(model)), mesh=None)
+    with pytest.raises(UnknownGeneratorError, match="no generator for ''"), engine_core(cpu):
         pass
 
 

@@ -226,3 +226,12 @@ def test_a_folder_that_transformers_cannot_read(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ConfigError, match="transformers cannot read"):
         load_foreign_config(tmp_path)
+
+
+def test_what_neither_reading_understands_says_both_reasons(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    theirs = EngineConfig(model=str(tmp_path), generator="some.module:Class")
+    with pytest.raises(ConfigError, match="transformers cannot read") as refused:
+        load_engine_model(theirs)
+    assert isinstance(refused.value.__cause__, ConfigError)
+    assert "'no-such-model' is not one of" in str(refused.value.__cause__)

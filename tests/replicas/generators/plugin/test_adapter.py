@@ -594,6 +594,22 @@ def test_hooks() -> None:
     assert len(plain._model.calls) == 1
 
 
+def test_cleanup_comes_whatever_the_hook_before_it_does() -> None:
+    class Failing(Plain):
+        def release_persistent_capture(self) -> None:
+            raise RuntimeError("trace in use")
+
+        def cleanup(self) -> None:
+            self.calls.append(("cleanup", (), {}))
+
+    generator = make(Failing)
+    with pytest.raises(RuntimeError, match="trace in use"):
+        generator.close()
+    assert generator._model.calls[1:] == [("cleanup", (), {})]
+    generator.close()
+    assert len(generator._model.calls) == 2
+
+
 # --- settings and outputs -------------------------------------------------------------------------
 
 

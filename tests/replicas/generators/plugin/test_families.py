@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine import worker
+from replicas.engine import foreign_limits, worker
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.plugin import checkpoints
@@ -28,6 +29,7 @@ from replicas.generators.plugin.routes import (
     route_environment,
     route_mesh,
 )
+from replicas.generators.ttnn.budget import lane_memory
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
     BLOCK_SIZE,
@@ -54,7 +56,7 @@ def _own_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """Forget what a test imports and where it was found; links go to the test's own folder."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(checkpoints, "_LINKS", tmp_path / "links")
+    monkeypatch.setattr(checkpoints, "_links_folder", lambda: tmp_path / "links")
     yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {"models", "tt_transformers"}:
@@ -186,6 +188,25 @@ def test_chosen_model_that_will_not_do_is_cleaned_up(
     assert len(Unusable.cleaned_up) == 1
 
 
+class Kept(Chosen):
+    cleaned_up: ClassVar[list[Any]] = []
+
+    def cleanup(self) -> None:
+        self.cleaned_up.append(self)
+
+
+@pytest.mark.usefixtures("recording")
+def test_chosen_model_of_a_configuration_that_will_not_do_is_cleaned_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Registered.models, HF_ID, Kept)
+    config = AutoConfig.from_pretrained(checkpoint_for(Registered, str(checkpoint)))
+    config.text_config = object()
+    with pytest.raises(AttributeError, match="vocab_size"):
+        adapt(Registered).initialize_vllm_model(config, Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN)
+    assert len(Kept.cleaned_up) == 1
+
+
 def test_model_whose_package_lacks_another(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +289,13 @@ def test_galaxy_through_an_engine(
 ) -> None:
     """Four columns as lanes, one cache for all; the mesh is opened as the class needs it."""
     opened = open_doubles(monkeypatch, 32)
+    judged = []
+
+    def judge(model: Any, spec: Any, mesh: MeshConfig, *args: Any, **sizes: Any) -> Any:
+        judged.append(mesh.trace_region_size)
+        return lane_memory(model, spec, mesh, *args, **sizes)
+
+    monkeypatch.setattr(foreign_limits, "lane_memory", judge)
     mesh = MeshConfig(name="TG", sample_on_device=draws, tt_metal_home=tt_metal)
     engine = config(folder, "llama3_70b_galaxy", mesh, tt_data_parallel=4)
     engine = msgspec.structs.replace(engine, max_batch_size=8, num_blocks=7)
@@ -279,6 +307,7 @@ def test_galaxy_through_an_engine(
     assert settings.worker_l1_size == 1_344_544
     assert settings.dispatch_core_axis == "col"
     assert settings.trace_region_size == 216_580_672
+    assert judged == [settings.trace_region_size], "room is judged beside what is set aside"
 
 
 @pytest.mark.parametrize(

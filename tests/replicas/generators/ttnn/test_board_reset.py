@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -83,15 +84,39 @@ def test_a_reset_by_nodes_looks_at_our_own_boards_alone_afterwards(host: FakeHos
     assert run.read_text() == "-r /dev/tenstorrent/0 on 2\n"
 
 
-def test_who_else_has_a_board_open_is_told(
-    host: FakeHost, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_board_that_others_have_open_is_not_reset_under_them(host: FakeHost) -> None:
     addresses = crossed(host)
     run = host.add_tt_smi()
-    host.write("proc/driver/tenstorrent/3/pids", "71\n72\n")
+    host.write("proc/driver/tenstorrent/3/pids", f"71\n{os.getpid()}\n72\n0\n")
+    locks = die_with(host, addresses[:1])
+    with pytest.raises(DeviceError) as refused:
+        reset(host, locks)
+    text = str(refused.value)
+    assert "/dev/tenstorrent/3 by a process elsewhere, process 71, process 72" in text
+    assert str(os.getpid()) not in text
+    file = locks.folder / f"{addresses[0]}.lock"
+    assert f"end them, or run `tt-smi -r /dev/tenstorrent/3` and delete {file}" in text
+    assert file.exists()
+    assert not run.exists()
+
+
+def test_what_this_process_has_open_itself_is_reset(host: FakeHost) -> None:
+    addresses = crossed(host)
+    run = host.add_tt_smi()
+    host.write("proc/driver/tenstorrent/3/pids", f"{os.getpid()}\n")
+    host.write("proc/driver/tenstorrent/1/pids", "71\n")
     reset(host, die_with(host, addresses[:1]))
-    assert "which processes 71, 72 have open too" in caplog.text
-    assert run.exists()
+    assert run.read_text() == "-r /dev/tenstorrent/3\n"
+
+
+def test_a_galaxy_is_not_reset_under_who_has_any_chip_of_it_open(host: FakeHost) -> None:
+    addresses = galaxy(host)
+    run = host.add_tt_smi()
+    host.write("proc/driver/tenstorrent/31/pids", "71\n")
+    die_with(host, addresses[:1]).release()
+    with pytest.raises(DeviceError, match=r"/dev/tenstorrent/31 by process 71: end them"):
+        reset(host, BoardLocks(addresses, host.root / "locks"))
+    assert not run.exists()
 
 
 def test_boards_that_were_closed_are_left_alone(host: FakeHost) -> None:
