@@ -252,7 +252,7 @@ def parse_hf_config(
         return _parse(raw, name_or_path, generation or {})
     except KeyError as error:
         raise ConfigError(f"{name_or_path}/config.json has no {error}") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(f"{name_or_path}/config.json: {error}") from error
 
 

@@ -133,6 +133,8 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
         ({"head_dim": 15}, "odd"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"hidden_size": None}, "config.json: "),
+        ({"num_attention_heads": 0, "num_key_value_heads": 2}, "config.json: .*zero"),
+        ({"rope_scaling": "x"}, "config.json: "),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, message):
