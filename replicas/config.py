@@ -99,8 +99,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
         visible_devices: Boards to open, by their places in the order of PCI addresses; None takes
             those that Ray, or the environment, has bound the process to.
-        weight_cache: Folder for converted weights, of others' classes too; None is a folder in the
-            user's cache.
+        weight_cache: Folder for converted weights, of others' classes too, absolute, as the next
+            two; None is a folder in the user's cache.
         tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
             `generator` it is refused, as is the next.
         extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
@@ -158,6 +158,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"mesh.trace {self.trace!r} needs memory for traces and mesh.trace_region_size is "
                 "0; leave it out for the usual, or set mesh.trace: none"
             )
+        if (self.trace_region_size or 0) >= spec.dram_bytes_per_chip:
+            raise ConfigError(
+                f"mesh.trace_region_size {self.trace_region_size} leaves nothing of the "
+                f"{spec.dram_bytes_per_chip} bytes of each chip of mesh {spec.name}; leave it out "
+                "for the usual"
+            )
+        self._validate_folders()
         devices = self.visible_devices
         if devices is None:
             return
@@ -170,6 +177,16 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"mesh.visible_devices names {len(devices)} devices, and mesh {spec.name} has "
                 f"{spec.num_pcie_devices}; name as many, or leave it out"
             )
+
+    def _validate_folders(self) -> None:
+        for name in ("weight_cache", "tt_metal_home", "extra_models_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_absolute():
+                raise ConfigError(
+                    f"mesh.{name} {folder!r} is not absolute, and an engine starts in a folder of "
+                    'its own, where nobody expands "~"; write it from the root on, as '
+                    f'"/home/me/{name}", or leave it out'
+                )
 
     def _validate_choices(self) -> None:
         """Check what a decoder would: made in Python, the struct takes any value."""

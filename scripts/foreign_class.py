@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replicas.config import EngineConfig, MeshConfig
+from replicas.errors import ConfigError
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.arguments import padding_rows
 from replicas.mesh_environment import make_folders, mesh_environment
@@ -226,34 +227,60 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()} [{place}]"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one class; 1 if some step failed."""
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).absolute())
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("generator", help='"module:Class", a route, or an architecture')
-    parser.add_argument("model", type=Path, help="folder with config.json and what the class reads")
-    parser.add_argument("--board", default="N150", choices=sorted(DESCRIPTIONS))
-    parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--slots", type=int, default=4, help="of all lanes")
-    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument(
+        "model", type=_absolute, help="folder with config.json and what the class reads"
+    )
+    parser.add_argument("--board", default="N150", type=str.upper, choices=sorted(DESCRIPTIONS))
+    parser.add_argument("--lanes", type=_positive, default=1)
+    parser.add_argument("--slots", type=_positive, default=4, help="of all lanes")
+    parser.add_argument("--max-model-len", type=_positive, default=1024)
     parser.add_argument("--draw", action="store_true", help="the class draws the tokens")
-    parser.add_argument("--tt-metal-home")
-    parser.add_argument("--extra-models-dir")
-    options = parser.parse_args(arguments)
-    missing = what_is_missing()
-    if missing is not None:
-        parser.error(missing)
+    parser.add_argument("--tt-metal-home", type=_absolute)
+    parser.add_argument("--extra-models-dir", type=_absolute)
+    return parser
+
+
+def _config(options: argparse.Namespace, scratch: str) -> EngineConfig:
     blocks_per_slot = -(-options.max_model_len // _BLOCK_SIZE)
+    return EngineConfig(
+        model=options.model, generator=options.generator,
+        max_batch_size=options.slots, max_model_len=options.max_model_len,
+        block_size=_BLOCK_SIZE, tt_data_parallel=options.lanes,
+        num_blocks=1 + blocks_per_slot * (options.slots // options.lanes),
+        mesh=MeshConfig(
+            name=options.board, trace="none", weight_cache=scratch,
+            tt_metal_home=options.tt_metal_home, extra_models_dir=options.extra_models_dir,
+        ),
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one class; 1 if some step failed."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        config = EngineConfig(
-            model=str(options.model.absolute()), generator=options.generator,
-            max_batch_size=options.slots, max_model_len=options.max_model_len,
-            block_size=_BLOCK_SIZE, tt_data_parallel=options.lanes,
-            num_blocks=1 + blocks_per_slot * (options.slots // options.lanes),
-            mesh=MeshConfig(
-                name=options.board, trace="none", weight_cache=scratch,
-                tt_metal_home=options.tt_metal_home, extra_models_dir=options.extra_models_dir,
-            ),
-        )  # fmt: skip
+        config = _config(options, scratch)
+        try:
+            config.validate()
+        except ConfigError as error:
+            parser.error(str(error))
+        missing = what_is_missing()
+        if missing is not None:
+            parser.error(missing)
         os.environ.update(mesh_environment(config, {**os.environ, **environment(options.board)}))
         make_folders(config, os.environ)
         run = Run(config, draws=options.draw)

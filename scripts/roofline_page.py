@@ -5,6 +5,7 @@ python -m scripts.roofline_page
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from scripts.roofline.page import text
@@ -12,8 +13,9 @@ from scripts.roofline.page import text
 PAGE = Path(__file__).resolve().parents[1] / "docs/roofline.md"
 
 
-def main() -> None:
-    """Write the page."""
+def main(arguments: list[str] | None = None) -> None:
+    """Write the page, unless asked for help."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0]).parse_args(arguments)
     PAGE.write_text(text(), encoding="utf-8")
 
 

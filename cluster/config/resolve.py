@@ -27,7 +27,8 @@ from kv_transfer.keys import KeyRing
 from replicas.config import EngineConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
-from replicas.generators.model_config import ModelConfig, load_engine_model
+from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
+from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
 from replicas.kv_sizing import longest_sequence
@@ -89,7 +90,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
     check_pools(args.pools, engines, models)
     return ClusterConfig(
         model_folder=folder,
-        served_model_name=args.model_name or (DEMO_MODEL if is_demo else folder.name),
+        served_model_name=args.model_name or (DEMO_MODEL if is_demo else model_name(args.model)),
         max_model_len=max_model_len,
         data_host=args.data_host,
         key_file=args.key_file,
@@ -180,8 +181,9 @@ def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfi
     try:
         for role, engine in engines.items():
             engine.validate()
+            # Before the sizes are read: of a model that is never served they may not be understood.
+            check_route(engine, read_architecture(engine.model) or "")
             model = models[role] = load_engine_model(engine)
-            check_route(engine, next(iter(model.architectures), ""))
             lengths.append(longest_sequence(engine, model))
             check_route_sizes(engine, model.architectures, lengths[-1])
     except (ConfigError, InvalidLayoutError) as error:

@@ -106,7 +106,8 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         pools: Either `prefill` and `decode`, or `both` alone.
         model: Absolute path of a model folder, or "demo" for the bundled model.
-        model_name: Name that requests give; None takes the folder's.
+        model_name: Name that requests give; None takes the folder's, or of a snapshot in Hugging
+            Face's cache the model's.
         data_host: Address on which engines listen for ingresses and for each other, a number and no
             wildcard; "node" takes each host's own, as Ray knows it, which a cluster of several
             hosts needs.

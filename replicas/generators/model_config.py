@@ -143,10 +143,11 @@ def read_architecture(folder: str | Path) -> str | None:
     """The first architecture that ``folder``/config.json names, if it names any.
 
     Raises:
-        ConfigError: There is no config.json, or it is not JSON.
+        ConfigError: There is no config.json, it is not JSON, or its architectures are no list of
+            names.
     """
-    names = _read_json(Path(folder) / "config.json").get("architectures") or ()
-    return str(names[0]) if names else None
+    path = Path(folder)
+    return next(iter(_architectures(_read_json(path / "config.json"), str(path))), None)
 
 
 def load_foreign_config(folder: str | Path) -> ModelConfig:
@@ -154,39 +155,43 @@ def load_foreign_config(folder: str | Path) -> ModelConfig:
 
     Any architecture that transformers knows will do: sizes, positions and end tokens are read, what
     says how to compute is not, so that no generator of ours takes it. Of an image-text model it is
-    the text part's.
+    the text part's, and where layers differ that of the one with the most KV.
 
     Raises:
         ConfigError: The folder cannot be read, or says too little; names what is missing.
     """
+    path = Path(folder)
+    # By ourselves first: transformers takes a folder that is not there for a name on Hugging Face.
+    architectures = _architectures(_read_json(path / "config.json"), str(path))
+
     from transformers import AutoConfig  # takes seconds; only these models need it
 
-    path = Path(folder)
     try:
         whole = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"transformers cannot read the configuration of {path}: {error}") from (
+    except Exception as error:  # each of its many classes checks its values in ways of its own
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"transformers cannot read the configuration of {path}: {reason}") from (
             error
         )
-    text = whole.get_text_config()
     generation_path = path / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     try:
+        text = _layer_with_most_kv(whole.get_text_config())
         heads = int(text.num_attention_heads)
         return ModelConfig(
             name_or_path=str(path),
-            architectures=tuple(whole.architectures or ()),
+            architectures=architectures,
             family="",
             num_hidden_layers=int(text.num_hidden_layers),
             num_attention_heads=heads,
-            num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            num_key_value_heads=_kv_heads(text),
+            head_dim=_head_dim(text),
             hidden_size=int(text.hidden_size),
             intermediate_size=int(text.intermediate_size),
             vocab_size=int(text.vocab_size),
             max_position_embeddings=int(text.max_position_embeddings),
             rms_norm_eps=float(getattr(text, "rms_norm_eps", 0.0)),
-            tie_word_embeddings=bool(whole.tie_word_embeddings),
+            tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
             qkv_bias=False,
             o_bias=False,
             mlp_bias=False,
@@ -196,8 +201,23 @@ def load_foreign_config(folder: str | Path) -> ModelConfig:
             eos_token_id=_eos_token_ids(whole.to_dict(), {**text.to_dict(), **generation}),
             dtype=str(text.dtype or whole.dtype or "").removeprefix("torch."),
         )
-    except AttributeError as error:
+    except (AttributeError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}/config.json: {error}") from error
+
+
+def _layer_with_most_kv(text: Any) -> Any:  # noqa: ANN401 - of one of transformers' many classes
+    """The text's configuration, with the sizes of a layer where they are each layer's own."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    return max(text.per_layer_config, key=lambda layer: _kv_heads(layer) * _head_dim(layer))
+
+
+def _kv_heads(text: Any) -> int:  # noqa: ANN401 - of one of transformers' many classes
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def _head_dim(text: Any) -> int:  # noqa: ANN401 - of one of transformers' many classes
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed transformers object
@@ -235,12 +255,12 @@ def parse_hf_config(
         return _parse(raw, name_or_path, generation or {})
     except KeyError as error:
         raise ConfigError(f"{name_or_path}/config.json has no {error}") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(f"{name_or_path}/config.json: {error}") from error
 
 
 def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, Any]) -> ModelConfig:
-    architectures = tuple(raw.get("architectures") or ())
+    architectures = _architectures(raw, name_or_path)
     family = _family(raw, architectures, name_or_path)
     _refuse_unsupported(raw, name_or_path)
     heads = int(raw["num_attention_heads"])
@@ -288,6 +308,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return raw
+
+
+def _architectures(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    found = raw.get("architectures") or []
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"{name}: architectures must be a list of names, got {found!r}")
+    return tuple(found)
 
 
 def _family(raw: Mapping[str, Any], architectures: tuple[str, ...], name: str) -> str:

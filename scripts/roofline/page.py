@@ -370,9 +370,11 @@ def _prefill() -> str:
     return f"""\
 ## Prefill
 
-A chunk from position 0 to its last token's logits, replayed from a trace, on one chip. The limit is
-the longer of its bytes at the peak of DRAM and its arithmetic on all cores. Published are measured
-times to the first token of prompts of about 128 tokens, the host's and the draw included.
+A chunk from position 0 to its last token's logits, on one chip, with the gaps of a replayed trace.
+Chunks of up to 1,024 tokens are replayed; longer ones are not, and what it takes to send their
+commands, where that is longer than the ops, is left out. The limit is the longer of a chunk's bytes
+at the peak of DRAM and its arithmetic on all cores. Published are measured times to the first token
+of prompts of about 128 tokens, the host's and the draw included.
 
 {_table([*header, "published TTFT ms"], rows)}"""
 

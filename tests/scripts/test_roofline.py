@@ -13,6 +13,7 @@ from replicas.generators.simulated.meshes import MODELS as SIMULATED
 from replicas.generators.ttnn import budget
 from replicas.generators.ttnn.profiles import PROFILES
 from replicas.meshes import mesh_spec
+from scripts import roofline_page
 from scripts.roofline import page
 from scripts.roofline.decode import decode_ops
 from scripts.roofline.estimate import STATED, limit_s, timed, total_s
@@ -50,6 +51,17 @@ def rate(model, mesh, kind):
 
 def test_the_page_is_what_the_script_writes():
     assert PAGE.read_text(encoding="utf-8") == page.text(), "run python -m scripts.roofline_page"
+
+
+def test_who_asks_the_script_for_help_keeps_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(roofline_page, "PAGE", tmp_path / "roofline.md")
+    for asked in (["--help"], ["--unknown"]):
+        with pytest.raises(SystemExit):
+            roofline_page.main(asked)
+    assert not (tmp_path / "roofline.md").exists()
+    assert "docs/roofline.md" in capsys.readouterr().out
+    roofline_page.main([])
+    assert (tmp_path / "roofline.md").read_text(encoding="utf-8") == page.text()
 
 
 def test_every_source_is_named_and_every_name_is_a_source():

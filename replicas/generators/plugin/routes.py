@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _IN_TT_METAL = "models.tt_transformers.tt.generator_vllm"
 _GEMMA4 = "models.demos.gemma4.tt.generator_vllm:Gemma4ForCausalLM"
 _GALAXY = "models.demos.llama3_70b_galaxy.tt.generator_vllm"
-_GALAXY_LANES, _GALAXY_SLOTS = 4, 32
+_GALAXY_SHAPE, _GALAXY_LANES, _GALAXY_SLOTS = (8, 4), 4, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def check_route(config: EngineConfig, architecture: str) -> None:
 
     Raises:
         ConfigError: The route has no class for the architecture; or it is for a Galaxy, and the
-            mesh is none or has other lanes or more slots, or KV is to be moved; names both.
+            mesh is none of Wormhole chips, has other lanes, more slots or another precision, or KV
+            is to be moved; names both.
     """
     name, mesh = config.generator, config.mesh
     if name is None or name not in ROUTES or mesh is None:
@@ -162,10 +163,21 @@ def check_route(config: EngineConfig, architecture: str) -> None:
     class_of_route(name, architecture)
     if not ROUTES[name].is_for_galaxy:
         return
-    if not mesh.spec.is_galaxy:
+    _check_galaxy(name, config, mesh)
+
+
+def _check_galaxy(name: str, config: EngineConfig, mesh: MeshConfig) -> None:
+    spec = mesh.spec
+    if spec.arch != "wormhole" or spec.shape != _GALAXY_SHAPE:
         raise ConfigError(
-            f"generator {name!r} runs on the 32 chips of a Galaxy, and the mesh is {mesh.name}; "
-            "use generator: tt-transformers or tt-metal"
+            f"generator {name!r} runs on the 32 chips of a Galaxy, and the mesh is {mesh.name} of "
+            f"{spec.shape[0]} rows of {spec.shape[1]} {spec.arch} chips; use a mesh of 8 rows of 4 "
+            "wormhole chips (TG), or generator: tt-transformers or tt-metal"
+        )
+    if mesh.optimizations != "performance":
+        raise ConfigError(
+            f"generator {name!r} takes no other precision than its own, and mesh.optimizations is "
+            f"{mesh.optimizations!r}; leave it out"
         )
     if config.tt_data_parallel != _GALAXY_LANES:
         raise ConfigError(
@@ -190,13 +202,16 @@ def route_mesh(name: str | None, mesh: MeshConfig) -> MeshConfig:
 
     Args:
         name: What the configuration calls its generator.
-        mesh: As configured; what it says itself is left.
+        mesh: As configured; what it says itself is left, and without traces they need no memory.
     """
     route = ROUTES.get(name or "")
     usual = type(mesh)(name=mesh.name)
     wanted = {} if route is None else route.mesh
     changes = {
-        key: value for key, value in wanted.items() if getattr(mesh, key) == getattr(usual, key)
+        key: value
+        for key, value in wanted.items()
+        if getattr(mesh, key) == getattr(usual, key)
+        and (key != "trace_region_size" or mesh.trace != "none")
     }
     return msgspec.structs.replace(mesh, **changes)
 

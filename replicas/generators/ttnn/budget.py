@@ -148,15 +148,31 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
     free_blocks = memory.num_blocks - num_slots
     if free_blocks < 1:
         usable = max(memory.usable, 0)
+        ways = _ways_to_fit(mesh, settings, tt_data_parallel, memory)
         raise ConfigError(
             f"{model.name_or_path} does not fit mesh {mesh.name} in {tt_data_parallel} lanes: its "
             f"weights in {profile(settings.optimizations).weight_dtype} take "
             f"{memory.weights / 1e9:.2f} GB of each chip, and of its {memory.dram / 1e9:.2f} GB "
             f"{usable / 1e9:.2f} GB are left for weights and KV, of which {num_slots} slots need "
-            f"{(num_slots + 1) * memory.block / 1e9:.2f} GB at least; use fewer lanes "
-            "(tt_data_parallel), a larger mesh or optimizations: performance"
+            f"{(num_slots + 1) * memory.block / 1e9:.2f} GB at least; {', or '.join(ways)}"
         )
     return min(free_blocks * block_size, MAX_ROWS * model.max_position_embeddings)
+
+
+def _ways_to_fit(
+    mesh: MeshSpec, settings: MeshConfig, tt_data_parallel: int, memory: LaneMemory
+) -> list[str]:
+    """What a configuration whose model does not fit can still change."""
+    ways = [f"use a larger mesh than {mesh.name}"]
+    if tt_data_parallel > 1:
+        ways.append(f"fewer lanes than tt_data_parallel {tt_data_parallel}")
+    if profile(settings.optimizations) is not profile("performance"):
+        ways.append("mesh.optimizations: performance")
+    if settings.trace_region_size:
+        ways.append(f"a smaller mesh.trace_region_size than {settings.trace_region_size}")
+    if memory.num_blocks > 1:
+        ways.append("fewer slots (max_batch_size)")
+    return ways
 
 
 def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:

@@ -308,3 +308,41 @@ def test_a_model_that_only_a_class_of_others_computes(tmp_path):
     resolve(args(str(tmp_path), generator="tt-metal"))
     with pytest.raises(ClusterConfigError, match="Gemma4ForCausalLM"):
         resolve(args(str(tmp_path)))
+
+
+def test_a_model_whose_layers_differ(tmp_path):
+    from transformers import Gemma4Config, Gemma4TextConfig
+
+    text = Gemma4TextConfig(num_hidden_layers=6, vocab_size=2048)
+    whole = Gemma4Config(text_config=text, architectures=["Gemma4ForConditionalGeneration"])
+    whole.save_pretrained(tmp_path)
+    resolve(args(str(tmp_path), generator="tt-metal", max_model_len=4096))
+
+
+@pytest.mark.parametrize("sizes", ["MllamaConfig", None])
+def test_a_model_with_an_encoder_is_refused_before_its_sizes_are_read(sizes, tmp_path):
+    architectures = ["MllamaForConditionalGeneration"]
+    if sizes is None:
+        content = {"architectures": architectures, "model_type": "mllama", "text_config": 3}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    else:
+        import transformers
+
+        getattr(transformers, sizes)(architectures=architectures).save_pretrained(tmp_path)
+    with pytest.raises(ClusterConfigError, match="encoder-decoder models are not served yet"):
+        resolve(args(str(tmp_path), generator="tt-metal"))
+
+
+@pytest.mark.parametrize("generator", [None, "tt-metal", "some.module:Class"])
+def test_a_folder_that_is_not_there_is_named_whoever_computes_its_model(generator, tmp_path):
+    with pytest.raises(ClusterConfigError, match=r"cannot read .*absent/config\.json: No such f"):
+        resolve(args(str(tmp_path / "absent"), generator=generator))
+
+
+def test_a_snapshot_in_a_cache_is_served_by_its_models_name(tmp_path):
+    folder = tmp_path / "models--some-org--Tiny-8B" / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    fields = args(str(folder), max_model_len=2048)
+    assert resolve(fields).served_model_name == "Tiny-8B"
+    assert resolve({**fields, "model_name": "mine"}).served_model_name == "mine"

@@ -120,6 +120,7 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
             "'GPT2LMHeadModel' is not one of Llama",
         ),
         ({"architectures": []}, "architecture None"),
+        ({"architectures": "Phi3ForCausalLM"}, "list of names, got 'Phi3ForCausalLM'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"full_attention": {}}}, "per layer type"),
@@ -132,6 +133,8 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
         ({"head_dim": 15}, "odd"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"hidden_size": None}, "config.json: "),
+        ({"num_attention_heads": 0, "num_key_value_heads": 2}, "config.json: .*zero"),
+        ({"rope_scaling": "x"}, "config.json: "),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, message):
@@ -191,6 +194,67 @@ def test_a_model_that_another_package_computes_is_read_by_its_sizes(tmp_path):
         load_engine_model(EngineConfig(model=str(tmp_path), mesh=mesh))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "heads", "head_dim"),
+    [
+        ({"num_key_value_heads": 1}, 1, 512),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, 4, 256),
+    ],
+)
+def test_where_layers_differ_the_one_with_the_most_kv_gives_the_sizes(
+    sizes, heads, head_dim, tmp_path
+):
+    """Every layer gets all the blocks, so that memory is reckoned with the widest."""
+    from transformers import Gemma4Config, Gemma4TextConfig
+
+    text = Gemma4TextConfig(num_hidden_layers=6, vocab_size=2048, **sizes)
+    whole = Gemma4Config(text_config=text, architectures=["Gemma4ForConditionalGeneration"])
+    whole.save_pretrained(tmp_path)
+    config = load_foreign_config(tmp_path)
+    assert config.architectures == ("Gemma4ForConditionalGeneration",)
+    assert (config.num_hidden_layers, config.vocab_size) == (6, 2048)
+    assert (config.num_key_value_heads, config.head_dim) == (heads, head_dim)
+
+
+def test_a_configuration_that_does_not_say_whether_its_embedding_is_tied_is_read(tmp_path):
+    from transformers import MllamaConfig
+
+    MllamaConfig(architectures=["MllamaForConditionalGeneration"]).save_pretrained(tmp_path)
+    config = load_foreign_config(tmp_path)
+    assert config.architectures == ("MllamaForConditionalGeneration",)
+    assert not config.tie_word_embeddings
+
+
+PHI3 = RAW | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0, "head_dim": None}, "zero"),
+        ({"layer_types": ["crosswise"]}, "ClassValidationError: .*layer_types?"),
+        ({"rope_scaling": "x"}, "cannot read the configuration"),
+        ({"rope_scaling": {"type": "su", "short_factor": 1}}, "cannot read the configuration"),
+        ({"model_type": "unheard-of"}, "unheard-of"),
+        ({"architectures": "Phi3ForCausalLM"}, "list of names, got 'Phi3ForCausalLM'"),
+        ({"architectures": [3]}, r"list of names, got \[3\]"),
+    ],
+)
+def test_what_transformers_cannot_read_is_refused_with_its_reason(changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PHI3))
+    load_foreign_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(PHI3 | changes))
+    with pytest.raises(ConfigError, match=message):
+        load_foreign_config(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named_whoever_computes_its_model(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent" / "of" / "many"):
+        with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
+            load_foreign_config(folder)
+
+
 def test_a_class_on_the_cpu_may_compute_what_ours_do_not(tmp_path):
     write_gemma3(tmp_path)
     theirs = EngineConfig(model=str(tmp_path), generator="some.module:Gemma3")
@@ -220,9 +284,13 @@ def test_the_architecture_alone(content, architecture, tmp_path):
         read_architecture(tmp_path / "absent")
 
 
+def test_architectures_that_are_no_list_have_no_first_letter(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": "Phi3ForCausalLM"}')
+    with pytest.raises(ConfigError, match="list of names"):
+        read_architecture(tmp_path)
+
+
 def test_a_folder_that_transformers_cannot_read(tmp_path):
-    with pytest.raises(ConfigError, match="transformers cannot read"):
-        load_foreign_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ConfigError, match="transformers cannot read"):
         load_foreign_config(tmp_path)

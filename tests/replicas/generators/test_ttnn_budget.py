@@ -203,6 +203,33 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
         budget(LLAMA_8B, "N150", optimizations="accuracy")
 
 
+@pytest.mark.parametrize(
+    ("mesh", "lanes", "settings", "ways"),
+    [
+        ("N150", 1, {}, "use a larger mesh than N150"),
+        ("N300", 2, {}, "use a larger mesh than N300, or fewer lanes than tt_data_parallel 2"),
+        (
+            "N150", 1, {"optimizations": "accuracy"},
+            "use a larger mesh than N150, or mesh.optimizations: performance",
+        ),
+        (
+            "N150", 1, {"trace_region_size": 9 * 10**9},
+            "use a larger mesh than N150, or a smaller mesh.trace_region_size than 9000000000",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_only_what_can_be_changed(mesh, lanes, settings, ways):
+    with pytest.raises(ConfigError) as refused:
+        budget(LLAMA_8B | {"num_hidden_layers": 96}, mesh, lanes, **settings)
+    assert str(refused.value).endswith(f"at least; {ways}")
+
+
+def test_where_the_weights_fit_and_the_slots_do_not_fewer_slots_are_a_way():
+    model, settings = parse_hf_config(LLAMA_8B, "model"), MeshConfig(name="N150")
+    with pytest.raises(ConfigError, match=r"N150, or fewer slots \(max_batch_size\)$"):
+        native_token_budget(model, mesh_spec("N150"), settings, 1, num_slots=100_000)
+
+
 def test_heads_that_do_not_divide_among_the_chips_are_refused():
     with pytest.raises(ConfigError, match=r"14 query heads and 2 KV heads .* the 8 chips"):
         budget(QWEN_HALF_B, "T3K")

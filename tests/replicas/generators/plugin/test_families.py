@@ -314,6 +314,20 @@ def test_galaxy_through_an_engine(
     ("changes", "architecture", "reason"),
     [
         ({"mesh": MeshConfig(name="T3K")}, "Llama", "of a Galaxy, and the mesh is T3K"),
+        ({"mesh": MeshConfig(name="BHGalaxy")}, "Llama", "BHGalaxy of 8 rows of 4 blackhole chips"),
+        (
+            {"mesh": MeshConfig(name="(8,4)", arch="blackhole")},
+            "Llama",
+            r"\(8,4\) of 8 rows of 4 blackhole chips; use a mesh of 8 rows of 4 wormhole",
+        ),
+        ({"mesh": MeshConfig(name="(4,8)")}, "Llama", "of 4 rows of 8 wormhole chips"),
+        ({"mesh": MeshConfig(name="(16,2)")}, "Llama", "of 16 rows of 2 wormhole chips"),
+        ({"mesh": MeshConfig(name="(1,32)")}, "Llama", "of 1 rows of 32 wormhole chips"),
+        (
+            {"mesh": MeshConfig(name="TG", optimizations="accuracy")},
+            "Llama",
+            "no other precision than its own, and mesh.optimizations is 'accuracy'",
+        ),
         ({"tt_data_parallel": 8}, "Llama", "a Galaxy's 4 columns, and tt_data_parallel is 8"),
         ({"max_batch_size": 64}, "Llama", "32 rows on a Galaxy, and max_batch_size is 64"),
         ({"kv_connector": "p2p"}, "Llama", "all lanes in one cache, .* 'p2p' cannot"),
@@ -325,7 +339,9 @@ def test_galaxy_of_another_shape(changes: Any, architecture: str, reason: str) -
         model="/models/some", generator="llama3_70b_galaxy", mesh=MeshConfig(name="TG"),
         tt_data_parallel=4, max_batch_size=32,
     )  # fmt: skip
-    check_route(served, "LlamaForCausalLM")
+    for name in ("TG", "Galaxy", "(8,4)"):
+        galaxy = msgspec.structs.replace(served, mesh=MeshConfig(name=name))
+        check_route(galaxy, "LlamaForCausalLM")
     asked, architecture = msgspec.structs.replace(served, **changes), f"{architecture}ForCausalLM"
     with pytest.raises(ConfigError, match=reason):
         check_route(asked, architecture)
@@ -338,6 +354,8 @@ def test_what_the_configuration_says_goes_before_the_route() -> None:
     found = route_mesh("qwen3_32b_galaxy", mesh)
     assert (found.trace_region_size, found.dispatch_core_axis) == (7, "row")
     assert found.worker_l1_size == 1_345_000
+    untraced = route_mesh("qwen3_32b_galaxy", MeshConfig(name="TG", trace="none"))
+    assert (untraced.trace_region_size, untraced.worker_l1_size) == (None, 1_345_000)
     for name in ("tt-metal", "module:Class", None):
         assert route_mesh(name, mesh) == mesh
 
