@@ -126,8 +126,8 @@ class FastAttention:
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``AttentionBackend.prepare``."""
         counts = np.diff(batch.query_start_loc)
-        parts = [_tiles(batch, counts == 1, 1), _tiles(batch, counts > 1, TILE)]
-        parts = [tiles for tiles in parts if len(tiles.tokens)]
+        kinds = ((1, counts == 1), (TILE, counts > 1))
+        parts = [_tiles(batch, which, size) for size, which in kinds if which.any()]
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
