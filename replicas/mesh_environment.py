@@ -16,11 +16,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
-from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.fingerprint import conversion_source
 from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import ROUTES, route_environment
 from replicas.ttnn_package import find_ttnn
@@ -163,20 +161,15 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None
 
     None without a readable model, of which the engine says more.
     """
-    model = Path(config.model)
     try:
-        # Without the store, for whose sake every byte would be read, at each start.
-        fingerprint = model_fingerprint(msgspec.structs.replace(config, kv_store=None))
-        # It takes samples, and whatever is in the folder is used again unseen: files that were
-        # changed in place are told by their times.
-        times = [path.stat().st_mtime_ns for path in sorted(model.glob("*.safetensors"))]
+        weights = conversion_source(config)
     except OSError:
         return None
     package = find_ttnn()
     version = None if package is None else package.version
     # Releases of a class may convert to other layouts.
     source = (config.generator, metal_home, version)
-    digest = hashlib.blake2b(repr((fingerprint, times, source)).encode(), digest_size=12)
+    digest = hashlib.blake2b(repr((*weights, source)).encode(), digest_size=12)
     spec = mesh.spec
     words = (model_name(config.model), spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
     readable = (re.sub(r"[^\w.]+", "-", word).strip("-") for word in (*words, mesh.optimizations))

@@ -12,6 +12,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 if TYPE_CHECKING:
@@ -45,6 +46,26 @@ def model_fingerprint(config: EngineConfig) -> str:
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         digest.update(_samples(path) if config.kv_store is None else file_digest(path))
     return digest.hexdigest()
+
+
+def conversion_source(config: EngineConfig) -> tuple[str, list[int]]:
+    """What weights are converted from, for folders of conversions, which outlive the process.
+
+    The fingerprint takes samples of the files, at every start; so files that were changed in place
+    are told by their times.
+
+    Args:
+        config: Names the model folder.
+
+    Returns:
+        The fingerprint of an engine without a store, and the times of the weights files, ns.
+
+    Raises:
+        OSError: The model cannot be read.
+    """
+    fingerprint = model_fingerprint(msgspec.structs.replace(config, kv_store=None))
+    files = sorted(Path(config.model).glob("*.safetensors"))
+    return fingerprint, [path.stat().st_mtime_ns for path in files]
 
 
 def _samples(path: Path) -> bytes:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from replicas.config import MeshConfig
 from replicas.errors import ConfigError, DeviceError, ModelLoadError
+from replicas.generators import fingerprint
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.torch.loader import expected_weights
 from replicas.generators.ttnn import weights
@@ -343,15 +344,15 @@ def test_a_file_changed_where_no_sample_is_taken_is_converted_anew(mesh, tmp_pat
     raw = load_file(tmp_path / "model" / "model.safetensors")
     raw["model.norm.weight"] += 1
     save_file(raw, tmp_path / "model" / "model.safetensors")
-    weights_before = weights.model_fingerprint
-    weights.model_fingerprint = lambda config: "the same"
+    before = fingerprint.model_fingerprint
+    fingerprint.model_fingerprint = lambda config: "the same"
     try:
         first = weights._cache(config, mesh.settings, PERFORMANCE, 2)
         path = tmp_path / "model" / "model.safetensors"
         path.touch()
         assert weights._cache(config, mesh.settings, PERFORMANCE, 2).folder != first.folder
     finally:
-        weights.model_fingerprint = weights_before
+        fingerprint.model_fingerprint = before
     found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert torch.equal(found["final_norm"][0], converted(
         raw["model.norm.weight"].to(torch.bfloat16).reshape(1, 1, 1, -1), "bfloat16"

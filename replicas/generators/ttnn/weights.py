@@ -36,7 +36,7 @@ import ttnn
 
 from replicas.config import EngineConfig
 from replicas.errors import DeviceError
-from replicas.generators.fingerprint import model_fingerprint
+from replicas.generators.fingerprint import conversion_source
 from replicas.generators.torch.loader import (
     expected_weights,
     open_safetensors,
@@ -380,17 +380,12 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, ttnn.Tensor], tp: int) 
 def _cache(
     config: ModelConfig, settings: MeshConfig, profile: Profile, tp: int
 ) -> WeightCache | None:
-    """The place of a conversion; None where the user has no folder for caches.
-
-    The fingerprint takes samples of the files, and a conversion outlives the process; so files that
-    were changed in place are told by their times.
-    """
+    """The place of a conversion; None where the user has no folder for caches."""
     model = Path(config.name_or_path)
-    times = [path.stat().st_mtime_ns for path in sorted(model.glob("*.safetensors"))]
     version = importlib.metadata.version("ttnn")
-    fingerprint = model_fingerprint(EngineConfig(model=str(model)))
+    source = conversion_source(EngineConfig(model=str(model)))
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(repr((_FORMAT, fingerprint, times, asdict(profile), tp, version)).encode())
+    digest.update(repr((_FORMAT, *source, asdict(profile), tp, version)).encode())
     try:
         folder = settings.weight_cache_folder
     except RuntimeError as error:
