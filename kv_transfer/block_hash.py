@@ -11,9 +11,10 @@ place of a serialised tuple.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 HASH_BYTES = 32
+NAME_BYTES = 8
 
 PREFIX_CACHE = "prefix cache"
 """Purpose of the key of prefix caches: the first that ``KeyRing.derive`` gives for it."""
@@ -57,3 +58,11 @@ def extend_block_hashes(
             chained, digest_size=HASH_BYTES, key=root, person=b"ttserve block"
         ).digest()
         hashes.append(parent)
+
+
+def block_names(hashes: Iterable[bytes]) -> list[int]:
+    """What blocks are called where a mistake costs time alone: 64 bits of their hashes.
+
+    Unsigned, little-endian, the first ``NAME_BYTES`` bytes. Never look KV up by these.
+    """
+    return [int.from_bytes(block_hash[:NAME_BYTES], "little") for block_hash in hashes]

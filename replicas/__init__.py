@@ -27,4 +27,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the public names a
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")
     import importlib
 
+    from replicas.kernel_settings import settle_here
+
+    settle_here()
     return getattr(importlib.import_module(_HOMES[name]), name)

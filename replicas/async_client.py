@@ -30,11 +30,9 @@ from replicas.dealer import (
 )
 from replicas.errors import EngineDeadError, EngineError, UnreadableMessageError
 from replicas.messages import (
-    PROTOCOL_VERSION,
     AddRequest,
     EngineFrame,
     EngineMetrics,
-    Hello,
     KVTransfers,
     Utility,
 )
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
         EngineSnapshot,
         UtilityResult,
     )
-    from replicas.streams import EngineStream, Inbox
+    from replicas.streams import EngineStream, Inbox, OnKVEvents
 
 
 _MAX_FRAMES = 64
@@ -70,6 +68,7 @@ class AsyncMPClient:
             been told already.
         on_moves: Called with (incarnation, whether it moves) when an engine stalls or falls
             quiet, and when it goes on.
+        on_kv_events: See `StreamTable`.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class AsyncMPClient:
         on_snapshot: Callable[[str, EngineSnapshot], None] = lambda _incarnation, _snapshot: None,
         on_dead: Callable[[str, str], None] = lambda _incarnation, _reason: None,
         on_moves: Callable[[str, bool], None] = lambda _incarnation, _moves: None,
+        on_kv_events: OnKVEvents | None = None,
     ) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,6 +85,7 @@ class AsyncMPClient:
         self._on_snapshot = on_snapshot
         self._on_dead = on_dead
         self._on_moves = on_moves
+        self._on_kv_events = on_kv_events
         self._call_ids = itertools.count(1)
 
     async def connect(self, description: EngineDescription) -> None:
@@ -104,7 +105,11 @@ class AsyncMPClient:
         except ServerKeyError as error:
             raise EngineDeadError(str(error)) from error
         table = functools.partial(
-            StreamTable, description, on_snapshot=self._on_snapshot, on_moves=self._on_moves
+            StreamTable,
+            description,
+            on_snapshot=self._on_snapshot,
+            on_moves=self._on_moves,
+            on_kv_events=self._on_kv_events,
         )
         link = _EngineLink(sockets, description, table, self._lost)
         self._links[description.incarnation] = link
@@ -240,7 +245,7 @@ class _EngineLink:
             self._loop.call_soon(reader)
         self._timer = self._loop.call_later(QUIET_S, self._listen)
         while not self._first_frame.is_set():
-            self.send(Hello(PROTOCOL_VERSION))
+            self.table.greet()
             try:
                 await asyncio.wait_for(self._first_frame.wait(), HELLO_S)
             except asyncio.TimeoutError:

@@ -64,9 +64,9 @@ class AsyncLLM:
             RequestRefusedError: The engine did not take it.
             EngineDeadError: The engine died.
         """
-        sampling_params.validate()
         description = self._handle.description
-        token_ids = to_token_ids(prompt, self._tokenizer, description.max_model_len)
+        sampling_params = sampling_params.checked(description.vocab_size)
+        token_ids = to_token_ids(prompt, self._tokenizer, description)
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
@@ -80,7 +80,7 @@ class AsyncLLM:
             while not output.finished:
                 event = await stream.get()
                 if isinstance(event, Refused):
-                    raise RequestRefusedError(event.reason, event.message)
+                    raise RequestRefusedError(event.reason, event.message, event.request_id)
                 if not isinstance(event, TokenOutput):
                     continue
                 if event.finish_reason == "error":
@@ -93,7 +93,7 @@ class AsyncLLM:
             # The connection knows only that it broke.
             raise self._handle.failure or error from None
         finally:
-            stream.close(abort=True)
+            stream.close(abort=True, reason="stop" if output.finished else "abort")
 
     async def shutdown(self) -> None:
         """Close the connection and end the engine."""

@@ -28,6 +28,7 @@ from replicas.ttnn_package import (
     sfpi_version,
     wanted_versions,
 )
+from replicas.user_cache import NO_HOME, user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -242,7 +243,7 @@ def read_host(
         is_sfpi_real=is_sfpi_real,
         sfpi_version=version,
         wanted=wanted_versions(package, home),
-        blocked_folders=tuple(str(f) for f in _own_folders(environment) if not can_write(f)),
+        blocked_folders=_blocked_folders(environment),
         metal_home=home,
         has_metal_home=home is not None and Path(home).is_dir(),
         mock_descriptor=mock,
@@ -268,11 +269,14 @@ def can_write(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def _own_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """Where engines keep converted weights and logs, and ttnn its compiled kernels."""
-    cache = Path(environment.get("HOME") or Path.home()) / ".cache"
+def _blocked_folders(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Where engines could not keep converted weights and logs, or ttnn its compiled kernels."""
+    cache = user_cache(environment.get("HOME"))
+    if cache is None:
+        return (f"~ ({NO_HOME})",)
     kernels = environment.get("TT_METAL_CACHE")
-    return cache / "ttserve", Path(kernels) if kernels else cache / "tt-metal-cache"
+    folders = cache, Path(kernels) if kernels else cache.parent / "tt-metal-cache"
+    return tuple(str(folder) for folder in folders if not can_write(folder))
 
 
 def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from replicas.config import EngineConfig
-    from replicas.messages import EngineEvent, EngineRequest, WireEvent
+    from replicas.messages import AbortReason, EngineEvent, EngineRequest, WireEvent
 
 
 _MAX_IDS_PER_ABORT = 128
@@ -75,8 +75,8 @@ class EngineClient(Protocol):
             RequestRefusedError: The engine cannot ever run it.
         """
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Drop requests; no further output of them comes."""
+    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
+        """Drop requests, which count as `reason`; no further output of them comes."""
 
     def get_outputs(self) -> list[TokenOutput]:
         """Outputs of at least one step; blocks while requests run.
@@ -142,6 +142,8 @@ class InprocClient:
             )
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self._columns = ColumnReader()
+        # Outputs that nobody has had yet.
+        self._kept: list[TokenOutput] = []
         self.description: EngineFacts = _InprocFacts(
             config.model, self.core.max_model_len, self.core.facts.vocab_size
         )
@@ -149,18 +151,20 @@ class InprocClient:
     def add_request(self, request: EngineRequest) -> None:
         """See `EngineClient`."""
         self.core.handle(b"", AddRequest(request), time.monotonic())
-        self._take_outputs()
+        self._keep_outputs()
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
         """See `EngineClient`."""
-        self.core.handle(b"", Abort(request_ids), time.monotonic())
+        self.core.handle(b"", Abort(request_ids, reason), time.monotonic())
         for request_id in request_ids:
             self._columns.forget(request_id)
 
     def get_outputs(self) -> list[TokenOutput]:
         """See `EngineClient`."""
         self.core.step(time.monotonic())
-        return self._take_outputs()
+        self._keep_outputs()
+        outputs, self._kept = self._kept, []
+        return outputs
 
     def metrics(self) -> EngineMetrics:
         """See `EngineClient`."""
@@ -175,14 +179,16 @@ class InprocClient:
         """See `EngineClient`."""
         self.core.shutdown()
 
-    def _take_outputs(self) -> list[TokenOutput]:
-        outputs = []
+    def _keep_outputs(self) -> None:
+        """Take what the core has to tell; who is refused costs nobody else a token."""
+        refused: Refused | None = None
         for event in self._columns.read(self.core.take_events().get(b"", [])):
             if isinstance(event, Refused):
-                raise RequestRefusedError(event.reason, event.message)
-            if isinstance(event, TokenOutput):
-                outputs.append(event)
-        return outputs
+                refused = event
+            elif isinstance(event, TokenOutput):
+                self._kept.append(event)
+        if refused is not None:
+            raise RequestRefusedError(refused.reason, refused.message, refused.request_id)
 
 
 class SyncMPClient:
@@ -230,13 +236,14 @@ class SyncMPClient:
         else:
             self._frames.put([refusal])
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
         """See `EngineClient`."""
         self._live.difference_update(request_ids)
         for request_id in request_ids:
             self._columns.forget(request_id)
         for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
-            self._send(encode(Abort(request_ids[start : start + _MAX_IDS_PER_ABORT])))
+            some = request_ids[start : start + _MAX_IDS_PER_ABORT]
+            self._send(encode(Abort(some, reason)))
 
     def get_outputs(self) -> list[TokenOutput]:
         """See `EngineClient`.
@@ -259,8 +266,12 @@ class SyncMPClient:
                     self._columns.forget(event.request_id)
                 # What is left of requests that were given up concerns nobody.
                 elif isinstance(event, Refused) and event.request_id in self._live:
+                    if outputs:
+                        # Tokens of others, which an error would lose; it is told next.
+                        self._kept.appendleft(event)
+                        return outputs
                     self._live.discard(event.request_id)
-                    raise RequestRefusedError(event.reason, event.message)
+                    raise RequestRefusedError(event.reason, event.message, event.request_id)
         return outputs
 
     def metrics(self) -> EngineMetrics:

@@ -12,6 +12,7 @@ from kv_transfer.store import StoreConfig
 from replicas.errors import ConfigError
 from replicas.faults import Fault
 from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
+from replicas.user_cache import user_cache
 
 Role = Literal["prefill", "decode", "both"]
 """What an engine takes: prompts for others to go on from, decoding (and short prompts), or all."""
@@ -131,15 +132,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return mesh_spec(self.name, arch=self.arch)
 
     @property
-    def weight_cache_folder(self) -> Path:
-        """Folder for the converted weights of all models.
-
-        Raises:
-            RuntimeError: It is the user's, who has none.
-        """
+    def weight_cache_folder(self) -> Path | None:
+        """Folder for the converted weights of all models; None: the user has no home for one."""
         if self.weight_cache:
             return Path(self.weight_cache)
-        return Path.home() / ".cache" / "ttserve" / "weights"
+        cache = user_cache()
+        return None if cache is None else cache / "weights"
 
     def validate(self) -> None:
         """Check what can be checked without the device.
@@ -195,6 +193,22 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if value not in choices:
                 known = ", ".join(repr(choice) for choice in choices)
                 raise ConfigError(f"mesh.{name} {value!r} is not one of {known}")
+
+
+class GangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine's place among those that step together, see `replicas.gang.lockstep`.
+
+    Attributes:
+        name: Of the gang, never used again.
+        rank: This engine's number, from 0 on.
+        size: How many there are.
+        hub: "host:port" of what agrees with all ranks on every step.
+    """
+
+    name: str
+    rank: int
+    size: int
+    hub: str
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,6 +269,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "recompute" goes on from the part that was verified and computes the rest, as is always
             done with what a store lost; "fail" ends the request with an error.
         reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
+        gang: The engines that this one steps with, which have the other experts of its model; None
+            if it has all that it needs. On the CPU alone.
     """
 
     model: str
@@ -290,6 +306,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_store: StoreConfig | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     reservation_timeout_s: float = 120.0
+    gang: GangConfig | None = None
 
     def validate(self) -> None:
         """Check what can be checked without the model.
@@ -313,6 +330,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.mesh is not None:
             self._validate_mesh(self.mesh)
         self._validate_store()
+        if self.gang is not None and (self.mesh is not None or self.simulated_mesh is not None):
+            raise ConfigError("a gang is for engines on the CPU: remove gang_size, or the mesh")
 
     def _validate_ranges(self) -> None:
         for name in (

@@ -47,8 +47,16 @@ class EngineDeadError(EngineError):
     """The engine process is gone; every request that it held has ended with this error."""
 
 
+class GangLostError(EngineError):
+    """A rank of the engine's gang is no more, and no other can go on without it."""
+
+
 class EngineStalledError(EngineError):
     """The engine lives and is in one step for too long; whoever can go elsewhere should."""
+
+
+class EngineLeavingError(EngineError):
+    """The engine will soon be gone; whoever can go elsewhere should."""
 
 
 class EngineLateError(EngineError):
@@ -72,11 +80,13 @@ class RequestRefusedError(EngineError):
 
     Attributes:
         reason: One of `replicas.messages.RefusalReason`.
+        request_id: Which request.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, request_id: str) -> None:
         super().__init__(message)
         self.reason = reason
+        self.request_id = request_id
 
 
 class RequestFailedError(EngineError):

@@ -36,7 +36,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
     if config.simulated_mesh is not None:
         return "float32"
     if config.mesh is not None:
-        return profile(config.mesh.optimizations).kv_dtype
+        return profile(config.mesh.optimizations, model).kv_dtype
     if config.dtype != "auto":
         return config.dtype
     return model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
@@ -58,7 +58,7 @@ def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     elements *= config.block_size
     if config.mesh is not None:
-        return elements * TILE_BYTES[profile(config.mesh.optimizations).kv_dtype] // 1024
+        return elements * TILE_BYTES[profile(config.mesh.optimizations, model).kv_dtype] // 1024
     return elements * DTYPE_BYTES[resolve_dtype(config, model)]
 
 

@@ -7,6 +7,7 @@ A device that hangs takes the engine's core thread with it, and maybe the whole 
 is this process that watches: the engine sends beats that say how far its core thread is, and one
 that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have long given it
 nothing new by then (`replicas.engine.pulse`): the kill is for what is left on it and for its mesh.
+When it begins to stall its stacks are logged (`replicas.stall_watch`), a kill leaves none.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ import msgspec
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
 from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
-from replicas.engine.pulse import first_turn_s
-from replicas.engine.reports import DRAIN_LINE, STOP_S, EngineArguments, EngineReport
+from replicas.engine.pulse import STALL_S, first_turn_s
+from replicas.engine.reports import (
+    DRAIN_LINE,
+    HAND_OVER_LINE,
+    STOP_S,
+    EngineArguments,
+    EngineReport,
+)
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
-from replicas.mesh_environment import make_folders, mesh_environment
+from replicas.kernel_settings import KERNEL_SETTINGS
+from replicas.mesh_environment import make_folders, mesh_environment, with_places
+from replicas.stall_watch import StallReports, new_dump_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +51,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 """How often an engine's beats are looked at."""
 _LOOK_DRAINED_S = 0.1
+HAND_OVER_SHARE = 0.75
+"""Of the time that an engine has to drain: what still runs after this share of it might not end."""
 _ENGINE = "replicas.engine.process"
 KNOWN_STEP_S = 60.0
 """Longest step, at least, of an engine whose warm-up has run all that will ever run."""
@@ -49,23 +60,6 @@ UNKNOWN_STEP_S = 300.0
 """And of one that may yet compile, or whose host computes: minutes are no sign of a fault there."""
 MESH_STOP_S = 60.0
 """How long an engine may take to close a mesh; one that was not closed has to be reset."""
-
-KERNEL_SETTINGS = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "LRU_CACHE_CAPACITY": "64",
-    "GOMP_SPINCOUNT": "1000",
-}
-"""What the libraries of an engine's generator read once; its parent's environment goes over it.
-
-How many compiled kernels oneDNN, and PyTorch's layer above it, keep; else 1,024. In bfloat16 every
-shape of a product is a kernel of some 250 KB in each, and prompts come in all lengths. Those that
-are thrown away leave holes in the heap, so an engine grew for as long as it met new shapes.
-
-How long threads of OpenMP wait for each other busily, some microseconds, before they sleep. Those
-that do not sleep keep the core from the very thread that they wait for, as soon as anything else
-wants a core, too. Those that sleep at once are woken for every operation. benchmarks/RESULTS.md
-has what either costs.
-"""
 
 Hang = Literal["step", "frozen"]
 """step: the core thread does not get on; frozen: nothing in the process does."""
@@ -115,7 +109,7 @@ class EngineHandle:
         description: What the engine is.
         keys: What a client proves itself to it with.
         drained: Set once the engine has said that it is; see `drain`.
-        failure: Why it was killed, if it hung; whatever else ends it leaves None.
+        failure: Why it was killed, if it hung, or what it said when it ended; otherwise None.
     """
 
     def __init__(
@@ -152,7 +146,8 @@ class EngineHandle:
     def drain(self, timeout_s: float) -> bool:
         """Let the engine take no more requests, and wait until those that it has are done.
 
-        Nobody else can: it goes through the pipe that this process alone holds.
+        Nobody else can: it goes through the pipe that this process alone holds. What still runs
+        when little of the time is left is asked to go on elsewhere (`HAND_OVER_SHARE`).
 
         Args:
             timeout_s: How long to wait.
@@ -160,17 +155,25 @@ class EngineHandle:
         Returns:
             Whether it is idle now; False if the time was too short or the engine is gone.
         """
+        began_s = time.monotonic()
+        for line, share in ((DRAIN_LINE, HAND_OVER_SHARE), (HAND_OVER_LINE, 1.0)):
+            if not self._say(line):
+                return False
+            until_s = began_s + share * timeout_s
+            while self.is_alive and time.monotonic() < until_s:
+                if self.drained.wait(_LOOK_DRAINED_S):
+                    return True
+        return self.drained.is_set() and self.is_alive
+
+    def _say(self, line: bytes) -> bool:
+        """Tell the engine something; False if it has ended, or was stopped."""
         assert self._process.stdin is not None
         try:
             # Not through its buffer, which would keep what nobody reads, and fail again at its end.
-            os.write(self._process.stdin.fileno(), DRAIN_LINE + b"\n")
-        except (OSError, ValueError):  # it has ended, or was stopped
+            os.write(self._process.stdin.fileno(), line + b"\n")
+        except (OSError, ValueError):
             return False
-        deadline_s = time.monotonic() + timeout_s
-        while self.is_alive and time.monotonic() < deadline_s:
-            if self.drained.wait(_LOOK_DRAINED_S):
-                return True
-        return self.drained.is_set() and self.is_alive
+        return True
 
     def stop(self) -> None:
         """End the process: ask by closing its stdin, kill if it takes too long. Idempotent."""
@@ -189,16 +192,22 @@ def _watch_for_hang(
     handle: EngineHandle,
     process: subprocess.Popen[bytes],
     reports: _Reports,
+    dump_fd: int,
     timeout_s: float,
 ) -> None:
     """Kill the process if it hangs. Runs on a thread of its own until the process ends."""
     watch = HangWatch(timeout_s)
-    with reports:
+    stalls = StallReports(process.pid, dump_fd, LOOK_S, STALL_S)
+    with reports, contextlib.closing(stalls):
         while process.poll() is None:
             time.sleep(LOOK_S)
             said = reports.read(0.0) or []
             if any(report.is_drained for report in said):
                 handle.drained.set()
+            for report in said:
+                if report.failed is not None:
+                    handle.failure = EngineDeadError(report.failed)
+            stalls.look(said)
             hang = watch.look([r.beat for r in said if r.beat is not None])
             if hang is not None and process.poll() is None:
                 # Before the process ends: whoever notices that must find out why.
@@ -236,17 +245,19 @@ def start_engine(
             on that address; carries the reason.
     """
     config = with_registered_generator(_with_secret(config, host))
-    environment = child_environment(config, env)
+    config = with_places(config, _inherited(env))
     try:
+        environment = child_environment(config, env)
         make_folders(config, environment)
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
-    process, reports, ready_fd = _spawn(environment)
+    process, reports, ready_fd, dump_fd = _spawn(environment)
     arguments = EngineArguments(
         config=config,
         incarnation=secrets.token_hex(8),
         host=host,
         ready_fd=ready_fd,
+        dump_fd=dump_fd,
         stop_timeout_s=stop_timeout_s(config),
     )
     try:
@@ -256,6 +267,7 @@ def start_engine(
         ready = _await_ready(reports, process, progress, config.start_timeout_s)
     except BaseException:
         reports.close()
+        os.close(dump_fd)
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
@@ -263,29 +275,35 @@ def start_engine(
     handle = EngineHandle(process, ready.ready, config.keys, stop_timeout_s(config))
     threading.Thread(
         target=_watch_for_hang,
-        args=(handle, process, reports, step_timeout_s(config, ready.warm_up_s)),
+        args=(handle, process, reports, dump_fd, step_timeout_s(config, ready.warm_up_s)),
         name="engine-hang-watch",
         daemon=True,
     ).start()
     return handle
 
 
-def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Reports, int]:
-    """Start a process that waits for its arguments; with its reports, and where it writes them."""
+def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Reports, int, int]:
+    """Start a process that waits for its arguments.
+
+    Returns:
+        The process, its reports, where it writes these, and the file for its stacks.
+    """
     read_fd, write_fd = os.pipe()
+    dump_fd = new_dump_file()
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", _ENGINE],
             stdin=subprocess.PIPE,
-            pass_fds=(write_fd,),
+            pass_fds=(write_fd, dump_fd),
             env={**KERNEL_SETTINGS, **environment},
         )
     except BaseException:
         os.close(read_fd)
+        os.close(dump_fd)
         raise
     finally:
         os.close(write_fd)
-    return process, _Reports(read_fd), write_fd
+    return process, _Reports(read_fd), write_fd, dump_fd
 
 
 def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
@@ -329,14 +347,17 @@ def stop_timeout_s(config: EngineConfig) -> float:
 
 
 def child_environment(config: EngineConfig, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment to start an engine with; see `mesh_environment`.
+    """Environment to start an engine with; see `mesh_environment`, which may raise.
 
     Args:
         config: The engine's configuration; a mesh that names its devices is bound to these.
         env: What the caller gives; None stands for this process's own.
     """
-    inherited = os.environ if env is None else env  # noqa: TID251 - handed on whole, not read
-    return mesh_environment(config, inherited)
+    return mesh_environment(config, _inherited(env))
+
+
+def _inherited(env: Mapping[str, str] | None) -> Mapping[str, str]:
+    return os.environ if env is None else env  # noqa: TID251 - handed on whole
 
 
 class _Reports:

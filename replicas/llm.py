@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,13 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from replicas.client import InprocClient, SyncMPClient
 from replicas.config import EngineConfig
-from replicas.errors import ConfigError, ModelLoadError
+from replicas.errors import ConfigError, InvalidRequestError, ModelLoadError
 from replicas.llm_engine import LLMEngine
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from replicas.client import EngineClient
@@ -106,8 +107,9 @@ class LLM:
         params = _one_for_each(sampling_params, len(batch))
         request_ids: list[str] = []
         try:
-            for prompt, param in zip(batch, params, strict=True):
-                request_ids.append(self.llm_engine.add_request(prompt, param))
+            for number, (prompt, param) in enumerate(zip(batch, params, strict=True), start=1):
+                with _named(f"prompt {number} of {len(batch)}"):
+                    request_ids.append(self.llm_engine.add_request(prompt, param))
             return self._run(request_ids, show=use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(request_ids)
@@ -172,12 +174,22 @@ def _progress_bar(*, disable: bool = False) -> Progress:
     )
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say whose a refusal is."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.param, f"{what}: {error}") from error
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """The prompts of a batch; what holds neither text nor lists is one prompt."""
+    if isinstance(prompts, list | tuple) and (
+        not prompts or isinstance(prompts[0], str | bytes | list | tuple)
+    ):
+        return list(prompts)
+    return [prompts]  # type: ignore[list-item]
 
 
 def _one_for_each(

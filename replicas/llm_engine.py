@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
-from replicas.errors import InvalidRequestError
+from replicas.errors import InvalidRequestError, RequestRefusedError
 from replicas.messages import checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.philox import mint_seed
@@ -19,7 +20,7 @@ from replicas.philox import mint_seed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replicas.client import EngineClient
+    from replicas.client import EngineClient, EngineFacts
     from replicas.messages import EngineRequest, FinishReason, TokenLogprob, TokenOutput
     from replicas.output_processor import OutputDelta
     from replicas.sampling_params import SamplingParams
@@ -97,27 +98,54 @@ class RequestOutput:
         self.num_cached_tokens = processor.num_cached_tokens
 
 
-def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
-    """The prompt as tokens, checked for room.
+def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: EngineFacts) -> list[int]:
+    """The prompt as tokens, checked for what this engine takes.
 
     Raises:
-        InvalidRequestError: It is empty, leaves no room for output, or is text without a tokenizer.
+        InvalidRequestError: It is empty, leaves no room for output, is text without a tokenizer or
+            with half a character, or has something that is no token id of the model.
     """
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InvalidRequestError("prompt", "a text prompt needs a tokenizer; give token ids")
-        token_ids = tokenizer.encode(prompt)
-    else:
-        token_ids = list(prompt)
+    token_ids = _encoded(prompt, tokenizer) if isinstance(prompt, str) else _plain_ids(prompt)
     if not token_ids:
         raise InvalidRequestError("prompt", "the prompt is empty")
-    if len(token_ids) >= max_model_len:
+    if len(token_ids) >= facts.max_model_len:
         raise InvalidRequestError(
             "prompt",
-            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}: "
+            f"the prompt has {len(token_ids)} tokens and max_model_len is {facts.max_model_len}: "
             "there is no room for output",
         )
+    if not 0 <= min(token_ids) <= max(token_ids) < facts.vocab_size:
+        place, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < facts.vocab_size)
+        raise InvalidRequestError(
+            "prompt",
+            f"prompt[{place}] is {bad}, outside the vocabulary of 0 to {facts.vocab_size - 1}",
+        )
     return token_ids
+
+
+def _encoded(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise InvalidRequestError("prompt", "a text prompt needs a tokenizer; give token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "prompt", f"prompt[{error.start}] is half a character (a lone surrogate)"
+        ) from error
+    return tokenizer.encode(text)
+
+
+def _plain_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, list | tuple):
+        kind = type(prompt).__name__
+        raise InvalidRequestError("prompt", f"a prompt is text or a list of token ids, got {kind}")
+    if set(map(type, prompt)) <= {int}:
+        return list(prompt)
+    for place, token_id in enumerate(prompt):
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+            text = f"prompt[{place}] must be a token id, got {repr(token_id)[:80]}"
+            raise InvalidRequestError("prompt", text)
+    return [int(token_id) for token_id in prompt]
 
 
 class LLMEngine:
@@ -158,10 +186,9 @@ class LLMEngine:
         Raises:
             InvalidRequestError: The prompt or a parameter can never work.
         """
-        sampling_params.validate()
-        token_ids = to_token_ids(prompt, self._tokenizer, self.max_model_len)
-        if not 0 <= min(token_ids) <= max(token_ids) < self._client.description.vocab_size:
-            raise InvalidRequestError("prompt", "a prompt token id is outside the vocabulary")
+        facts = self._client.description
+        sampling_params = sampling_params.checked(facts.vocab_size)
+        token_ids = to_token_ids(prompt, self._tokenizer, facts)
         count = next(self._counter)
         request_id = f"request-{count}" if request_id is None else request_id
         if request_id in self._requests:
@@ -189,9 +216,15 @@ class LLMEngine:
 
         Raises:
             EngineDeadError: The engine is gone.
+            RequestRefusedError: The engine did not take a request, which is forgotten here.
         """
         changed: dict[str, RequestOutput] = {}
-        for output in self._client.get_outputs():
+        try:
+            outputs = self._client.get_outputs()
+        except RequestRefusedError as error:
+            self._requests.pop(error.request_id, None)
+            raise
+        for output in outputs:
             self._take(output, changed)
         return list(changed.values())
 
@@ -218,4 +251,4 @@ class LLMEngine:
         if request_output.finished:
             del self._requests[output.request_id]
             if output.finish_reason is None:  # A stop string ended it, of which engines know none.
-                self._client.abort([output.request_id])
+                self._client.abort([output.request_id], "stop")

@@ -16,12 +16,18 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import conversion_source
+from replicas.generators.model_config import read_architecture
 from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import ROUTES, route_environment
+from replicas.generators.plugin.sources import PluginPaths, check_source, find_source
+from replicas.generators.targets import with_registered_generator
 from replicas.ttnn_package import find_ttnn
+from replicas.user_cache import NO_HOME, user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,14 +55,54 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
     Args:
         config: The engine's configuration; without a mesh nothing is added.
         inherited: What the caller gives.
+
+    Raises:
+        ConfigError: A class of others would need a link in the cache of a user who has none.
     """
     mesh = config.mesh
     if mesh is None:
         return dict(inherited)
-    defaults = {**_file_defaults(), **_power_and_fabric(config, mesh, inherited)}
+    defaults = {**_file_defaults(inherited), **_power_and_fabric(config, mesh, inherited)}
     if not config.uses_native_generator:
         defaults |= _foreign_defaults(config, mesh, inherited)
     return {**defaults, **inherited, **_bindings(config, mesh)}
+
+
+def with_places(config: EngineConfig, environment: Mapping[str, str]) -> EngineConfig:
+    """With where a mesh's class of others comes from, as Tenstorrent's own tools are told it.
+
+    Args:
+        config: The engine's configuration; what it says itself is left.
+        environment: Of whoever starts it.
+    """
+    mesh = config.mesh
+    if mesh is None or config.uses_native_generator:
+        return config
+    mesh = msgspec.structs.replace(
+        mesh,
+        tt_metal_home=mesh.tt_metal_home or environment.get(METAL_HOME) or None,
+        extra_models_dir=mesh.extra_models_dir or environment.get("EXTRA_MODELS_DIR") or None,
+    )
+    return msgspec.structs.replace(config, mesh=mesh)
+
+
+def check_generator(config: EngineConfig, environment: Mapping[str, str]) -> None:
+    """Refuse a mesh's class of others that is not on this host, as far as files tell.
+
+    Args:
+        config: The engine's configuration.
+        environment: Of whoever would start it.
+
+    Raises:
+        ConfigError: Its generator is no name that stands for a class, or the class's module is not
+            here; says what to write or to set.
+    """
+    config = with_places(with_registered_generator(config), environment)
+    mesh, name = config.mesh, config.generator
+    if mesh is None or name is None or config.uses_native_generator:
+        return
+    paths = PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir)
+    check_source(find_source(name, paths, read_architecture(config.model) or ""), paths)
 
 
 def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
@@ -83,6 +129,11 @@ def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
                 f"that is called {name.name} as the model"
             ) from error
     if CACHE not in environment:
+        if config.mesh.weight_cache_folder is None:
+            raise ConfigError(
+                f"classes of tt-metal would keep converted weights beside the model, as {NO_HOME}, "
+                "or mesh.weight_cache"
+            )
         return
     folder = Path(environment[CACHE])
     try:
@@ -96,15 +147,16 @@ def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
         ) from error
 
 
-def _file_defaults() -> dict[str, str]:
+def _file_defaults(inherited: Mapping[str, str]) -> dict[str, str]:
     """What keeps ttnn from leaving files where they are in the way."""
-    return {
-        # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file
-        # in /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
-        "OMPI_MCA_btl": "self",
+    # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file in
+    # /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
+    defaults = {"OMPI_MCA_btl": "self"}
+    cache = user_cache(inherited.get("HOME"))
+    if cache is not None:
         # It would make a folder `generated` in whatever folder the engine is started from.
-        "TT_METAL_LOGS_PATH": str(Path.home() / ".cache" / "ttserve" / "ttnn-logs"),
-    }
+        defaults["TT_METAL_LOGS_PATH"] = str(cache / "ttnn-logs")
+    return defaults
 
 
 def _power_and_fabric(
@@ -159,11 +211,14 @@ def _foreign_defaults(
 def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None) -> Path | None:
     """A folder that belongs to these weights, this class, mesh and precision alone.
 
-    None without a readable model, of which the engine says more.
+    None without a readable model, of which the engine says more, or a place for it.
     """
+    folder = mesh.weight_cache_folder
     try:
         weights = conversion_source(config)
     except OSError:
+        return None
+    if folder is None:
         return None
     package = find_ttnn()
     version = None if package is None else package.version
@@ -173,7 +228,7 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None
     spec = mesh.spec
     words = (model_name(config.model), spec.name, spec.arch, f"{config.tt_data_parallel} lanes")
     readable = (re.sub(r"[^\w.]+", "-", word).strip("-") for word in (*words, mesh.optimizations))
-    return mesh.weight_cache_folder / "tt-metal" / "-".join((*readable, digest.hexdigest()))
+    return folder / "tt-metal" / "-".join((*readable, digest.hexdigest()))
 
 
 def _bindings(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
@@ -192,10 +247,16 @@ def _named_model(folder: str) -> str:
     """A path of a model whose last part is the model's name: classes of tt-metal go by that alone.
 
     The folder's own; or one for a link to it, which `make_folders` makes.
+
+    Raises:
+        ConfigError: There is no place for a link.
     """
     name = model_name(folder)
     if name == Path(folder).name:
         return folder
     target = str(Path(folder).absolute())
     digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
-    return str(Path.home() / ".cache" / "ttserve" / "names" / digest / name)
+    cache = user_cache()
+    if cache is None:
+        raise ConfigError(f"cannot name {folder} by a link that is called {name}: {NO_HOME}")
+    return str(cache / "names" / digest / name)

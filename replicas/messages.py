@@ -27,12 +27,19 @@ ticket's consumer. decode: slot and blocks are reserved here, the prompt's KV co
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+AbortReason = Literal["stop", "abort"]
+"""stop: the client has all that it wanted, as after a stop string, of which engines know none.
+abort: nobody wants the rest."""
+
 LAPSED = "the reservation lapsed before it was activated"
 """The error of a `TokenOutput` that ends a reserved request which nobody activated in time."""
 
 KV_TRANSFER_FAILED = "kv transfer failed"
 """With ": " and the connector's reason, the error of a `TokenOutput` that ends a request whose KV
 did not come, where the engine must not compute it again."""
+
+NO_LOGITS = "the model's logits are no distribution: NaN or infinite"
+"""The error of a `TokenOutput` that ends a request for which no token could be drawn."""
 
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
@@ -69,6 +76,9 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
         tenant: On whose account it runs; "" where nobody keeps accounts.
         timeout_s: Seconds from its arrival after which nobody waits for it; None: no end.
         multimodal: What stands for placeholder tokens of the prompt, in order.
+        session: Requests of one session like to be together; "" is none.
+        ttft_s: Seconds that its first token may take; None: as long as everybody's may.
+        tpot_s: Seconds that each further token may take in the mean; None: as everybody's may.
     """
 
     request_id: str
@@ -80,6 +90,9 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tenant: str = ""
     timeout_s: float | None = None
     multimodal: list[MultimodalInput] = []
+    session: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     def check_supported(self) -> None:
         """Refuse what the seams carry and no engine does yet.
@@ -111,16 +124,23 @@ def checked_request(
     request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt)
     try:
         decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequestError("request", f"a value has a wrong type: {error}") from error
     decoded.check_supported()
     return decoded
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A client introduces itself; a snapshot on its output socket answers."""
+    """A client introduces itself; a snapshot on its output socket answers.
+
+    Attributes:
+        protocol_version: Its `PROTOCOL_VERSION`.
+        follows_prefixes: Whether it wants to know what the prefix cache holds: a listing, and then
+            every change. A client that has missed some greets again.
+    """
 
     protocol_version: int
+    follows_prefixes: bool = False
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -171,9 +191,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Drop these requests; slots and blocks are free at the next step.
 
     Ids that are unknown, or another client's, are ignored, as they are in `LoadKV` and `Activate`.
+
+    Attributes:
+        request_ids: The requests.
+        reason: What they count as.
     """
 
     request_ids: list[str]
+    reason: AbortReason = "abort"
 
 
 class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
@@ -312,6 +337,11 @@ WireEvent = EngineEvent | TokenColumns
 """What is sent."""
 
 
+def num_pairs(start: int, end: int) -> int:
+    """(token, token that it attends to) of the tokens from `start` to `end`."""
+    return (end * end - start * start) // 2
+
+
 class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Load of one DP group.
 
@@ -321,6 +351,13 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
         num_running: Sequences that hold a slot and run.
         num_reserved: Sequences that hold a slot and wait for their KV.
         num_waiting: Queued sequences that will run in this group.
+        num_context_tokens: Tokens of the sequences that hold a slot, prompts to come included.
+        max_context_tokens: The longest of these.
+        num_prompt_tokens: Tokens that are to be computed before all of these, and all that wait for
+            this group, can decode, and an equal share of those that wait for any; KV that comes
+            from elsewhere is not among them.
+        num_prompt_pairs: (token, token that it attends to) of these: attention's share of the work.
+        num_prompts: How many sequences have such tokens, likewise.
     """
 
     num_empty_slots: int
@@ -328,6 +365,35 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int
     num_reserved: int
     num_waiting: int
+    num_context_tokens: int = 0
+    max_context_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_pairs: int = 0
+    num_prompts: int = 0
+
+
+class StepWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step computed, and what it took.
+
+    DP groups step together: of each number that of the group that has most.
+
+    Attributes:
+        num_rows: Rows that decode.
+        num_context_tokens: Tokens of KV that these read.
+        max_context_tokens: Of the longest of them.
+        num_prompts: Rows that compute more than one token, or the first ones.
+        num_prompt_tokens: Tokens that these compute.
+        num_prompt_pairs: (token, token that it attends to) of these.
+        device_s: Seconds that the host waited for the device.
+    """
+
+    num_rows: int
+    num_context_tokens: int
+    max_context_tokens: int
+    num_prompts: int
+    num_prompt_tokens: int
+    num_prompt_pairs: int
+    device_s: float
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -342,6 +408,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
         groups: Its DP groups.
         role: Which part of a request it takes now.
         step_s: Seconds that it waited for its device in the latest step with decodes; 0 before one.
+        decode_step: The latest step of decodes alone that was unlike the one before it.
+        prompt_step: The latest step with prompts.
+        hands_over: Whether what decodes here should go on elsewhere, where there is room: the
+            engine has little time left.
     """
 
     seq: int
@@ -352,6 +422,51 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
     groups: list[GroupSnapshot]
     role: Role = "both"
     step_s: float = 0.0
+    decode_step: StepWork | None = None
+    prompt_step: StepWork | None = None
+    hands_over: bool = False
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
+    """Blocks can be found from now on.
+
+    Attributes:
+        block_hashes: Their names (`kv_transfer.block_hash.block_names`), in order.
+    """
+
+    block_hashes: list[int]
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", gc=False):
+    """Blocks cannot be found any more; see `BlockStored`."""
+
+    block_hashes: list[int]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    """No block can be found any more."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""Named and filled as vLLM's (vllm/distributed/kv_events.py). A name stands for all tokens from the
+first on, so that neither parents nor tokens are said."""
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the prefix cache of one DP group has to tell since the batch before.
+
+    Attributes:
+        seq: Counts the batches of this group. A listing has that of the batch that it was made
+            after.
+        data_parallel_rank: The DP group.
+        events: In order.
+        is_listing: Whether this is all that is there: what was said before is void.
+    """
+
+    seq: int
+    data_parallel_rank: int
+    events: list[KVEvent]
+    is_listing: bool = False
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -363,12 +478,14 @@ class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
         snapshot: Taken after them, if the client has not had it.
         stalled_s: How long the engine has been in one step, if that is longer than it should be
             (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
+        kv_events: For a client that follows them, of every DP group that has any.
     """
 
     incarnation: str
     events: list[WireEvent] = []
     snapshot: EngineSnapshot | None = None
     stalled_s: float = 0.0
+    kv_events: list[KVEventBatch] = []
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -439,6 +556,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
         groups: The DP groups'.
         transfer: The KV connector's; all zero without one.
         kv_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
+        num_stalls: Turns of the core thread that took longer than they should.
     """
 
     num_waiting: int
@@ -449,6 +567,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[GroupCounters]
     transfer: TransferStats = msgspec.field(default_factory=TransferStats)
     kv_recompute_tokens: int = 0
+    num_stalls: int = 0
 
 
 class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):

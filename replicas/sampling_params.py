@@ -1,8 +1,10 @@
 """Sampling parameters of one request: values only, checked once, the same offline and online."""
 
 import math
+from typing import Any, Self, get_type_hints
 
 import msgspec
+import numpy as np
 
 from replicas.errors import InvalidRequestError
 
@@ -47,6 +49,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     n: int = 1
     logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        """One stop string may stand alone, as in vLLM."""
+        stop: object = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", (stop,))
+
+    def checked(self, vocab_size: int) -> Self:
+        """The same with the types that the wire demands, of which a frozen struct checks none.
+
+        Raises:
+            InvalidRequestError: A value has another type, is outside its documented range, or is a
+                token id that is not below `vocab_size`; `param` names it.
+        """
+        kinds = get_type_hints(type(self))
+        checked = type(self)(
+            **{name: _typed(name, getattr(self, name), kinds[name]) for name in kinds}
+        )
+        checked.validate()
+        for token_id in checked.stop_token_ids:
+            if token_id >= vocab_size:
+                raise InvalidRequestError(
+                    "stop_token_ids",
+                    f"stop_token_ids has {token_id}, outside the vocabulary of 0 to "
+                    f"{vocab_size - 1}",
+                )
+        return checked
+
     def validate(self) -> None:
         """Check every range.
 
@@ -82,3 +111,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             )
         if self.seed is not None and not -_INT64 <= self.seed < _INT64:
             raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")
+
+
+def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a field's
+    try:
+        return msgspec.convert(_plain(value), kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(name, f"{name} has a wrong type: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """A value without numpy's scalars."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value

@@ -10,21 +10,30 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from replicas.columns import ColumnReader
-from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
-from replicas.messages import Abort, NotGreeted, UtilityResult
+from replicas.errors import (
+    EngineDeadError,
+    EngineLateError,
+    EngineLeavingError,
+    EngineStalledError,
+)
+from replicas.messages import PROTOCOL_VERSION, Abort, Hello, NotGreeted, UtilityResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from replicas.messages import (
+        AbortReason,
         ClientMessage,
         EngineDescription,
         EngineEvent,
         EngineFrame,
         EngineSnapshot,
+        KVEventBatch,
     )
 
-News = EngineDeadError | EngineLateError | EngineStalledError
+    OnKVEvents = Callable[[str, list[KVEventBatch]], bool]
+
+News = EngineDeadError | EngineLateError | EngineLeavingError | EngineStalledError
 """What a stream tells of its engine: `EngineDeadError` is its last, the others leave it open."""
 Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | News]"]
 """Events of one request, each with the stream of the engine that it came from."""
@@ -57,7 +66,7 @@ class EngineStream:
             if isinstance(event, EngineDeadError):
                 self.put(event)
                 raise event
-            if not isinstance(event, EngineLateError | EngineStalledError):
+            if not isinstance(event, EngineLateError | EngineLeavingError | EngineStalledError):
                 return event
 
     @property
@@ -65,10 +74,15 @@ class EngineStream:
         """Why its engine stalls, as long as it does."""
         return self._table.stalled
 
-    def close(self, *, abort: bool) -> None:
-        """Stop listening; with `abort`, the engine drops the request too. Idempotent."""
+    @property
+    def away(self) -> EngineLeavingError | EngineStalledError | None:
+        """Why one should go elsewhere, where there is room."""
+        return self._table.leaving or self._table.stalled
+
+    def close(self, *, abort: bool, reason: AbortReason = "abort") -> None:
+        """Stop listening; with `abort`, the engine drops the request: see `Abort`. Idempotent."""
         if self._table.remove(self.request_id) and abort:
-            self._table.send(Abort([self.request_id]))
+            self._table.send(Abort([self.request_id], reason))
 
     def put(self, event: EngineEvent | News) -> None:
         """Called by the table, and by the reader's own deadlines."""
@@ -86,9 +100,12 @@ class StreamTable:
         send: Sends it a message; lost if the engine is.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_moves: Called with (incarnation, whether the engine moves) when that changes.
+        on_kv_events: Called with (incarnation, batches) and says whether it needs a listing; None:
+            nobody follows the engine's prefix caches.
 
     Attributes:
         stalled: Why the engine stalls, as long as it does.
+        leaving: Said once the engine hands over what it has.
     """
 
     def __init__(
@@ -97,13 +114,16 @@ class StreamTable:
         send: Callable[[ClientMessage], None],
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_moves: Callable[[str, bool], None],
+        on_kv_events: OnKVEvents | None = None,
     ) -> None:
         self.description = description
         self.send = send
         self._on_snapshot = on_snapshot
         self._on_moves = on_moves
+        self._on_kv_events = on_kv_events
         self._moves = True
         self.stalled: EngineStalledError | None = None
+        self.leaving: EngineLeavingError | None = None
         self._streams: dict[str, EngineStream] = {}
         self._columns = ColumnReader()
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
@@ -153,8 +173,11 @@ class StreamTable:
         """The second half of `take`: snapshots first, they count what the events tell of."""
         for frame in frames:
             self._note_stall(frame.stalled_s)
+            if frame.kv_events:
+                self._take_kv_events(frame)
             if frame.snapshot is not None:
                 self._on_snapshot(frame.incarnation, frame.snapshot)
+                self._note_leaving(frame.snapshot)
         for event in events:
             if isinstance(event, UtilityResult):
                 future = self._calls.get(event.call_id)
@@ -171,9 +194,19 @@ class StreamTable:
                     self._columns.forget(event.request_id)
         return True
 
+    def greet(self) -> None:
+        """Say hello, for the first time or because something was missed."""
+        self.send(Hello(PROTOCOL_VERSION, self._on_kv_events is not None))
+
     def hush(self) -> None:
         """The engine has sent nothing for a while; until it does, it gets nothing new."""
         self._set_moves(False)
+
+    def _take_kv_events(self, frame: EngineFrame) -> None:
+        """Pass on what the engine's prefix caches told; ask for a listing where it is needed."""
+        take = self._on_kv_events
+        if take is not None and take(frame.incarnation, frame.kv_events):
+            self.greet()
 
     def _note_stall(self, stalled_s: float) -> None:
         """Tell every stream, once, when its engine begins to stall."""
@@ -186,6 +219,15 @@ class StreamTable:
             for stream in self._streams.values():
                 stream.put(self.stalled)
         self._set_moves(self.stalled is None)
+
+    def _note_leaving(self, snapshot: EngineSnapshot) -> None:
+        """Tell every stream, once, when its engine will soon be gone."""
+        if snapshot.hands_over and self.leaving is None:
+            self.leaving = EngineLeavingError(
+                f"engine {self.description.incarnation} hands over what it has"
+            )
+            for stream in self._streams.values():
+                stream.put(self.leaving)
 
     def _set_moves(self, moves: bool) -> None:
         if moves != self._moves:

@@ -16,6 +16,7 @@ import msgspec
 from kv_transfer.config import TransferConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
+from replicas.engine.inbox import gather_s
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
 from replicas.engine.virtual_worker import MIN_TURN_S, StepClock, VirtualWorker
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from replicas.engine.step import ScheduledBatch
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
-    from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot
+    from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot, KVEventBatch
 
 
 class Turn(NamedTuple):
@@ -154,6 +155,15 @@ class VirtualEngine:
         self._has_changed = True
         self._server.drain()
 
+    def hand_over(self) -> None:
+        """Ask clients to go elsewhere with what they have here."""
+        self._has_changed = True
+        self._server.hand_over()
+
+    def gather_s(self, message: ClientMessage) -> float:
+        """How long it waits, when idle, for more messages like this one."""
+        return gather_s(self._core.config, message)
+
     @property
     def is_drained(self) -> bool:
         """See `EngineServer.is_drained`."""
@@ -227,6 +237,10 @@ class VirtualEngine:
     def snapshot(self) -> EngineSnapshot:
         """What it has left now."""
         return self._core.snapshot(0)
+
+    def listing(self) -> list[KVEventBatch]:
+        """What its prefix caches hold now."""
+        return self._core.prefix_feed.listing()
 
     def metrics(self, now_s: float) -> EngineMetrics:
         """Every counter."""

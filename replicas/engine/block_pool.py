@@ -15,7 +15,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+
+    from replicas.engine.prefix_feed import PrefixJournal
 
 NULL_BLOCK = 0
 """Target of all padding in a page table; never handed out."""
@@ -58,11 +60,19 @@ class BlockPool:
     Args:
         num_blocks: Blocks including the null block, >= 2.
         enable_prefix_caching: Whether full blocks are indexed by hash.
+        journal: Is told what can be found and what cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        journal: PrefixJournal | None = None,
+    ) -> None:
         assert num_blocks >= 2, f"{num_blocks=}"
         self._enable_prefix_caching = enable_prefix_caching
+        self._journal = journal
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
@@ -91,6 +101,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can hand out: free or cached without a holder."""
         return len(self._free) + len(self._ref_counts) - self._next_fresh + len(self._cached)
+
+    @property
+    def block_hashes(self) -> Collection[bytes]:
+        """Of every block that can be found, in the order in which they were stored."""
+        return self._block_by_hash.keys()
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, evicting the least recently freed cached ones as needed.
@@ -181,6 +196,13 @@ class BlockPool:
             self._forget_hash(block_id)
             self._hashes[block_id] = block_hash
             self._block_by_hash[block_hash] = block_id
+            if self._journal is not None:
+                self._journal.store(block_hash)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let nobody find these blocks any more; held ones stay held."""
+        for block_id in block_ids:
+            self._forget_hash(block_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget every hash; held blocks stay held."""
@@ -188,6 +210,8 @@ class BlockPool:
             self._note_change(block_id)
         self._block_by_hash.clear()
         self._hashes = [None] * len(self._hashes)
+        if self._journal is not None:
+            self._journal.clear()
 
     def check_invariants(self) -> None:
         """Every block in exactly one state; index and hashes agree."""
@@ -207,6 +231,8 @@ class BlockPool:
             del self._block_by_hash[block_hash]
             self._hashes[block_id] = None
             self._note_change(block_id)
+            if self._journal is not None:
+                self._journal.remove(block_hash)
 
     def _drop_stale(self, walk: PrefixWalk) -> None:
         """End a walk before the first block that is not found any more, and see who holds which."""

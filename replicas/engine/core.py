@@ -17,7 +17,6 @@ only after the connector has let go of them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import secrets
 import time
@@ -28,28 +27,26 @@ import msgspec
 from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import (
     SaveProgress,
-    TransferRequest,
     TransferResults,
     TransferStats,
     load_connector,
 )
-from kv_transfer.errors import TransferError
 from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.events import ClientEvents
 from replicas.engine.facts import connector_settings
-from replicas.engine.loads import failure_word
 from replicas.engine.pulse import Pulse
 from replicas.engine.request_checks import RequestChecks
+from replicas.engine.requests import Requests
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.engine.step import StepResult
+from replicas.engine.step_work import StepNotes
 from replicas.errors import ConfigError, EngineError
 from replicas.kv_sizing import derive_max_model_len
 from replicas.messages import (
-    KV_TRANSFER_FAILED,
     LAPSED,
+    NO_LOGITS,
     Abort,
-    Accepted,
     Activate,
     AddRequest,
     EngineMetrics,
@@ -57,8 +54,6 @@ from replicas.messages import (
     KVLoaded,
     KVTransfers,
     LoadKV,
-    Refused,
-    TokenOutput,
     Utility,
     UtilityResult,
 )
@@ -71,20 +66,13 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
+    from replicas.engine.prefix_feed import PrefixFeed
     from replicas.engine.step import ModelFacts, ScheduledBatch
-    from replicas.messages import RefusalReason, WireEvent
+    from replicas.messages import WireEvent
 
 logger = logging.getLogger(__name__)
 
 CoreMessage = AddRequest | LoadKV | Activate | Abort | Utility
-
-_REFUSALS: dict[RefusalReason, str] = {
-    "no_slot": "no decode slot is free in the asked DP group",
-    "no_blocks": "the KV cache has no room for the prompt now",
-    "queue_full": "the queue is full",
-    "draining": "the engine is draining",
-    "duplicate": "a request of this id is live already",
-}
 
 
 class StepUnderWay(NamedTuple):
@@ -134,15 +122,14 @@ class EngineCore:
         self.pulse = Pulse() if pulse is None else pulse
         self._executor = executor
         self._events = ClientEvents()
-        self._handles = itertools.count(1)
-        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
-        self._successors: dict[str, tuple[bytes, AddRequest]] = {}
         # What was submitted ahead and is to be read next.
         self._ahead: ScheduledBatch | None = None
         self._num_steps = 0
+        self._hands_over = False
         self._scheduled_tokens = 0
         self._device_s = 0.0
         self._step_s = 0.0
+        self._notes = StepNotes()
         self._host_s = 0.0
         with _closing_if_it_fails(executor):
             self._start(config, incarnation, unix_now_s)
@@ -169,12 +156,14 @@ class EngineCore:
         self.kv_endpoints, self.kv_layouts = listening or (None, ())
         self._connector = _create_connector(config, self.kv_layouts, incarnation, unix_now_s)
         self._scheduler = _make_scheduler(config, self.facts, self.max_model_len, self._connector)
-        self._checks = RequestChecks(
+        has_connector = self._connector is not None
+        checks = RequestChecks(
             num_groups=config.tt_data_parallel,
             max_model_len=self.max_model_len,
             vocab_size=self.facts.vocab_size,
-            has_connector=self._connector is not None,
+            has_connector=has_connector,
         )
+        self._requests = Requests(self._scheduler, checks, self._events, transfers=has_connector)
         self.runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
 
     def __repr__(self) -> str:
@@ -188,29 +177,23 @@ class EngineCore:
         Nothing that a client can send raises here. What it says of a request is done only if the
         request is its own.
         """
-        match message:
-            case AddRequest():
-                self._add(client, message, now_s)
-            case LoadKV():
-                if self._scheduler.is_of(client, message.request_id):
-                    self._load(client, message, now_s)
-            case Activate():
-                if self._scheduler.is_of(client, message.request_id):
-                    self._activate(message, now_s)
-            case Abort():
-                for request_id in message.request_ids:
-                    self._abort(client, request_id)
-            case Utility():
-                self._events[client].append(_call_utility(self, message, now_s))
+        if isinstance(message, Utility):
+            self._events[client].append(_call_utility(self, message, now_s))
+        else:
+            self._requests.handle(client, message, now_s)
 
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
         self._scheduler.drain()
 
+    def hand_over(self) -> None:
+        """Say that what runs should go on elsewhere, where there is room; until then it goes on."""
+        self._hands_over = True
+
     def client_gone(self, client: bytes) -> int:
         """Drop everything that a client asked for; returns how many requests that was."""
         num_dropped = self._scheduler.abort_client(client)
-        self._successors = {i: (c, m) for i, (c, m) in self._successors.items() if c != client}
+        self._requests.client_gone(client)
         self._events.pop(client, None)
         return num_dropped
 
@@ -243,7 +226,7 @@ class EngineCore:
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
         for seq in lapsed:
-            self._fail(seq, LAPSED)
+            self._events.fail(seq, LAPSED)
         (batch, meta), self._ahead = (self._ahead, None), None
         if batch is None:
             batch = self._scheduler.schedule()
@@ -262,6 +245,8 @@ class EngineCore:
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
         """Begin a step, if there is anything to do in it."""
+        if batch is not None and self._notes.is_new(batch):
+            self._notes.begin(batch, self._scheduler.work(batch))
         if batch is not None or meta is not None:
             self.pulse.compute(0 if batch is None else batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
@@ -281,7 +266,11 @@ class EngineCore:
         self._scheduled_tokens += step.batch.num_tokens
         if step.batch.kind != "prefill":
             self._step_s = step.result.device_s
-        self._events.add_step(self._scheduler.update(step.batch, step.result))
+        self._notes.end(step.batch, step.result.device_s)
+        outputs = self._scheduler.update(step.batch, step.result)
+        self._events.add_step(outputs)
+        for seq in outputs.failed:
+            self._events.fail(seq, NO_LOGITS)
         self._host_s += time.perf_counter() - started
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
@@ -310,15 +299,18 @@ class EngineCore:
         if is_due or not self._scheduler.is_steady or self._has_transfers():
             return None
         batch = self._scheduler.schedule() if self._ahead is None else self._ahead
+        if batch is not None and self._notes.is_new(batch):
+            self._notes.begin(batch, self._scheduler.work(batch))
         return None if batch is None else (batch, self._scheduler.num_repeats(batch))
 
     def end_run(self, batch: ScheduledBatch, num_steps: int) -> None:
         """Take over repeats of a step from `begin_run`; the next is submitted before the last."""
-        token_ids, device_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
+        token_ids, waits_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
         self._num_steps += num_steps
         self._scheduled_tokens += num_steps * batch.num_tokens
-        self._device_s += device_s
-        self._step_s = device_s / num_steps
+        self._device_s += sum(waits_s)
+        self._step_s = waits_s[-1]
+        self._notes.end(batch, waits_s[0])
         earlier = [tokens[:-1] for tokens in token_ids]
         self._scheduler.repeat(batch, earlier)
         self._ahead = None
@@ -353,7 +345,25 @@ class EngineCore:
             self._scheduler.group_snapshots(),
             self.config.role,
             self._step_s,
+            self._notes.decode,
+            self._notes.prompt,
+            self._hands_over,
         )
+
+    def state(self) -> tuple[tuple[object, ...], list[list[int]]]:
+        """What is worth a new snapshot at once when it changes, and what is soon: free blocks."""
+        rooms = self._scheduler.group_rooms()
+        slots = [(r.num_empty_slots, r.num_running, r.num_reserved, r.num_waiting) for r in rooms]
+        at_once = (
+            self._scheduler.is_draining,
+            self._hands_over,
+            self._scheduler.num_waiting,
+            self._scheduler.num_waiting_tokens,
+            self.config.role,
+            slots,
+            self._notes.prompt,
+        )
+        return at_once, [room.num_free_blocks for room in rooms]
 
     def metrics(self, now_s: float) -> EngineMetrics:
         """Every counter, taken between two steps."""
@@ -366,6 +376,7 @@ class EngineCore:
             groups=self._scheduler.group_counters(),
             transfer=self._transfer_stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,
+            num_stalls=self.pulse.num_stalls,
         )
 
     def kv_transfers(self, now_s: float) -> KVTransfers:
@@ -373,6 +384,11 @@ class EngineCore:
         transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
         stats, has_store = self._transfer_stats(now_s), self.config.kv_store is not None
         return _kv_transfers(transfers, stats, has_store=has_store)
+
+    @property
+    def prefix_feed(self) -> PrefixFeed:
+        """What the prefix caches have to tell."""
+        return self._scheduler.prefix_feed
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; what runs is not touched."""
@@ -387,63 +403,6 @@ class EngineCore:
         self._executor.collective_rpc("shutdown")
 
     # --- internals -----------------------------------------------------------------------------
-
-    def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
-        """Take or refuse a request; one that repeats an aborted one waits for the end of that.
-
-        Its client has done nothing wrong: it cannot know when a connector lets go of blocks.
-        """
-        request = message.request
-        problem = self._checks.problem(message)
-        if problem is not None:
-            self._events[client].append(Refused(request.request_id, "invalid", problem))
-            return
-        is_ending = self._scheduler.is_ending(request.request_id)
-        if is_ending and request.request_id not in self._successors:
-            self._successors[request.request_id] = client, message
-            return
-        seq = _new_sequence(client, message, transfers=self._connector is not None)
-        enter = self._scheduler.reserve if message.mode == "decode" else self._scheduler.add
-        try:
-            refusal = enter(seq, now_s)
-        except TransferError as error:
-            self._events[client].append(Refused(request.request_id, "invalid", str(error)))
-            return
-        if refusal is not None:
-            self._events[client].append(Refused(request.request_id, refusal, _REFUSALS[refusal]))
-            return
-        seq.handle = next(self._handles)
-        num_cached = max(seq.num_cached_tokens, 0)
-        accepted = Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
-        self._events[client].append(accepted)
-
-    def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
-        try:
-            self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
-        except TransferError as error:
-            logger.warning("ticket of %s refused: %s", message.request_id, error)
-            failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
-            self._events[client].append(failed)
-
-    def _abort(self, client: bytes, request_id: str) -> None:
-        if request_id in self._successors and self._successors[request_id][0] == client:
-            del self._successors[request_id]
-        if self._scheduler.is_of(client, request_id):
-            self._scheduler.abort(request_id)
-
-    def _activate(self, message: Activate, now_s: float) -> None:
-        """Start a reserved request, unless no engine of this model can have drawn its tokens."""
-        seq = self._scheduler.get(message.request_id)
-        token_ids = message.token_ids[0] if message.token_ids else []
-        if seq is not None:
-            problem = self._checks.activation_problem(seq, message)
-            if problem is not None:
-                self._scheduler.abort(message.request_id)
-                self._fail(seq, problem)
-                return
-        ended = self._scheduler.activate(message.request_id, token_ids, now_s)
-        if ended is not None:
-            self._fail_transfer(ended)
 
     def _has_transfers(self) -> bool:
         """Whether the connector has anything at stake, as far as sequences or itself can tell."""
@@ -481,8 +440,7 @@ class EngineCore:
             self._tell_loaded(
                 self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
             )
-        for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
-            self._add(*self._successors.pop(request_id), now_s)
+        self._requests.go_on(now_s)
 
     def _tell_loaded(self, seq: Sequence | None) -> None:
         if seq is None:
@@ -490,15 +448,7 @@ class EngineCore:
         assert seq.load is not None
         self._events[seq.client].append(KVLoaded(seq.request_id, seq.load.epoch, seq.load.failure))
         if seq.status is SequenceStatus.FINISHED:
-            self._fail_transfer(seq)
-
-    def _fail_transfer(self, seq: Sequence) -> None:
-        assert seq.load is not None
-        self._fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}")
-
-    def _fail(self, seq: Sequence, error: str) -> None:
-        output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
-        self._events[seq.client].append(output)
+            self._events.fail_transfer(seq)
 
     def _transfer_stats(self, now_s: float) -> TransferStats:
         stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
@@ -559,23 +509,6 @@ def _create_connector(
         return None
     settings = connector_settings(config, incarnation, unix_now_s, time.monotonic)
     return load_connector(config.kv_connector).create_scheduler(settings, layouts)
-
-
-def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Sequence:
-    request, transfer = message.request, None
-    if transfers:
-        ticket = message.ticket or b""
-        transfer = TransferRequest(
-            request.request_id, request.prompt_token_ids, ticket, request.cache_salt
-        )
-    return Sequence(
-        request,
-        message.mode,
-        client,
-        list(request.prompt_token_ids),
-        dp_group=message.dp_group,
-        transfer=transfer,
-    )
 
 
 def _kv_transfers(

@@ -7,8 +7,7 @@ Who draws a token is a matter of its request alone, never of who else is in the 
 not draw alike: the device where it can, for one not for more candidates than it takes, else the
 host, from the row's logits. A call of a generator answers with tokens or with logits. So a step
 with rows of both kinds takes two calls, each row in one of them, unless the generator gives the
-logits of some rows beside the tokens of the others. Only the most likely token is the same from
-both: where a second decode call could be saved by it, the host finds it.
+logits of some rows beside the tokens of the others.
 
 Source of the commands: vllm-tt-plugin docs/DECODE_RELOAD_CONTRACT.md (decode contract 1).
 """
@@ -126,11 +125,8 @@ class DeviceDraws:
             return [CallRows(entries, wanted, nobody)]
         if not is_drawn.any():
             return [CallRows(entries, nobody, wanted)]
-        if kind == "decode":
-            if self._gives_both:
-                return [CallRows(entries, np.flatnonzero(is_drawn), np.flatnonzero(is_hosts))]
-            if not (is_drawn & is_random & (top_k != 1)).any():
-                return [CallRows(entries, nobody, wanted)]
+        if kind == "decode" and self._gives_both:
+            return [CallRows(entries, np.flatnonzero(is_drawn), np.flatnonzero(is_hosts))]
         apart, others = np.flatnonzero(is_apart), np.flatnonzero(~is_apart)
         return [
             CallRows(apart, nobody, np.flatnonzero(samples[apart])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from replicas.messages import TokenColumns
+from replicas.messages import KV_TRANSFER_FAILED, TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -52,6 +52,16 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 if row not in events:
                     tokens = [*outputs.earlier[row], token_ids[row]]
                     self.add_tokens(seq.client, seq.handle, tokens)
+
+    def fail(self, seq: Sequence, error: str) -> None:
+        """A sequence is over, and why its client gets no more of it."""
+        output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
+        self[seq.client].append(output)
+
+    def fail_transfer(self, seq: Sequence) -> None:
+        """A sequence is over whose KV did not come."""
+        assert seq.load is not None
+        self.fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}")
 
     def _add_columns(self, token_ids: list[int], but: Collection[int]) -> None:
         """Add one token for each row of the step, `but` for some."""

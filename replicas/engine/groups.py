@@ -16,6 +16,7 @@ import msgspec
 
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import BlockPool, PrefixWalk
+from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -57,6 +58,7 @@ class DPGroups:
         block_multiple: Every multiple of so many tokens fills whole blocks in each KV group.
         block_divisor: Only multiples of so many tokens fill a block in any of them.
         stats: Totals of each group, counted by whoever knows; its gauges are not kept.
+        prefix_feed: What their prefix caches have to tell.
     """
 
     def __init__(
@@ -70,14 +72,23 @@ class DPGroups:
         self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
         self._enable_prefix_caching = bool(config.enable_prefix_caching)
+        journals = [PrefixJournal() for _ in range(count)]
         # For each DP group one of each KV group.
         self._pools = [
             [
-                BlockPool(g.num_blocks, enable_prefix_caching=self._enable_prefix_caching)
+                BlockPool(
+                    g.num_blocks,
+                    enable_prefix_caching=self._enable_prefix_caching,
+                    journal=journal if len(kv_groups) == 1 else None,
+                )
                 for g in kv_groups
             ]
-            for _ in range(count)
+            for journal in journals
         ]
+        self.prefix_feed = PrefixFeed(
+            journals if len(kv_groups) == 1 else [],
+            lambda group: self._pools[group][0].block_hashes,
+        )
         self._slots = SlotTable(count, config.slots_per_group)
         self.stats = [GroupCounters() for _ in range(count)]
 
@@ -96,34 +107,50 @@ class DPGroups:
         """Groups that have no free slot."""
         return {g for g in range(len(self._pools)) if not self._slots.num_empty(g)}
 
-    def choose(self, seq: Sequence, full_groups: Collection[int] = ()) -> int | None:
-        """The asked group, or the one with the most empty slots; None if there is none.
+    def has_slot(self, seq: Sequence) -> bool:
+        """Whether the asked group, or any, has a free slot."""
+        return bool(self._with_slots(seq, ()))
 
-        Of equals the one with the most free blocks, in the first KV group.
+    def place(
+        self,
+        seq: Sequence,
+        num_tokens: int,
+        full_groups: Collection[int] = (),
+        prompt_tokens: SequenceOf[int] = (),
+    ) -> Place | None:
+        """A group with a free slot and with blocks for so many tokens; None if there is none.
+
+        Of several the one that computes the prompt first; of equals that with the most empty slots,
+        then the most free blocks of the first KV group.
 
         Args:
             seq: The sequence to place.
+            num_tokens: How many it needs blocks for.
             full_groups: Groups that must not be chosen.
+            prompt_tokens: Of each group those that are to be computed before; empty: nobody
+                computes this prompt, and it does not matter where it is cached.
         """
-        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
-        return max(
-            (g for g in asked if g not in full_groups and self._slots.num_empty(g)),
-            key=lambda g: (self._slots.num_empty(g), self._pools[g][0].num_free_blocks, -g),
-            default=None,
-        )
-
-    def place(
-        self, seq: Sequence, num_tokens: int, full_groups: Collection[int] = ()
-    ) -> Place | None:
-        """The first group, in the order of `choose`, with blocks for so many tokens."""
-        tried = set(full_groups)
-        while (group := self.choose(seq, tried)) is not None:
-            walks, num_hit = self._find_prefix(seq, group)
+        groups = self._with_slots(seq, full_groups)
+        prefixes = {}
+        if prompt_tokens and len(groups) > 1:
+            prefixes = {g: self._find_prefix(seq, g) for g in groups}
+            groups.sort(key=lambda g: prompt_tokens[g] - prefixes[g][1])
+        for group in groups:
+            walks, num_hit = prefixes.get(group) or self._find_prefix(seq, group)
             if self._fits(group, num_tokens, walks, num_hit):
                 found = zip(walks, self._block_sizes, strict=True)
                 return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
-            tried.add(group)
         return None
+
+    def _with_slots(self, seq: Sequence, full_groups: Collection[int]) -> list[int]:
+        """The asked group, or all of them; the emptiest first."""
+        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
+        groups = [g for g in asked if g not in full_groups and self._slots.num_empty(g)]
+        if len(groups) > 1:
+            groups.sort(
+                key=lambda g: (-self._slots.num_empty(g), -self._pools[g][0].num_free_blocks)
+            )
+        return groups
 
     def admit(self, seq: Sequence, place: Place, num_tokens: int) -> None:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
@@ -194,6 +221,11 @@ class DPGroups:
             self._slots.give_back(seq.slot)
             seq.slot = -1
         seq.is_known_to_runner = False
+
+    def forget_blocks(self, seq: Sequence) -> None:
+        """Let nobody share what a sequence holds: it is not what it should be."""
+        for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=True):
+            pool.forget(block_ids)
 
     def give_back_blocks(self, seq: Sequence) -> None:
         """Take the blocks from a sequence; it keeps its tokens. Idempotent."""

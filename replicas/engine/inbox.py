@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from replicas.messages import ClientMessage
+from replicas.messages import AddRequest, ClientMessage
+
+if TYPE_CHECKING:
+    from replicas.config import EngineConfig
 
 MAX_MESSAGES: Final = 4096
 MAX_BYTES: Final = 8 << 20
@@ -23,12 +26,20 @@ class Wake(msgspec.Struct, frozen=True):
     """A step is due although no message came."""
 
 
+class TurnDue(msgspec.Struct, frozen=True):
+    """The other ranks of the gang step: this one is to serve them."""
+
+
 class ClientGone(msgspec.Struct, frozen=True):
     """The sender cannot reach a client any more."""
 
 
 class Drain(msgspec.Struct, frozen=True):
     """The parent says: take no more requests."""
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """The parent has little patience left with what runs."""
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -47,8 +58,24 @@ class Unreadable(msgspec.Struct, frozen=True):
     problem: str
 
 
-WAKE, GONE, DRAIN, STOP = Wake(), ClientGone(), Drain(), Stop()
-Said = ClientMessage | Wake | ClientGone | Drain | Stop | Unreadable
+WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
+DRAIN, HAND_OVER = Drain(), HandOver()
+GATHER_S: Final = 0.002
+"""How long a prompt that comes to an idle engine with lanes waits for others."""
+
+
+def gather_s(config: EngineConfig, said: Said) -> float:
+    """How long an idle engine waits for more like this before it begins a step.
+
+    Lanes compute prompts beside each other, in the time of one, if they are in one step: those that
+    are sent together come one by one.
+    """
+    has_lanes = config.tt_data_parallel > 1 and not config.mixed_batches
+    is_prompt = isinstance(said, AddRequest) and said.mode != "decode"
+    return GATHER_S if has_lanes and is_prompt else 0.0
+
+
+Said = ClientMessage | Wake | TurnDue | ClientGone | Drain | HandOver | Stop | Unreadable
 InboxItem = tuple[bytes, Said]
 
 

@@ -15,6 +15,7 @@ to drain, comes through the pipe.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -23,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,35 +42,52 @@ from replicas.engine.fault_injection import (
 )
 from replicas.engine.inbox import (
     DRAIN,
+    HAND_OVER,
     STOP,
+    TURN_DUE,
     WAKE,
     ClientGone,
     Drain,
+    HandOver,
     Inbox,
     Stop,
+    TurnDue,
     Unreadable,
     Wake,
+    gather_s,
 )
 from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
-from replicas.engine.reports import DRAIN_LINE, EngineArguments, EngineReport
+from replicas.engine.reports import (
+    DRAIN_LINE,
+    HAND_OVER_LINE,
+    EngineArguments,
+    EngineReport,
+)
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.sockets import Door, Receiver, Sender
 from replicas.errors import EngineError
+from replicas.stall_watch import DUMP_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import IO
 
+    from replicas.engine.gang import GangExecutor
     from replicas.engine.inbox import Said
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 """The parent gets a beat this often, unless nothing in this process moves."""
+LAST_WORDS_S = 1.0
+"""How long a process that ends by itself leaves its parent to read why."""
 MAX_MESSAGES_PER_STEP = 4096
 """Messages that are taken between two steps."""
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
+
+_MAX_DOING_CHARS = 2000
 
 _START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
 """What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
@@ -82,6 +101,7 @@ class EngineProcess:
         inbox: Messages from the receiver, and wake-ups.
         sender: Where frames leave.
         on_drained: Called once, when nothing is left of what it had before it was told to drain.
+        gang: Whom the engine steps with, if it does not step alone.
     """
 
     def __init__(
@@ -90,24 +110,31 @@ class EngineProcess:
         inbox: Inbox,
         sender: Sender,
         on_drained: Callable[[], None] = lambda: None,
+        gang: GangExecutor | None = None,
     ) -> None:
         self._server = server
         self._inbox = inbox
         self._sender = sender
         self._pulse = server.core.pulse
+        self._config = server.core.config
         self._on_drained = on_drained
+        self._gang = gang
         self._is_draining = False
         self._stopped = False
 
     def run(self) -> None:
         """Loop until `STOP` comes."""
         ran = False
+        if self._gang is not None:
+            self._gang.idle()
         while not self._stopped:
             self._pulse.work(time.monotonic())
             # After a step that ran nothing, another one would spin: wait for a message or a
             # deadline.
             self._drain_inbox(wait=not ran)
             step = self._server.core.begin_step(time.monotonic())
+            if self._gang is not None and step.batch is None:
+                self._gang.idle()
             # Tokens leave before KV is copied for anybody: the copy costs their clients nothing.
             self._server.core.publish(step)
             self._send_frames()
@@ -129,10 +156,12 @@ class EngineProcess:
                 self._pulse.rest(time.monotonic())
             item = self._inbox.get(block=wait, timeout=self._wait_s())
             self._pulse.work(time.monotonic())
+            begins_s = time.monotonic() + (gather_s(self._config, item[1]) if wait else 0.0)
             # Bounded, so that a flood of messages cannot keep the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
-                item = self._inbox.get_nowait()
+                left_s = begins_s - time.monotonic()
+                item = self._inbox.get(block=left_s > 0.0, timeout=max(left_s, 0.0))
             self._take(*item)
         except queue.Empty:
             return
@@ -147,6 +176,9 @@ class EngineProcess:
         match message:
             case Wake():
                 pass
+            case TurnDue():
+                assert self._gang is not None
+                self._gang.follow()
             case ClientGone():
                 self._server.client_gone(client)
                 self._sender.forget(client)
@@ -155,6 +187,8 @@ class EngineProcess:
             case Drain():
                 self._server.drain()
                 self._is_draining = True
+            case HandOver():
+                self._server.hand_over()
             case Stop():
                 self._stopped = True
             case _:
@@ -167,9 +201,7 @@ def main() -> None:
     # Whoever can connect costs one, before it has proved anything.
     raise_descriptor_limit()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
-    # Not for processes of ours, a compiler for one: the parent takes its end for ours.
-    os.set_inheritable(arguments.ready_fd, False)
-    report = os.fdopen(arguments.ready_fd, "wb", buffering=0)
+    report = _open_reports(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox = Inbox()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.
@@ -184,21 +216,21 @@ def main() -> None:
         daemon=True,
     ).start()
 
-    def tell(line: EngineReport) -> None:
-        report.write(msgspec.json.encode(line) + b"\n")
+    tell = partial(_tell, report)
+    tell_of_start = partial(_tell_of_start, tell)
+
+    def doing(stalled_s: float) -> str:
+        return _doing(stalled_s, pulse, core)
 
     pulse = Pulse()
     threading.excepthook = _die_with_thread
-    threading.Thread(target=_beat, args=(tell, pulse), name="engine-beat", daemon=True).start()
+    threading.Thread(
+        target=_beat, args=(tell, pulse, doing), name="engine-beat", daemon=True
+    ).start()
     with contextlib.closing(SignalSender(faults)):
         try:
             door = Door(arguments)
-            executor = UniProcExecutor(
-                arguments.config,
-                arguments.incarnation,
-                notify=lambda: inbox.put((b"", WAKE)),
-                progress=lambda stage, fraction: tell(EngineReport(stage=stage, fraction=fraction)),
-            )
+            executor, gang = _make_executor(arguments, inbox, tell, tell_of_start)
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
@@ -208,7 +240,7 @@ def main() -> None:
             receiver = Receiver(hears, inbox)
             sender = Sender(speaks, door.incarnation, inbox, core.pulse)
         except _START_ERRORS as error:
-            tell(EngineReport(failed=f"{type(error).__name__}: {error}"))
+            tell_of_start(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)
         receiver.start()
         sender.start()
@@ -216,16 +248,84 @@ def main() -> None:
             core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
         )
         _freeze_heap()
-        tell(EngineReport(ready=described, warm_up_s=core.warm_up_s))
+        tell_of_start(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, sender,
-            on_drained=lambda: tell(EngineReport(is_drained=True)),
+            on_drained=_tell_drained(tell) if gang is None else gang.drained, gang=gang,
         ).run()  # fmt: skip
         inbox.close()
         core.shutdown()
         sender.stop()
         sender.join(timeout=1.0)
         door.context.term()
+
+
+def _make_executor(
+    arguments: EngineArguments,
+    inbox: Inbox,
+    tell: Callable[[EngineReport], None],
+    tell_of_start: Callable[[EngineReport], None],
+) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
+    """The executor, and the same again if it is that of a gang's rank."""
+
+    def notify() -> None:
+        inbox.put((b"", WAKE))
+
+    def progress(stage: str, fraction: float) -> None:
+        tell_of_start(EngineReport(stage=stage, fraction=fraction))
+
+    config = arguments.config
+    if config.gang is None:
+        return UniProcExecutor(config, arguments.incarnation, notify, progress), None
+    # Nobody else loads it.
+    from replicas.engine.gang import GangExecutor, GangRank
+
+    rank = GangRank(
+        config.gang, config.keys, arguments.host,
+        wake=lambda: inbox.put((b"", TURN_DUE)),
+        on_loss=lambda reason: _die_with_gang(reason, tell),
+        on_drained=_tell_drained(tell),
+    )  # fmt: skip
+    gang = GangExecutor(config, arguments.incarnation, notify, progress, rank)
+    return gang, gang
+
+
+def _tell(report: IO[bytes], line: EngineReport) -> None:
+    report.write(msgspec.json.encode(line) + b"\n")
+
+
+def _tell_of_start(tell: Callable[[EngineReport], None], line: EngineReport) -> None:
+    """Tell the parent while it waits for the engine, or end: nobody else wants it."""
+    try:
+        tell(line)
+    except BrokenPipeError:
+        # An error of the start would be told to the same pipe.
+        logger.critical("the process that started this engine is gone: the engine ends")
+        sys.exit(1)
+
+
+def _tell_drained(tell: Callable[[EngineReport], None]) -> Callable[[], None]:
+    return lambda: tell(EngineReport(is_drained=True))
+
+
+def _die_with_gang(reason: str, tell: Callable[[EngineReport], None]) -> None:
+    """End, whatever the core thread waits for: it may be a collective that never ends."""
+    logger.critical("%s", reason)
+    with contextlib.suppress(OSError):
+        tell(EngineReport(failed=reason))
+    # The parent looks now and then, and is to know why.
+    time.sleep(LAST_WORDS_S)
+    os._exit(1)
+
+
+def _open_reports(arguments: EngineArguments) -> IO[bytes]:
+    """Where the parent is told things; stacks go to the other file that it gave."""
+    # Not for processes of ours, a compiler for one: the parent takes its end for ours.
+    os.set_inheritable(arguments.ready_fd, False)
+    if arguments.dump_fd is not None:
+        os.set_inheritable(arguments.dump_fd, False)
+        faulthandler.register(DUMP_SIGNAL, file=arguments.dump_fd)
+    return os.fdopen(arguments.ready_fd, "wb", buffering=0)
 
 
 def _freeze_heap() -> None:
@@ -243,12 +343,24 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _beat(tell: Callable[[EngineReport], None], pulse: Pulse) -> None:
-    """Tell the parent that this process moves, until nobody reads it."""
+def _beat(
+    tell: Callable[[EngineReport], None], pulse: Pulse, doing: Callable[[float], str]
+) -> None:
+    """Tell the parent that this process moves, and whether its core does, until nobody reads it."""
     with contextlib.suppress(OSError):
         while True:
-            tell(EngineReport(beat=pulse.count))
+            stalled_s = pulse.stalled_s(time.monotonic())
+            tell(EngineReport(beat=pulse.count, doing=doing(stalled_s) if stalled_s else ""))
             time.sleep(BEAT_S)
+
+
+def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
+    """Where a core that stalls is, and what it has left to do."""
+    try:
+        state = repr(core)
+    except RuntimeError:  # it moves again, and has changed what was looked at
+        state = "its state changes"
+    return f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"[:_MAX_DOING_CHARS]
 
 
 def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
@@ -267,6 +379,8 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
         *lines, rest = (rest + said).split(b"\n")
         if DRAIN_LINE in lines:
             inbox.put((b"", DRAIN))
+        if HAND_OVER_LINE in lines:
+            inbox.put((b"", HAND_OVER))
     _ask_to_stop(inbox, faults)
     # One that is to cling does so for longer than its parent waits, and not for ever: whatever
     # happens to the parent, nothing of it is to be left.

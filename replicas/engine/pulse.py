@@ -34,15 +34,18 @@ class Pulse:
     Attributes:
         count: Grows with every turn of the core thread's loop; odd while it works, even while it
             waits for messages.
+        num_tokens: That the present turn computes.
+        num_stalls: Turns that have stalled and ended.
     """
 
-    __slots__ = ("_num_tokens", "_turn", "_usual_s", "count")
+    __slots__ = ("_turn", "_usual_s", "count", "num_stalls", "num_tokens")
 
     def __init__(self) -> None:
         self.count = 1
+        self.num_stalls = 0
         # When the present turn began and how long it may take, replaced as a whole: others read it.
         self._turn: tuple[float, float] | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
         # By the binary logarithm of the tokens of a turn.
         self._usual_s: dict[int, float] = {}
 
@@ -50,13 +53,13 @@ class Pulse:
         """Another turn begins."""
         self._learn(now_s)
         self.count = (self.count + 2) | 1
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._turn = now_s, self._allowed_s(0)
 
     def compute(self, num_tokens: int) -> None:
         """The present turn goes to the device with so many tokens."""
         if self._turn is not None:
-            self._num_tokens = num_tokens
+            self.num_tokens = num_tokens
             self._turn = self._turn[0], self._allowed_s(num_tokens)
 
     def rest(self, now_s: float) -> None:
@@ -88,6 +91,7 @@ class Pulse:
         if self._turn is None:
             return
         began_s, allowed_s = self._turn
+        self.num_stalls += now_s - began_s > allowed_s
         took_s = min(now_s - began_s, 2 * allowed_s / FACTOR)
-        size = self._num_tokens.bit_length()
+        size = self.num_tokens.bit_length()
         self._usual_s[size] = max(took_s, _KEPT * self._usual_s.get(size, 0.0))

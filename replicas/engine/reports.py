@@ -16,6 +16,8 @@ STOP_S = 5.0
 
 DRAIN_LINE = b"drain"
 """A line on stdin, once the engine runs: take no more requests, and say when none is left."""
+HAND_OVER_LINE = b"hand over"
+"""A later one: ask clients to go elsewhere with what runs here, as there is little time left."""
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: Random id of this start.
         host: Address to bind the two client sockets to, on free ports.
         ready_fd: Inherited descriptor for `EngineReport` lines.
+        dump_fd: Inherited file that stacks are written to at `DUMP_SIGNAL`; None: that ends it.
         stop_timeout_s: How long it may take to end.
     """
 
@@ -33,6 +36,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     host: str
     ready_fd: int
+    dump_fd: int | None = None
     stop_timeout_s: float = STOP_S
 
 
@@ -44,9 +48,10 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         fraction: 0 to 1.
         ready: The engine runs; its warm-up took `warm_up_s`.
         warm_up_s: Seconds.
-        failed: It does not: why, for a person.
+        failed: It does not, or no longer: why, for a person.
         is_drained: It was told to drain, and has no request left and no block lent.
         beat: What the core thread does, see `Pulse.count`.
+        doing: With a beat: what it is in and what is left, for a person, as long as it stalls.
     """
 
     stage: str | None = None
@@ -56,3 +61,4 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     failed: str | None = None
     is_drained: bool = False
     beat: int | None = None
+    doing: str = ""

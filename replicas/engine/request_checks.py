@@ -66,7 +66,8 @@ class RequestChecks:
     def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
             return "mode prefill needs a ticket, and only that mode takes one"
-        if message.mode != "local" and not self._has_connector:
+        # A reservation needs none to compute what it is activated with.
+        if message.mode == "prefill" and not self._has_connector:
             return "this engine has no KV connector; set kv_connector"
         return None
 

@@ -10,8 +10,11 @@ preempted: it ends or goes on without anybody else's doing, so that no two can w
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
@@ -24,10 +27,17 @@ if TYPE_CHECKING:
 
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
+    from replicas.engine.prefix_feed import PrefixFeed
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import StepKind
     from replicas.kv_groups import KVGroup
-    from replicas.messages import FinishReason, GroupCounters, GroupSnapshot, RefusalReason
+    from replicas.messages import (
+        AbortReason,
+        FinishReason,
+        GroupCounters,
+        GroupSnapshot,
+        RefusalReason,
+    )
 
 
 class Roster(ABC):
@@ -106,7 +116,7 @@ class Roster(ABC):
             return refusal
         place = self._groups.place(seq, seq.num_tokens + 1)
         if place is None:
-            return "no_slot" if self._groups.choose(seq) is None else "no_blocks"
+            return "no_blocks" if self._groups.has_slot(seq) else "no_slot"
         self._groups.admit(seq, place, seq.num_tokens + 1)
         self._sequences[seq.request_id] = seq
         self._loads.reserve(seq, now_s)
@@ -189,12 +199,12 @@ class Roster(ABC):
 
     # --- requests out --------------------------------------------------------------------------
 
-    def abort(self, request_id: str) -> None:
-        """Drop a sequence wherever it is; unknown ids are ignored."""
+    def abort(self, request_id: str, reason: AbortReason = "abort") -> None:
+        """Drop a sequence wherever it is, and count it as `reason`; unknown ids are ignored."""
         seq = self._sequences.get(request_id)
         if seq is not None:
             seq.is_aborted = True
-            self._finish(seq, "abort")
+            self._finish(seq, reason)
         elif request_id in self._held and self._connector is not None:
             self._held[request_id].is_aborted = True
             self._connector.cancel(request_id)
@@ -269,18 +279,36 @@ class Roster(ABC):
         """Tokens that the queued sequences have to compute."""
         return self._waiting.num_tokens
 
-    def group_snapshots(self) -> list[GroupSnapshot]:
-        """What each DP group has left."""
+    def group_rooms(self) -> list[GroupSnapshot]:
+        """What each DP group has left; nothing of its load, which looks at every sequence."""
         running, reserved = self._running.num_in, self._loads.num_in
         return [
             self._groups.snapshot(g, running[g], reserved[g], self._waiting.num_asking_for[g])
             for g in range(len(self._groups))
         ]
 
+    def group_snapshots(self) -> list[GroupSnapshot]:
+        """What each DP group has left, and has to do."""
+        contexts: list[list[int]] = [[] for _ in range(len(self._groups))]
+        prompts: list[list[Sequence]] = [[] for _ in contexts]
+        for seq in itertools.chain(self._running, self._loads.awaiting):
+            contexts[seq.dp_group].append(len(seq.token_ids))
+        for seq in self._running.others:
+            prompts[seq.dp_group].append(seq)
+        return [
+            _with_load(room, contexts[group], prompts[group], self._waiting.load_of(group))
+            for group, room in enumerate(self.group_rooms())
+        ]
+
     def group_counters(self) -> list[GroupCounters]:
         """Totals and gauges of each DP group."""
         running, reserved = self._running.num_in, self._loads.num_in
         return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
+
+    @property
+    def prefix_feed(self) -> PrefixFeed:
+        """What the prefix caches have to tell."""
+        return self._groups.prefix_feed
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; what runs is not touched."""
@@ -305,11 +333,8 @@ class Roster(ABC):
     # --- from place to place --------------------------------------------------------------------
 
     def _refusal(self, seq: Sequence) -> RefusalReason | None:
-        if self._draining:
-            return "draining"
-        if seq.request_id in self._sequences or seq.request_id in self._held:
-            return "duplicate"
-        return None
+        is_known = seq.request_id in self._sequences or seq.request_id in self._held
+        return "draining" if self._draining else "duplicate" if is_known else None
 
     def _kv_ended(
         self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool
@@ -374,7 +399,7 @@ class Roster(ABC):
         hold = False
         if self._connector is not None:
             # What was computed to the end may still be kept in a store; nobody comes to fetch it.
-            if reason in {"abort", "error"} or seq.mode == "prefill":
+            if seq.is_aborted or reason == "error" or seq.mode == "prefill":
                 self._connector.cancel(seq.request_id)
             hold = self._connector.request_finished(seq.request_id, seq.block_ids)
         self._retire(seq, hold=hold)
@@ -409,3 +434,20 @@ class Roster(ABC):
     def _count_finished(self, seq: Sequence, reason: str) -> None:
         finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished
         finished[reason] = finished.get(reason, 0) + 1
+
+
+def _with_load(
+    room: GroupSnapshot,
+    contexts: list[int],
+    prompts: list[Sequence],
+    waiting: tuple[int, int, int],
+) -> GroupSnapshot:
+    num_waiting, num_tokens, num_pairs = waiting
+    return msgspec.structs.replace(
+        room,
+        num_context_tokens=sum(contexts),
+        max_context_tokens=max(contexts, default=0),
+        num_prompt_tokens=num_tokens + sum(s.num_new_tokens for s in prompts),
+        num_prompt_pairs=num_pairs + sum(s.num_new_pairs for s in prompts),
+        num_prompts=num_waiting + len(prompts),
+    )

@@ -112,6 +112,13 @@ class RunningRows:
         """Those that do not decode yet."""
         return self._both[1]
 
+    def prompt_tokens(self) -> list[int]:
+        """Of each DP group the tokens that are to be computed before all in it can decode."""
+        num_tokens = [0] * len(self.num_in)
+        for seq in self.others:
+            num_tokens[seq.dp_group] += seq.num_new_tokens
+        return num_tokens
+
     def check_invariants(self) -> None:
         """What is kept is what would be found."""
         for group, num_running in enumerate(self.num_in):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from replicas.engine.step import NO_DISTRIBUTION
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def sample(
             looked at.
 
     Returns:
-        (R,) token ids.
+        (R,) token ids; `NO_DISTRIBUTION` of a row with NaN, or without a greatest number.
     """
     vocab = logits.shape[-1]
     places = np.arange(len(logits)) if places is None else places
@@ -112,8 +113,14 @@ def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Ten
 
 def _most_likely(logits: torch.Tensor) -> Int64Array:
     """The first of the greatest of each row of float32 (n, V); NumPy finds it ten times sooner."""
-    found: Int64Array = logits.numpy().argmax(axis=1)
-    return found
+    values = logits.numpy()
+    found: Int64Array = values.argmax(axis=1)
+    return _or_none(found, values[np.arange(len(found)), found])
+
+
+def _or_none(token_ids: Int64Array, greatest: Float32Array) -> Int64Array:
+    """Tokens of rows whose greatest number, which NaN is to NumPy and PyTorch, is a number."""
+    return np.where(np.isfinite(greatest), token_ids, NO_DISTRIBUTION)
 
 
 def _draw_from_whole(
@@ -151,7 +158,7 @@ def _draw_from_whole(
     weights = chosen.float().mul(scale).sub_(greatest).exp2_()
     within = np.where(inside, weights.numpy(), 0.0).cumsum(axis=-1, dtype=np.float64)
     token_ids: Int64Array = blocks * _BLOCK + _indices_of(within, targets - before)
-    return token_ids
+    return _or_none(token_ids, greatest[:, 0].numpy())
 
 
 def _indices_of(cumulative: Float64Array, targets: Float64Array) -> Int64Array:
@@ -174,6 +181,8 @@ def _index_of(cumulative: Float64Array, target: float) -> int:
 def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
     """A token of float32 (V,), scaled by its temperature, among the k best or in the nucleus."""
     maxima = _by_block(logits[None], "amax").numpy()[0]
+    if not np.isfinite(maxima.max()):
+        return NO_DISTRIBUTION
     values = logits.numpy()
     if top_k < len(values):
         token_ids = _best(values, maxima, top_k)[:top_k]

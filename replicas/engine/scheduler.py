@@ -15,10 +15,12 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from replicas.engine.endings import Ending, EndRules
 from replicas.engine.roster import Roster
 from replicas.engine.running import Decodes
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step import NewSequence, ScheduledBatch, StepResult
+from replicas.engine.step import NO_DISTRIBUTION, NewSequence, ScheduledBatch, StepResult
+from replicas.engine.step_work import step_work
 from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
@@ -29,21 +31,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.step import StepKind
     from replicas.kv_groups import KVGroup
-    from replicas.messages import FinishReason
-
-
-class Ending(NamedTuple):
-    """The end of a sequence.
-
-    Attributes:
-        row: Its index in the step's outputs.
-        reason: Why it ended.
-        stop_reason: The stop token id that ended it, if one did.
-    """
-
-    row: int
-    reason: FinishReason
-    stop_reason: int | None
+    from replicas.messages import StepWork
 
 
 class StepOutputs(NamedTuple):
@@ -56,12 +44,14 @@ class StepOutputs(NamedTuple):
         endings: Of the rows that ended, in their order. One of mode prefill is over with its first
             token, without an ending.
         earlier: Of a run of several steps: the tokens of each row before its last.
+        failed: Sequences that got none, as their logits are no distribution; they are over.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     endings: list[Ending]
     earlier: list[list[int]] | None = None
+    failed: tuple[Sequence, ...] = ()
 
     def event(self, row: int, ending: Ending | None) -> TokenOutput:
         """One row, with its ending if it has one, before any other step is taken over."""
@@ -115,6 +105,16 @@ class _StepPlan:
         if block_ids and seq.is_known_to_runner:
             self.appended.append((seq.slot, block_ids))
 
+    def work(self, num_groups: int) -> StepWork:
+        """What it computes, once it has begun."""
+        decodes, prompts = [*self.decodes.sequences], []
+        for seq, count in zip(self.sequences, self.counts, strict=True):
+            if self.kind != "prefill" and count == 1:
+                decodes.append(seq)
+            else:
+                prompts.append((seq, count))
+        return step_work(decodes, prompts, num_groups)
+
     def build(self) -> ScheduledBatch:
         decodes = self.decodes.batch
         if not self.sequences and not self.appended:
@@ -167,8 +167,7 @@ class Scheduler(Roster):
             resumes_prefill=resumes_prefill,
         )
         assert 1 <= chunk_alignment <= config.max_num_batched_tokens, f"{chunk_alignment=}"
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        self._end_rules = EndRules(max_model_len, eos_token_ids)
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = Decodes("decode", [], len(self._groups))
@@ -235,16 +234,18 @@ class Scheduler(Roster):
             result: What the worker made of it.
         """
         plan = self._plan_of(batch)
+        failed = self._fail_rows(plan, result.token_ids)
         self._plans.popleft()
         num_decodes = len(plan.decodes)
         decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
         if self._overtaken:
             self._give_back_overtaken()
         if not plan.sequences:
-            return decoded
-        sequences, token_ids, endings, _ = decoded
-        sequences, token_ids = [*sequences], [*token_ids]
+            return decoded._replace(failed=failed) if failed else decoded
+        sequences, token_ids, endings = [*decoded.sequences], [*decoded.token_ids], decoded.endings
         for seq, token_id in zip(plan.sequences, result.token_ids[num_decodes:], strict=True):
+            if token_id == NO_DISTRIBUTION:
+                continue
             if token_id < 0:
                 self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
                 continue
@@ -253,7 +254,12 @@ class Scheduler(Roster):
             self._look_at(seq, token_id, len(sequences), endings)
             sequences.append(seq)
             token_ids.append(token_id)
-        return StepOutputs(sequences, token_ids, endings)
+        return StepOutputs(sequences, token_ids, endings, failed=failed)
+
+    def work(self, batch: ScheduledBatch) -> StepWork:
+        """What a step that is under way computes."""
+        [plan] = [plan for plan in self._plans if plan.batch is batch]
+        return plan.work(len(self._groups))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Sequences whose prompt a step computes, with the tokens computed once it has run.
@@ -399,7 +405,8 @@ class Scheduler(Roster):
         if self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None:
             return _Admission.ASKING
         # The whole prompt must fit, or two half-done prompts could starve each other.
-        place = self._groups.place(seq, seq.num_tokens, full_groups)
+        prompt_tokens = self._running.prompt_tokens() if seq.dp_group < 0 else []
+        place = self._groups.place(seq, seq.num_tokens, full_groups, prompt_tokens)
         if place is None:
             return _Admission.NO_ROOM
         num_external = self._loads.num_external(seq, place.num_tokens)
@@ -452,6 +459,18 @@ class Scheduler(Roster):
 
     # --- results and endings -------------------------------------------------------------------
 
+    def _fail_rows(self, plan: _StepPlan, token_ids: list[int]) -> tuple[Sequence, ...]:
+        """End the rows of a step whose logits are no distribution, as overtaken by its end."""
+        if min(token_ids, default=0) > NO_DISTRIBUTION:
+            return ()
+        rows = zip([*plan.decodes.sequences, *plan.sequences], token_ids, strict=True)
+        found = [s for s, t in rows if t == NO_DISTRIBUTION]
+        failed = tuple(s for s in found if s.status is SequenceStatus.RUNNING)
+        for seq in failed:
+            self._groups.forget_blocks(seq)
+            self._finish(seq, "error")
+        return failed
+
     def _update_decodes(self, plan: _StepPlan, token_ids: list[int]) -> StepOutputs:
         """Give each row its token, and look at those of which something may have changed."""
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
@@ -475,10 +494,10 @@ class Scheduler(Roster):
     def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
         """Let a sequence that has got a token end, leave, or decode on; its KV may be shared."""
         self._groups.cache_full_blocks(seq, seq.num_tokens - 1)
-        reason, stop_reason = self._finish_reason(seq, token_id)
-        if reason is not None:
-            endings.append(Ending(row, reason, stop_reason))
-            self._finish(seq, reason)
+        end = self._end_rules.reason(seq, token_id)
+        if end is not None:
+            endings.append(Ending(row, *end))
+            self._finish(seq, end[0])
         elif seq.mode == "prefill":
             self._hand_over(seq)
         else:
@@ -486,26 +505,19 @@ class Scheduler(Roster):
 
     def _decode_on(self, seq: Sequence) -> None:
         """Let a sequence decode until it has to be looked at."""
-        sampling, num_computed = seq.request.sampling, seq.num_computed_tokens
+        num_computed = seq.num_computed_tokens
         divisor = self._groups.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
-        seq.look_at = min(block_end, self._longest(seq) - 1)
+        seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
         if num_computed == seq.capacity:
             self._running.short[seq.slot] = seq
         if not seq.is_decoding:
-            seq.stop_ids = sampling.stop_token_ids
-            if not sampling.ignore_eos:
-                seq.stop_ids |= self._eos_token_ids
+            seq.stop_ids = self._end_rules.stop_ids(seq)
             self._running.decode(seq)
-
-    def _longest(self, seq: Sequence) -> int:
-        """Tokens with which a sequence ends."""
-        longest = seq.num_prompt_tokens + seq.request.sampling.max_tokens
-        return min(longest, self._max_model_len)
 
     def _ends_by_length(self, seq: Sequence) -> bool:
         """Whether the steps under way compute all that a sequence may compute."""
-        return seq.num_computed_tokens >= self._longest(seq) - 1
+        return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
 
     def _count_token(self, seq: Sequence) -> None:
         stats = self._groups.stats[seq.dp_group]
@@ -516,18 +528,6 @@ class Scheduler(Roster):
     def _count_tokens(self, decodes: Decodes, num_steps: int) -> None:
         for stats, num_rows in zip(self._groups.stats, decodes.num_in, strict=True):
             stats.generation_tokens += num_steps * num_rows
-
-    def _finish_reason(
-        self, seq: Sequence, token_id: int
-    ) -> tuple[FinishReason | None, int | None]:
-        sampling = seq.request.sampling
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return "stop", None
-        if token_id in sampling.stop_token_ids:
-            return "stop", token_id
-        if seq.num_output_tokens >= sampling.max_tokens or seq.num_tokens >= self._max_model_len:
-            return "length", None
-        return None, None
 
 
 def _new_sequence(seq: Sequence) -> NewSequence:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from replicas.messages import num_pairs
+
 if TYPE_CHECKING:
     from kv_transfer.connector import TransferRequest
     from replicas.engine.block_pool import PrefixWalk
@@ -141,3 +143,8 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Known tokens that are not computed yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_new_pairs(self) -> int:
+        """(token, token that it attends to) of these."""
+        return num_pairs(self.num_computed_tokens, len(self.token_ids))

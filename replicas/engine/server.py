@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kv_transfer.connector import only_kv_group
 from kv_transfer.curve import server_public_key
 from replicas.messages import (
@@ -24,12 +22,13 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     from replicas.engine.core import EngineCore
-    from replicas.messages import ClientMessage, WireEvent
+    from replicas.messages import ClientMessage, KVEventBatch, WireEvent
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.01
-"""Clients without outputs in a step get a changed snapshot after at most this long."""
+"""Clients get a changed snapshot after at most this long; at once where they have outputs in a step
+and more has changed than how many blocks are free."""
 
 Frames = list[tuple[bytes, EngineFrame]]
 """Frames to send, each with its client, in order."""
@@ -50,7 +49,12 @@ class EngineServer:
         # frames leave in an order that does not depend on hashes.
         self._clients: dict[bytes, None] = {}
         self._behind: dict[bytes, None] = {}
-        self._snapshot = core.snapshot(0)
+        self._snapshot, self._state = core.snapshot(0), core.state()
+        # Whether more blocks, or fewer, are free than the snapshot says.
+        self._is_stale = False
+        # Clients that follow the prefix caches, with what they have yet to be sent of these; None
+        # for one that begins with a listing.
+        self._followers: dict[bytes, list[KVEventBatch] | None] = {}
         self._flushed_s = 0.0
         self._frames: Frames = []
         # Who spoke without having been greeted, since the last frames.
@@ -76,6 +80,9 @@ class EngineServer:
         """Drop a client that cannot be reached, and all that it asked for."""
         for clients in (self._clients, self._behind, self._strangers):
             clients.pop(client, None)
+        if client in self._followers:
+            del self._followers[client]
+            self.core.prefix_feed.follow(is_followed=bool(self._followers))
         # Whoever gets a frame is a client again, to those who send heartbeats.
         self._frames = [frame for frame in self._frames if frame[0] != client]
         num_dropped = self.core.client_gone(client)
@@ -85,6 +92,10 @@ class EngineServer:
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
         self.core.drain()
+
+    def hand_over(self) -> None:
+        """Ask clients to go elsewhere with what they have here; what does not goes on."""
+        self.core.hand_over()
 
     @property
     def is_drained(self) -> bool:
@@ -98,16 +109,21 @@ class EngineServer:
 
     def frames(self, now_s: float) -> Frames:
         """Take what is to be sent now: every client's events, and the snapshot where it is due."""
-        if self._renew_snapshot():
+        # The same sum as in `next_deadline_s`: rounded otherwise, a deadline would not be one.
+        is_due = now_s >= self._flushed_s + SNAPSHOT_S
+        is_renewed = self._renew_snapshot(is_due=is_due)
+        if is_renewed:
             self._behind = dict.fromkeys(self._clients)
+        if self._followers:
+            self._tell_followers()
         for client, events in self.core.take_events().items():
             self._add_frame(client, events)
         for client in self._strangers:
             self._frames.append((client, EngineFrame(self._incarnation, [NotGreeted()])))
         self._strangers.clear()
-        # The same sum as in `next_deadline_s`: rounded otherwise, a deadline would not be one.
-        if self._behind and now_s >= self._flushed_s + SNAPSHOT_S:
-            for client in list(self._behind):
+        if is_due and (is_renewed or self._is_late):
+            waiting = (client for client, batches in self._followers.items() if batches)
+            for client in dict.fromkeys((*self._behind, *waiting)):
                 self._add_frame(client, [])
             self._flushed_s = now_s
         frames, self._frames = self._frames, []
@@ -116,7 +132,7 @@ class EngineServer:
     def next_deadline_s(self) -> float | None:
         """When a step or a snapshot is due although no message comes; None if never."""
         deadline_s = self.core.next_deadline_s()
-        if not self._behind:
+        if not self._is_late:
             return deadline_s
         flush_s = self._flushed_s + SNAPSHOT_S
         return flush_s if deadline_s is None else min(deadline_s, flush_s)
@@ -130,24 +146,46 @@ class EngineServer:
             return
         self._strangers.pop(client, None)
         self._clients[client] = self._behind[client] = None
+        if hello.follows_prefixes:
+            self.core.prefix_feed.follow(is_followed=True)
+            self._followers[client] = None
         self._add_frame(client, [])
 
     def _add_frame(self, client: bytes, events: list[WireEvent]) -> None:
         """Queue a frame, with the snapshot if the client has not had this one."""
         snapshot = self._snapshot if client in self._behind else None
         self._behind.pop(client, None)
-        self._frames.append((client, EngineFrame(self._incarnation, events, snapshot)))
+        batches = self._followers.get(client)
+        if batches:
+            self._followers[client] = []
+        frame = EngineFrame(self._incarnation, events, snapshot, kv_events=batches or [])
+        self._frames.append((client, frame))
 
-    def _renew_snapshot(self) -> bool:
-        """Take a new snapshot; False if nothing has changed but how many steps there were."""
-        old = self._snapshot
-        new = self.core.snapshot(old.seq + 1)
-        unchanged = msgspec.structs.replace(
-            new, seq=old.seq, num_steps=old.num_steps, step_s=old.step_s
-        )
-        if unchanged == old:
+    @property
+    def _is_late(self) -> bool:
+        """Whether a client has something to get that has not been sent."""
+        return self._is_stale or bool(self._behind) or any(self._followers.values())
+
+    def _tell_followers(self) -> None:
+        """Let every follower get what has changed, or all that there is; the frames come later."""
+        batches = self.core.prefix_feed.take()
+        for client, waiting in self._followers.items():
+            if waiting is None:
+                self._followers[client] = self.core.prefix_feed.listing()
+            else:
+                waiting.extend(batches)
+
+    def _renew_snapshot(self, *, is_due: bool) -> bool:
+        """Take a new snapshot; False if nothing has changed but what every step changes.
+
+        A full batch gets blocks in almost every step, and a snapshot looks at every row: of blocks
+        alone it says when frames are due that wait for nothing else.
+        """
+        state = self.core.state()
+        self._is_stale = state != self._state and not is_due and state[0] == self._state[0]
+        if state == self._state or self._is_stale:
             return False
-        self._snapshot = new
+        self._snapshot, self._state = self.core.snapshot(self._snapshot.seq + 1), state
         return True
 
 

@@ -65,12 +65,16 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.num_scheduled_tokens)
 
 
+NO_DISTRIBUTION = -2
+"""Instead of a token where the logits are no distribution: NaN, or infinite."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave.
 
     Attributes:
         token_ids: For each of the batch's slots the sampled token, or -1 where the prompt is not
-            complete yet.
+            complete yet, or `NO_DISTRIBUTION`.
         device_s: Seconds inside the generator.
     """
 

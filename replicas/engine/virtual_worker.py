@@ -254,8 +254,10 @@ class VirtualWorker:
             turns_s.append(now_s)
         return turns_s
 
-    def execute_run(self, batch: ScheduledBatch, num_steps: int) -> tuple[list[list[int]], float]:
-        """Run a step of which `run_turns` told: token ids by slot and step, seconds of waiting."""
+    def execute_run(
+        self, batch: ScheduledBatch, num_steps: int
+    ) -> tuple[list[list[int]], list[float]]:
+        """Run a step of which `run_turns` told: token ids by slot and step, each step's wait."""
         run = self._run[:num_steps]
         self._timeline.rewind(run[-1].free_s, run[-1].busy_s)
         first = [self._begun.popleft().token_ids] if self._begun else []
@@ -270,7 +272,7 @@ class VirtualWorker:
                 token_ids.append([f[i] for f in first] + self._tokens_of_request(row, num_left))
                 row.num_computed += num_left
                 row.num_tokens += num_left
-        return token_ids, sum(step.wait_s for step in run)
+        return token_ids, [step.wait_s for step in run]
 
     # --- inside --------------------------------------------------------------------------------
 

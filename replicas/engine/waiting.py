@@ -32,6 +32,8 @@ class WaitingQueue:
         self._sequences: deque[Sequence] = deque()
         self.num_tokens = 0
         self.num_asking_for = [0] * (num_groups + 1)
+        self._num_tokens_for = [0] * (num_groups + 1)
+        self._num_pairs_for = [0] * (num_groups + 1)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -60,11 +62,26 @@ class WaitingQueue:
         self._sequences.remove(seq)
         self._count(seq, -1)
 
+    def load_of(self, group: int) -> tuple[int, int, int]:
+        """Sequences that will run in a group, their tokens and pairs of tokens.
+
+        Of those that ask for no group an equal share, rounded up.
+        """
+        num_groups = len(self.num_asking_for) - 1
+        own, tokens, pairs = (
+            counts[group] - (-counts[-1] // num_groups)
+            for counts in (self.num_asking_for, self._num_tokens_for, self._num_pairs_for)
+        )
+        return own, tokens, pairs
+
     def check_invariants(self) -> None:
         """The counts are what they count."""
         assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
         for group, num_asking in enumerate(self.num_asking_for[:-1]):
-            assert num_asking == sum(s.dp_group == group for s in self._sequences)
+            waiting = [s for s in self._sequences if s.dp_group == group]
+            assert num_asking == len(waiting)
+            assert self._num_tokens_for[group] == sum(s.num_new_tokens for s in waiting)
+            assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)
 
     def _enter(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
@@ -73,3 +90,5 @@ class WaitingQueue:
     def _count(self, seq: Sequence, sign: int) -> None:
         self.num_tokens += sign * seq.num_new_tokens
         self.num_asking_for[seq.dp_group] += sign
+        self._num_tokens_for[seq.dp_group] += sign * seq.num_new_tokens
+        self._num_pairs_for[seq.dp_group] += sign * seq.num_new_pairs

@@ -323,7 +323,8 @@ class Worker:
             seed=self._config.weights_seed,
             attention=self._config.attention,
             progress=self._progress,
-            shares_kv=self._config.kv_connector is not None,
+            # Nobody on this host reads what a decode engine has, and private memory is faster.
+            shares_kv=self._config.kv_connector is not None and self._config.role != "decode",
         )
 
     def _simulated_mesh(self, mesh: SimulatedMeshConfig) -> SimulatedMesh:

@@ -24,11 +24,17 @@ FAMILIES: Mapping[str, str] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture name -> family (the configuration's model_type)."""
 
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_MAX_POSITIONS = {
+    "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072,
+    "qwen3_moe": 32768,
+}  # fmt: skip
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
+_DEFAULT_THETA = {"mixtral": 1e6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,32 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Experts that take the place of each layer's MLP.
+
+    Attributes:
+        num_experts: In a layer.
+        num_per_token: How many of them a token goes to.
+        intermediate_size: Size inside one of them.
+        is_normalised: The shares of a token's experts are made to add up to 1.
+        rounds_shares: They are rounded to the model's dtype.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    is_normalised: bool
+    rounds_shares: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What the engine and the torch generator need to know of a model.
 
     Attributes:
         name_or_path: Model folder.
         architectures: Architecture names, the first one counts.
-        family: "llama", "mistral", "qwen2" or "qwen3"; "" if only others compute it.
+        family: One of `FAMILIES`; "" if only others compute it.
         num_hidden_layers: Decoder layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; divides the query heads.
@@ -79,6 +104,7 @@ class ModelConfig:
         eos_token_id: Every token that ends a generation, from config.json, then
             generation_config.json.
         dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
+        experts: What each layer has instead of an MLP; None if it has one.
     """
 
     name_or_path: str
@@ -102,6 +128,7 @@ class ModelConfig:
     rope: RopeConfig
     eos_token_id: tuple[int, ...]
     dtype: str
+    experts: ExpertsConfig | None = None
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:
@@ -272,7 +299,9 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
     if head_dim % 2:
         raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
     max_positions = int(raw.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS[family])
-    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(
+        raw.get("attention_bias", False)
+    )
     return ModelConfig(
         name_or_path=name_or_path,
         architectures=architectures,
@@ -290,11 +319,12 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(raw, family),
-        rope=_rope(raw, max_positions),
+        rope=_rope(raw, max_positions, _DEFAULT_THETA.get(family, 10000.0)),
         eos_token_id=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
+        experts=_experts(raw, family),
     )
 
 
@@ -347,15 +377,43 @@ def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
     # Llama has no window, Mistral's is always on, Qwen's has a switch that defaults to off.
-    is_used = family == "mistral" or (family != "llama" and bool(raw.get("use_sliding_window")))
-    window = raw.get("sliding_window", 4096)  # transformers' default where the key is missing
+    is_used = family in ("mistral", "mixtral") or (
+        family != "llama" and bool(raw.get("use_sliding_window"))
+    )
+    # transformers' default where the key is missing
+    window = raw.get("sliding_window", None if family == "mixtral" else 4096)
     return int(window) if is_used and window is not None else None
 
 
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _experts(raw: Mapping[str, Any], family: str) -> ExpertsConfig | None:
+    """Read the keys of the families that have experts; transformers 5 has one name for both."""
+    if family not in ("mixtral", "qwen3_moe"):
+        return None
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError("layers with an MLP beside layers of experts are not supported")
+    is_mixtral = family == "mixtral"
+    found = ExpertsConfig(
+        num_experts=int(raw["num_local_experts"] if is_mixtral else _num_qwen_experts(raw)),
+        num_per_token=int(raw["num_experts_per_tok"]),
+        intermediate_size=int(raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]),
+        is_normalised=is_mixtral or bool(raw.get("norm_topk_prob", False)),
+        rounds_shares=not is_mixtral,
+    )
+    if not 1 <= found.num_per_token <= found.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok {found.num_per_token} of {found.num_experts} experts"
+        )
+    return found
+
+
+def _num_qwen_experts(raw: Mapping[str, Any]) -> int:
+    return int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"])
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int, default_theta: float) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(settings.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = float(settings.get("rope_theta") or raw.get("rope_theta") or default_theta)
     if any(isinstance(value, dict) for value in settings.values()):
         raise ConfigError(f"rope settings per layer type ({', '.join(settings)}) are not supported")
     rope_type = settings.get("rope_type") or settings.get("type") or "default"

@@ -105,6 +105,47 @@ class ModelCapabilities(TypedDict, total=False):
     supports_layer_callbacks: bool
 
 
+class Exchange(Protocol):
+    """What ranks that share out experts say to each other; every rank makes the same calls.
+
+    Attributes:
+        rank: This one's number.
+        size: How many there are.
+    """
+
+    rank: int
+    size: int
+
+    def counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """Send each rank its part of some numbers; returns the parts that this rank was sent.
+
+        Args:
+            counts: int64 (size * n,), n for each rank in order.
+
+        Raises:
+            GangLostError: A rank is no more.
+        """
+        ...
+
+    def rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each rank some rows.
+
+        Args:
+            rows: (sum(sent), D), in the order of ranks.
+            sent: Rows for each rank.
+            received: Rows from each rank.
+
+        Returns:
+            (sum(received), D), in the order of ranks.
+
+        Raises:
+            GangLostError: A rank is no more.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
     """The torch generator's ``mesh_device``: where and how it computes.
@@ -117,6 +158,7 @@ class CpuDevice:
         attention: "fast" batches decode rows; "reference" attends request by request.
         progress: Called while loading with (stage, fraction done in 0..1); must be quick.
         shares_kv: Whether other processes of this host may be shown the KV cache's memory.
+        exchange: The way to the other ranks of a gang, which have the other experts.
     """
 
     dtype: torch.dtype
@@ -125,6 +167,7 @@ class CpuDevice:
     attention: Literal["fast", "reference"] = "fast"
     progress: Callable[[str, float], None] | None = None
     shares_kv: bool = False
+    exchange: Exchange | None = None
 
 
 NO_LOG_PROBS = -2
@@ -509,6 +552,18 @@ class SupportsMixedBatch(Protocol):
 
         Returns:
             Logits float (len(batch.logits_indices), V), in that order.
+        """
+        ...
+
+
+class SupportsGang(Protocol):
+    """A generator whose layers may be shared out over ranks that pass through them together."""
+
+    def forward_idle(self) -> None:
+        """Take part in one forward of the others without a token of its own.
+
+        Raises:
+            GangLostError: A rank is no more.
         """
         ...
 

@@ -81,15 +81,14 @@ def resolve_mesh_generator(config: EngineConfig, architecture: str) -> type[Gene
         return resolve_generator(NATIVE_TT_GENERATOR)
     # They import torch, which most that ask this module for something do without.
     from replicas.generators.plugin.adapter import adapt
-    from replicas.generators.plugin.find import PluginPaths, find_plugin_class, find_route_class
-    from replicas.generators.plugin.routes import ROUTES, check_route
+    from replicas.generators.plugin.find import find_plugin_class
+    from replicas.generators.plugin.routes import check_route
+    from replicas.generators.plugin.sources import PluginPaths
 
     assert mesh is not None
-    if name in ROUTES:
-        check_route(config, architecture)
-        found = find_route_class(name, architecture, PluginPaths(mesh.tt_metal_home))
-    else:
-        found = find_plugin_class(name, PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir))
+    check_route(config, architecture)
+    paths = PluginPaths(mesh.tt_metal_home, mesh.extra_models_dir)
+    found = find_plugin_class(name, paths, architecture)
     bases = (f"{base.__module__}:{base.__qualname__}" for base in found.__mro__)
     if NATIVE_TT_GENERATOR in bases:
         _check_interface(name, found)

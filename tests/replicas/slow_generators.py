@@ -10,6 +10,8 @@ HANGS_AT = 5
 """The first forward pass, warm-up aside, that does not return."""
 
 SLOW_STEP_S = 0.4
+LATE_S = 7.0
+"""Longer than a turn may take that has been short so far."""
 
 
 class _Counting(TorchGenerator):
@@ -36,6 +38,24 @@ class Holding(_Counting):
     def delay(self):
         if self.num_passes == HANGS_AT:
             ctypes.PyDLL(None).pause()
+
+
+class Locked(_Counting):
+    """As `Holding`, in a call that no signal interrupts."""
+
+    def delay(self):
+        if self.num_passes == HANGS_AT:
+            mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
+
+
+class Late(_Counting):
+    """Waits once for its device for longer than it should, then goes on."""
+
+    def delay(self):
+        if self.num_passes == HANGS_AT:
+            time.sleep(LATE_S)
 
 
 class Slow(_Counting):

@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import configs
@@ -20,6 +21,7 @@ from replicas import async_client, client, launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
 from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
+from replicas.engine.reports import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
     KNOWN_STEP_S,
@@ -180,6 +182,20 @@ def test_an_engine_s_libraries_are_told_how_to_be_unless_its_parent_says_otherwi
     assert {b"GOMP_SPINCOUNT=1000", b"LRU_CACHE_CAPACITY=7"} <= set(told)
 
 
+def test_an_engine_in_this_process_has_the_same_settings_and_the_user_the_last_word():
+    code = "import os; from replicas import LLM; print(*map(os.environ.get, %r))"
+    names = ("GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    found = subprocess.run(
+        [sys.executable, "-c", code % (names,)],
+        env={**environment, "LRU_CACHE_CAPACITY": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == ["1000", "7"]
+
+
 def wait_killed(handle):
     """Exit code, from the callback that a replica uses too."""
     ended, codes = threading.Event(), []
@@ -283,6 +299,7 @@ class Stuck:
     """A process that even SIGKILL does not end, as in a call of a driver."""
 
     stdin = None
+    pid = 2**30
     kills = 0
 
     def poll(self):
@@ -300,13 +317,15 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
     handle = EngineHandle(process, None, KeyRing())
-    launch._watch_for_hang(handle, process, launch._Reports(read_fd), LOOK_S)
+    dump_fd = launch.new_dump_file()
+    launch._watch_for_hang(handle, process, launch._Reports(read_fd), dump_fd, LOOK_S)
     assert process.kills == 1
     assert not handle.is_alive
     handle.stop()
     assert process.kills == 2
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(read_fd)
+    for fd in (read_fd, dump_fd):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment(of_meshes):
@@ -349,3 +368,24 @@ def test_a_user_without_a_home_can_start_engines():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("homeless\n", "", 0)
+
+
+def test_an_engine_whose_parent_is_gone_before_it_runs_says_so_in_one_line():
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    arguments = EngineArguments(
+        config=msgspec.structs.replace(config(), keys=KeyRing((bytes(32),))),
+        incarnation="0" * 16, host="127.0.0.1", ready_fd=write_fd, dump_fd=write_fd,
+        stop_timeout_s=60.0,
+    )  # fmt: skip
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "replicas.engine.process"],
+            input=msgspec.json.encode(arguments) + b"\n", capture_output=True, check=False,
+            pass_fds=(write_fd,),
+        )  # fmt: skip
+    finally:
+        os.close(write_fd)
+    assert ended.returncode == 1
+    assert b"Traceback" not in ended.stderr
+    assert ended.stderr.count(b"is gone") == 1

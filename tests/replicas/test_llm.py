@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 
 from replicas import LLM, AsyncLLM, SamplingParams
@@ -90,8 +91,9 @@ def test_engine_stops_at_a_stop_string(llm, greedy):
     before = llm.get_metrics().groups[0]
     generate(llm, PROMPTS[0], msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],)))
     after = llm.get_metrics().groups[0]
-    num_aborted = [group.requests_finished.get("abort", 0) for group in (before, after)]
-    assert num_aborted[1] == num_aborted[0] + 1
+    for reason, count in (("stop", 1), ("abort", 0), ("length", 0)):
+        num_ended = [group.requests_finished.get(reason, 0) for group in (before, after)]
+        assert num_ended[1] == num_ended[0] + count, reason
     assert after.num_empty_slots == 4
 
 
@@ -146,7 +148,18 @@ def test_minted_seeds_differ_by_request_and_repeat_by_llm_seed():
     [
         ([], GREEDY, "prompt", ["empty"]),
         ([5] * 128, GREEDY, "prompt", ["128 tokens", "max_model_len is 128"]),
-        ([5, 384], GREEDY, "prompt", ["vocabulary"]),
+        ([5, 384], GREEDY, "prompt", ["prompt 2 of 2", "prompt[1] is 384", "0 to 383"]),
+        ([1.5], GREEDY, "prompt", ["prompt 2 of 2", "prompt[0]", "1.5"]),
+        ([5, True], GREEDY, "prompt", ["prompt[1]", "True"]),
+        (["a", "b"], GREEDY, "prompt", ["prompt[0]", "'a'"]),
+        ([5, b"x"], GREEDY, "prompt", ["prompt[1]", "b'x'"]),
+        (b"x", GREEDY, "prompt", ["prompt 2 of 2", "bytes"]),
+        (np.array([5, 6]), GREEDY, "prompt", ["prompt 2 of 2", "ndarray"]),
+        ("ab\ud800", GREEDY, "prompt", ["prompt[2]", "surrogate"]),
+        ("x", SamplingParams(max_tokens=2.5), "max_tokens", ["prompt 2 of 2", "max_tokens", "int"]),
+        ("x", SamplingParams(max_tokens=True), "max_tokens", ["max_tokens", "bool"]),
+        ("x", SamplingParams(temperature="1"), "temperature", ["temperature", "str"]),
+        ("x", SamplingParams(stop_token_ids=[384]), "stop_token_ids", ["384", "0 to 383"]),
         ("x", SamplingParams(max_tokens=0), "max_tokens", ["0"]),
         ("x", SamplingParams(temperature=float("inf")), "temperature", ["inf"]),
         ("x", SamplingParams(stop=("",)), "stop", ["empty"]),
@@ -163,6 +176,20 @@ def test_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm, prompt, param
     after = llm.get_metrics()
     assert after.num_steps == before.num_steps
     assert after.groups[0].num_free_blocks == after.groups[0].num_blocks
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True, 5], b"x", np.array([5]), 5])
+def test_prompt_of_a_wrong_type_alone_is_refused(llm, prompt):
+    with pytest.raises(InvalidRequestError, match="prompt 1 of 1") as caught:
+        generate(llm, prompt, GREEDY)
+    assert caught.value.param == "prompt"
+
+
+def test_numbers_of_numpy_and_a_stop_string_alone_are_taken(llm, greedy):
+    params = SamplingParams(max_tokens=np.int64(4), temperature=np.float32(0.0), stop="no such")
+    assert params.stop == ("no such",)
+    plain = generate(llm, [5, 6], SamplingParams(max_tokens=4, temperature=0.0))
+    assert texts(generate(llm, [np.int32(5), np.int64(6)], params)) == texts(plain)
 
 
 def test_aborted_request_gives_nothing_more(llm):
@@ -263,10 +290,10 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
 @pytest.mark.parametrize(
     "params",
     [
-        msgspec.structs.replace(GREEDY, stop="abc"),
+        msgspec.structs.replace(GREEDY, stop=5),
         msgspec.structs.replace(GREEDY, max_tokens=1.5),
     ],
-    ids=["text for a list of texts", "fraction"],
+    ids=["number for a list of texts", "fraction"],
 )
 def test_value_of_a_wrong_type_is_refused_and_the_next_prompt_runs(llm_process, greedy, params):
     with pytest.raises(InvalidRequestError, match="wrong type"):

@@ -6,6 +6,8 @@ import pytest
 
 from replicas.config import MeshConfig
 from replicas.errors import ConfigError
+from replicas.user_cache import user_cache
+from tests.hosts import take_home
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,11 @@ def test_an_empty_weight_cache_is_the_users_own(monkeypatch, tmp_path):
     assert MeshConfig(name="N150").weight_cache_folder == usual
     assert MeshConfig(name="N150", weight_cache="").weight_cache_folder == usual
     assert MeshConfig(name="N150", weight_cache="/kept").weight_cache_folder == Path("/kept")
+
+
+def test_a_user_without_a_home_has_no_weight_cache_of_his_own(monkeypatch):
+    take_home(monkeypatch)
+    assert MeshConfig(name="N150").weight_cache_folder is None
+    assert MeshConfig(name="N150", weight_cache="/kept").weight_cache_folder == Path("/kept")
+    assert user_cache() is None
+    assert user_cache("/home/other") == Path("/home/other/.cache/ttserve")

@@ -8,9 +8,15 @@ import pytest
 
 from replicas import mesh_environment as module
 from replicas.config import EngineConfig, MeshConfig
-from replicas.errors import ConfigError
-from replicas.mesh_environment import make_folders, mesh_environment
+from replicas.errors import ConfigError, UnknownGeneratorError
+from replicas.mesh_environment import (
+    check_generator,
+    make_folders,
+    mesh_environment,
+    with_places,
+)
 from replicas.ttnn_package import TtnnPackage
+from tests.hosts import take_home
 
 CACHE = "TT_CACHE_PATH"
 
@@ -204,3 +210,100 @@ def test_the_folder_is_made_or_it_is_said_what_to_set(model, tmp_path):
         make_folders(blocked, of(blocked))
     native = EngineConfig(model=str(model), mesh=MeshConfig(name="N150"))
     make_folders(native, {CACHE: str(tmp_path / "file" / "x")})
+
+
+def test_without_a_home_nothing_is_kept_and_nothing_written_beside_a_model(
+    model, tmp_path, monkeypatch
+):
+    take_home(monkeypatch)
+    native = EngineConfig(model=str(model), mesh=MeshConfig(name="N150"))
+    assert "TT_METAL_LOGS_PATH" not in of(native)
+    make_folders(native, of(native))
+    config = theirs(model)
+    assert CACHE not in of(config)
+    with pytest.raises(ConfigError, match=r"beside the model, .*set HOME, or mesh\.weight_cache"):
+        make_folders(config, of(config))
+    kept = theirs(model, weight_cache=str(tmp_path / "kept"))
+    make_folders(kept, of(kept))
+    assert of(kept, HOME="/home/me")["TT_METAL_LOGS_PATH"] == "/home/me/.cache/ttserve/ttnn-logs"
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d9c46"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    with pytest.raises(ConfigError, match=r"called Qwen3-8B: .*set HOME"):
+        of(theirs(snapshot))
+
+
+# --- where classes come from ---------------------------------------------------------------------
+
+WHERE = {"TT_METAL_HOME": "/opt/tt-metal", "EXTRA_MODELS_DIR": "/opt/models"}
+
+
+def test_a_class_is_looked_for_where_the_environment_says(model):
+    mesh = with_places(theirs(model, extra_models_dir="/srv/models"), WHERE).mesh
+    assert (mesh.tt_metal_home, mesh.extra_models_dir) == ("/opt/tt-metal", "/srv/models")
+    native = EngineConfig(model=str(model), mesh=MeshConfig(name="N150"))
+    assert with_places(native, WHERE) is native
+    on_cpu = EngineConfig(model=str(model), generator="module:Class")
+    assert with_places(on_cpu, WHERE) is on_cpu
+
+
+@pytest.fixture
+def llama(model):
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return model
+
+
+def with_generator(model, name, **settings):
+    return msgspec.structs.replace(theirs(model, **settings), generator=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tt-metal", "set TT_METAL_HOME or mesh.tt_metal_home"),
+        ("LlamaForCausalLM", "set TT_METAL_HOME or mesh.tt_metal_home"),
+        ("models.mine:Class", "set TT_METAL_HOME or mesh.tt_metal_home"),
+        ("tt-mettal", r"no generator class for 'tt-mettal'.*one of tt-metal, tt-transformers"),
+        ("tt-transformers", "install github.com/tenstorrent/tt-transformers"),
+        ("tests.replicas.no_such:Class", "no module 'tests.replicas.no_such' here; correct its"),
+        ("no_such_package:Class", "no module 'no_such_package' here; correct its"),
+    ],
+)
+def test_a_class_that_is_not_here_is_refused_before_anything_starts(llama, name, message):
+    with pytest.raises(UnknownGeneratorError, match=message):
+        check_generator(with_generator(llama, name), {})
+
+
+def test_a_class_that_is_here_is_not_imported(llama, tmp_path):
+    metal = tmp_path / "metal"
+    file = metal / "models/tt_transformers/tt/generator_vllm.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("raise AssertionError('imported')")
+    check_generator(with_generator(llama, "tt-metal"), {"TT_METAL_HOME": str(metal)})
+    check_generator(with_generator(llama, "tt-metal", tt_metal_home=str(metal)), {})
+    check_generator(with_generator(llama, "tests.replicas.generators.plugin.doubles:Seed"), {})
+    check_generator(with_generator(llama, "json:Class"), {})
+    file.unlink()
+    with pytest.raises(UnknownGeneratorError, match=r"no module 'models.tt_transformers"):
+        check_generator(with_generator(llama, "tt-metal", tt_metal_home=str(metal)), {})
+    with pytest.raises(ConfigError, match="is not a tt-metal checkout: it has no folder models"):
+        check_generator(with_generator(llama, "tt-metal"), {"TT_METAL_HOME": str(tmp_path)})
+
+
+def test_a_bundles_class_is_looked_for_in_the_bundle(llama, tmp_path):
+    bundle = tmp_path / "bundles" / "mine"
+    bundle.mkdir(parents=True)
+    metadata = '{"arch": "Mine", "main_class": "mine.tt:Class"}'
+    (bundle / "vllm_metadata.json").write_text(metadata)
+    where = {"EXTRA_MODELS_DIR": str(bundle.parent)}
+    with pytest.raises(UnknownGeneratorError, match=r"no module 'mine\.tt'"):
+        check_generator(with_generator(llama, "Mine"), where)
+    (bundle / "mine").mkdir()
+    (bundle / "mine" / "tt.py").touch()
+    check_generator(with_generator(llama, "Mine"), where)
+
+
+def test_our_own_need_not_be_looked_for(llama):
+    native = EngineConfig(model=str(llama), mesh=MeshConfig(name="N150"))
+    check_generator(native, {})
+    check_generator(EngineConfig(model=str(llama), generator="no_such_package:Class"), {})

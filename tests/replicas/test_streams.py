@@ -6,15 +6,19 @@ import asyncio
 
 import pytest
 
-from replicas.errors import EngineDeadError, EngineStalledError
+from replicas.errors import EngineDeadError, EngineLeavingError, EngineStalledError
 from replicas.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Accepted,
     AddRequest,
+    BlockStored,
     EngineDescription,
     EngineFrame,
     EngineRequest,
     EngineSnapshot,
+    Hello,
+    KVEventBatch,
     TokenColumns,
     TokenOutput,
     UtilityResult,
@@ -152,6 +156,11 @@ def test_closing_twice_aborts_once(client):
     assert client.sent[2:] == [Abort(["r"])]
 
 
+def test_closing_says_what_the_request_counts_as(client):
+    client.open("r").close(abort=True, reason="stop")
+    assert client.sent[-1] == Abort(["r"], "stop")
+
+
 def test_a_lost_engine_is_told_to_every_stream_after_what_had_come(client):
     one, other = client.open("one"), client.open("other")
     client.take(token("one"))
@@ -219,6 +228,21 @@ def test_an_engine_that_stalls_tells_every_stream_and_once_that_it_does_not_move
     assert client.moves == [("e.1", False), ("e.1", True)]
 
 
+def test_an_engine_that_hands_over_tells_every_stream_and_once_and_goes_on(client):
+    inbox = asyncio.Queue()
+    stream = client.open("a", inbox)
+    for seq in (4, 5):
+        client.take(snapshot=EngineSnapshot(seq, True, 0, 0, 0, [], hands_over=True))
+    client.take(token("a"))
+    told = [inbox.get_nowait() for _ in range(inbox.qsize())]
+    assert [(s, type(event)) for s, event in told] == [
+        (stream, EngineLeavingError),
+        (stream, TokenOutput),
+    ]
+    assert isinstance(stream.away, EngineLeavingError)
+    assert client.moves == []
+
+
 def test_an_engine_that_is_quiet_does_not_move_and_its_streams_wait(client):
     inbox = asyncio.Queue()
     client.open("a", inbox)
@@ -235,3 +259,30 @@ def test_whoever_has_one_engine_only_waits_for_it(client):
     client.take(stalled_s=5.5)
     client.take(token("r"))
     assert get_now(stream) == token("r")
+
+
+def test_whoever_follows_prefix_caches_greets_for_that_and_again_where_it_needs_a_listing():
+    sent, told, needs = [], [], []
+
+    def take(incarnation, batches):
+        told.append((incarnation, [batch.seq for batch in batches]))
+        return bool(needs)
+
+    def nobody(*_):
+        pass
+
+    table = StreamTable(DESCRIPTION, sent.append, nobody, nobody, take)
+    table.greet()
+    batches = [KVEventBatch(4, 0, [BlockStored([7])]), KVEventBatch(9, 1, [])]
+    table.take([EngineFrame("e.1"), EngineFrame("e.1", kv_events=batches)])
+    assert told == [("e.1", [4, 9])]
+    assert sent == [Hello(PROTOCOL_VERSION, follows_prefixes=True)]
+    needs.append("a batch was missed")
+    table.take([EngineFrame("e.1", kv_events=batches)])
+    assert sent == [Hello(PROTOCOL_VERSION, follows_prefixes=True)] * 2
+
+
+def test_whoever_does_not_follow_says_so(client):
+    client.table.greet()
+    client.table.take([EngineFrame("e.1", kv_events=[KVEventBatch(1, 0, [])])])
+    assert client.sent == [Hello(PROTOCOL_VERSION, follows_prefixes=False)]

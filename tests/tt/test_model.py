@@ -15,6 +15,7 @@ import ttnn
 from replicas.errors import ConfigError
 from replicas.generators.model_config import parse_hf_config
 from replicas.generators.ttnn.buckets import (
+    bucket_for,
     decode_table_width,
     padded_vocab_size,
     prefill_buckets,
@@ -96,7 +97,7 @@ class LaneUnderTest:
         self.max_seq_len = max_seq_len
         self.tp = self.device.get_num_devices()
         self.vocab = padded_vocab_size(config.vocab_size, self.tp)
-        precision = profile(optimizations)
+        precision = profile(optimizations, config)
         self.model = TTTransformer(
             config,
             self.device,
@@ -142,7 +143,8 @@ class LaneUnderTest:
             table_width=prefill_table_width(self.max_seq_len, self.block_size),
             hidden_size=self.config.hidden_size,
         )
-        self._check(self.model.prefill(to_device(host, self.device), self.cache))
+        piece = self.model.attention_piece(host.tokens.shape[-1], start)
+        self._check(self.model.prefill(to_device(host, self.device), self.cache, piece))
 
     def decode(self, positions, rows=None, table_width=None):
         rows = rows or self.rows
@@ -192,7 +194,8 @@ def on_board(board, *values):
 def test_every_bucket_and_a_decode_are_taken_and_compile_once(
     mock_lane, board, family, size, optimizations
 ):
-    config = make_config(family, size)
+    # A tile of the residual on each chip.
+    config = make_config(family, size, **({"hidden_size": 256} if board == "T3K" else {}))
     # The longest bucket there is once; longer prompts are more chunks of it.
     longest = 8192 if (board, family, size) == ("N150", "llama", "small") else 2048
     max_seq_len = longest if size == "small" else 1024
@@ -200,8 +203,11 @@ def test_every_bucket_and_a_decode_are_taken_and_compile_once(
     assert lane.tp == {"N150": 1, "N300": 2, "T3K": 8, "P150": 1}[board]
     shorter = 0
     for bucket in prefill_buckets(max_seq_len):
-        for start, other_start in ((0, 0), (64, 128)):
-            lane.prefill(start, bucket - start)
+        for start, other_start in ((0, 0), (64, 192), (256, 512)):
+            num_tokens = min(bucket, max_seq_len - start)
+            if bucket_for(num_tokens, max_seq_len) != bucket:
+                continue
+            lane.prefill(start, num_tokens)
             num_programs = lane.num_programs
             lane.prefill(other_start, shorter + 1)
             assert lane.num_programs == num_programs
@@ -210,6 +216,20 @@ def test_every_bucket_and_a_decode_are_taken_and_compile_once(
     num_programs = lane.num_programs
     lane.decode([5, 77, -1, -1, 130])
     assert lane.num_programs == num_programs
+
+
+@pytest.mark.board("N150")
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_attention_takes_large_pieces_where_a_chunk_begins_at_one(mock_lane, block_size):
+    config = make_config("qwen3", num_attention_heads=32)
+    piece = mock_lane(config, block_size=block_size).model.attention_piece
+    assert [piece(1024, start) for start in (0, 128, 256, 640, 768)] == [
+        256, block_size, 256, block_size, 256,
+    ]  # fmt: skip
+    # Larger ones of few tokens would leave cores without work.
+    assert [piece(128, start) for start in (0, 256)] == [64, max(64, block_size)]
+    for bucket in (128, 1024, 2048):
+        assert all(start % piece(bucket, start) == 0 for start in range(0, 2048, block_size))
 
 
 @pytest.mark.board("N150")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 
@@ -179,6 +180,33 @@ def test_kv_moves_from_a_prefill_mesh_to_a_decode_mesh(pair, name):
         assert outputs == wanted
     else:
         assert_same(case, outputs, wanted, name, optimizations)
+
+
+def test_by_default_the_device_draws_and_a_step_begins_before_the_last_is_read(monkeypatch):
+    made = config("llama-32", 2)
+    mesh = MeshConfig(name=MESHES[2], weight_cache=str(root() / "weights"))
+    happened = []
+    with golden_boards(), engine_core(msgspec.structs.replace(made, mesh=mesh)) as core:
+        runner = core._executor._worker._runner
+        assert runner._draws.kinds == {"prefill", "decode"}
+
+        def noted(name, word):
+            run = getattr(runner, name)
+
+            def call(argument):
+                happened.append(word)
+                return run(argument)
+
+            monkeypatch.setattr(runner, name, call)
+
+        noted("submit", "submit")
+        noted("_wait_for_event", "wait")
+        outputs = generate(core, PROMPTS[:4], greedy())
+    assert [len(tokens) for tokens in outputs] == [10] * 4
+    # Of ten tokens each the first comes with the prompt.
+    steady = "".join("s" if word == "submit" else "w" for word in happened)
+    assert "sswsw" in steady
+    assert steady.count("w") == 9
 
 
 def test_draws_of_the_device_do_not_depend_on_slot_lane_or_running_ahead():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import ttnn
 
+from replicas.generators.ttnn.collectives import Collectives
 from replicas.generators.ttnn.inputs import to_device
 from replicas.generators.ttnn.sampling import (
     Sampler,
@@ -36,7 +37,7 @@ def drawn(logits, rows, num_chips, position=0):
         )
         inputs = to_device(host_sampling_inputs(rows, np.full(len(logits), position)), device)
         tokens = library.zeros((1, len(logits)), ttnn.uint32, ttnn.ROW_MAJOR_LAYOUT, device)
-        sampler = Sampler(device, len(logits), width)
+        sampler = Sampler(device, Collectives(device), len(logits), width)
         sampler.sample(tiles, inputs, tokens)
         assert all(torch.equal(shard, tokens.shards[0]) for shard in tokens.shards)
         return tokens.shards[0].flatten().tolist()

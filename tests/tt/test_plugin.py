@@ -133,7 +133,7 @@ class OnRegistered(Registered):
 def _own_places(tmp_path, monkeypatch):
     """Locks of boards and links to checkpoints are files; a test must not meet another one's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(checkpoints, "_links_folder", lambda: tmp_path / "links")
+    monkeypatch.setattr(checkpoints, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(doubles, "HEAD_DIM", HEAD_DIM)
     monkeypatch.setattr(Double, "recording", Recording())
 

@@ -59,7 +59,7 @@ def draw(lane):
     num_rows, width = lane.rows, lane.vocab // lane.tp
     greedy = host_sampling_inputs(greedy_rows(num_rows), np.zeros(num_rows, dtype=np.int64))
     logits = torch.zeros(1, 1, 32, width, dtype=torch.bfloat16)
-    sampler = Sampler(lane.device, num_rows, width)
+    sampler = Sampler(lane.device, lane.model.collectives, num_rows, width)
     return lambda: sampler.sample(
         ttnn.from_torch(logits, layout=ttnn.TILE_LAYOUT, device=lane.device),
         to_device(greedy, lane.device),

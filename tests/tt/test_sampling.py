@@ -10,6 +10,7 @@ import torch
 import ttnn
 
 from replicas.generators.ttnn import sampling
+from replicas.generators.ttnn.collectives import Collectives
 from replicas.generators.ttnn.inputs import refresh, to_device
 from replicas.generators.ttnn.sampling import (
     Sampler,
@@ -117,7 +118,7 @@ class GoldenSampler:
     def __init__(self, library, num_chips, vocab, num_rows):
         self.library, self.vocab, self.num_rows = library, vocab, num_rows
         self.device = open_golden(1, num_chips)
-        self.sampler = Sampler(self.device, num_rows, vocab // num_chips)
+        self.sampler = Sampler(self.device, Collectives(self.device), num_rows, vocab // num_chips)
         zeros = np.zeros(num_rows, dtype=np.int64)
         self.inputs = to_device(host_sampling_inputs(greedy_rows(num_rows), zeros), self.device)
         self.tokens = library.from_torch(
@@ -238,7 +239,7 @@ def test_ttnn_takes_the_vocabularies_of_real_models(open_mock_mesh, vocab):
         layout=ttnn.ROW_MAJOR_LAYOUT,
         device=device,
     )
-    sampler = Sampler(device, num_rows, vocab // device.get_num_devices())
+    sampler = Sampler(device, Collectives(device), num_rows, vocab // device.get_num_devices())
     sampler.sample(logits, inputs, tokens)
     programs = device.num_program_cache_entries()
     drawing = parse_sampling(params(num_rows, temperature=1.0, top_k=32), num_rows, vocab)

@@ -30,7 +30,7 @@ from replicas.generators.ttnn.weights import load_lane_weights
 pytestmark = pytest.mark.board("T3K")  # host tensors too: ttnn lays tiles out for a board's chips
 
 SIZES = {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
@@ -427,7 +427,7 @@ def test_without_a_home_nothing_is_kept(mesh, first_load, monkeypatch, caplog):
     mesh.settings = MeshConfig(name="N300")
     found = everything(load_one_lane(config, mesh, Lane(2), PERFORMANCE))
     assert_equal(found, wanted)
-    assert "Set mesh.weight_cache" in caplog.text
+    assert "set HOME, or mesh.weight_cache" in caplog.text
 
 
 def test_by_default_it_is_in_the_user_s_cache(mesh, first_load, monkeypatch, tmp_path):
@@ -490,7 +490,7 @@ def test_the_device_takes_them(tmp_path, open_mock_mesh, profile, num_lanes):
             assert tensor.storage_type() == ttnn.StorageType.DEVICE
             assert tensor.memory_config() == striped(*tuple(tensor.shape)[2:], 12)
             assert weights_of_lane.lm_head.memory_config() == ttnn.DRAM_MEMORY_CONFIG
-            assert tuple(tensor.shape) == (1, 1, 256 // lane.get_num_devices(), 64)
+            assert tuple(tensor.shape) == (1, 1, 256 // lane.get_num_devices(), 128)
             assert len(ttnn.get_device_tensors(tensor)) == lane.get_num_devices()
 
 
@@ -524,6 +524,6 @@ def test_a_device_that_takes_no_more_is_a_typed_error(tmp_path, mesh, monkeypatc
 
     monkeypatch.setattr(ttnn, "to_device", refuse)
     with pytest.raises(
-        DeviceError, match=r"embedding, bfloat16 of shape \(1, 1, 193, 64\).*Memory"
+        DeviceError, match=r"embedding, bfloat16 of shape \(1, 1, 193, 128\).*Memory"
     ):
         load_one_lane(config, mesh, Lane(1), PERFORMANCE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from replicas.errors import ConfigError
+from replicas.user_cache import NO_HOME, user_cache
 
 
 def model_name(folder: str) -> str:
@@ -81,22 +82,17 @@ def _named_by(folder: str, hf_ids: tuple[str, ...]) -> str | None:
     return None
 
 
-def _links_folder() -> Path:
-    """Where links to folders are made; each is made once and stays."""
-    return Path.home() / ".cache" / "ttserve" / "checkpoints"
-
-
 def _link(folder: str, hf_id: str) -> str:
     """A path of the form that Hugging Face's cache has, which is the folder."""
     target = Path(folder).absolute()
     # The same folder has the same link: what classes keep under a checkpoint's path is found again.
     digest = hashlib.blake2b(str(target).encode(), digest_size=8).hexdigest()
-    try:
-        link = _links_folder() / f"models--{hf_id.replace('/', '--')}" / "snapshots" / digest
-    except RuntimeError as error:
-        raise ConfigError(
-            f"cannot name {folder} after {hf_id} by a link in the user's cache: {error}; set HOME"
-        ) from error
+    cache = user_cache()
+    if cache is None:
+        raise ConfigError(f"cannot name {folder} after {hf_id} by a link: {NO_HOME}")
+    repository = f"models--{hf_id.replace('/', '--')}"
+    # Each is made once and stays.
+    link = cache / "checkpoints" / repository / "snapshots" / digest
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

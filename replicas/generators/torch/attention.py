@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from replicas.generators.masks import causal_mask
+from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.kernels import (
-    TILE,
     PlainKernels,
     Tiles,
     attention_for,
@@ -40,9 +40,11 @@ class AttentionBackend(Protocol):
 
     Attributes:
         kernels: What a pass does besides, in the same spirit.
+        is_compiled: Whether whole layers may be run by compiled code.
     """
 
     kernels: Kernels | PlainKernels
+    is_compiled: bool
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of one pass, which every layer calls once."""
@@ -54,9 +56,11 @@ class ReferenceAttention:
 
     Attributes:
         kernels: See ``AttentionBackend``.
+        is_compiled: See ``AttentionBackend``.
     """
 
     kernels: Kernels | PlainKernels
+    is_compiled = False
 
     def __init__(self) -> None:
         self.kernels = PlainKernels()
@@ -115,9 +119,11 @@ class FastAttention:
 
     Attributes:
         kernels: See ``AttentionBackend``.
+        is_compiled: See ``AttentionBackend``.
     """
 
     kernels: Kernels | PlainKernels
+    is_compiled = True
 
     def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
         self.kernels = kernels_for(dtype)

@@ -15,14 +15,14 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-from replicas.generators.torch import vectors
+from replicas.generators.torch import heads, pairs, products, rows, vectors
+from replicas.generators.torch.products import NOTHING, PANEL, PLUS, ROWS, SWISH, TIMES
 
 # What is divided by zero is no exception, which nobody would hear of.
-OPTIONS: dict[str, Any] = {"fastmath": set(vectors.FLAGS), "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"fastmath": {*vectors.FLAGS, "reassoc"}, "error_model": "numpy"}
 
-OUTPUTS = 16
-PLUS, TIMES, SWISH = 1, 2, 3
-"""What `multiply` does with a product."""
+TILE = 4
+"""Tokens of a prompt that read a key together."""
 
 
 # --- what numba cannot say -----------------------------------------------------------------------
@@ -41,11 +41,11 @@ def _bitcast(source, target, llvm_type):
 
 _float_of = _bitcast(types.uint32, types.float32, ir.FloatType())
 _bits_of = _bitcast(types.float32, types.uint32, ir.IntType(32))
-_double_of = _bitcast(types.int64, types.float64, ir.DoubleType())
+double_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic
-def _pointer(_context, _address, item):
+def pointer(_context, _address, item):
     """An address as a pointer to items of a type."""
 
     def generate(context, builder, signature, values):
@@ -55,15 +55,22 @@ def _pointer(_context, _address, item):
 
 
 @intrinsic
-def _take(_context, _block):
-    """The next unit: what the first number of a block was before it is one more."""
+def take_from(_context, _block, place):
+    """What a number of a block was before it is one more."""
 
     def generate(_context, builder, _signature, values):
         integer = ir.IntType(64)
         counter = builder.bitcast(values[0], integer.as_pointer())
+        counter = builder.gep(counter, [values[1]])
         return builder.atomic_rmw("add", counter, ir.Constant(integer, 1), "monotonic")
 
-    return types.int64(types.voidptr), generate
+    return types.int64(types.voidptr, types.int64), generate
+
+
+@njit
+def take(block):
+    """The next unit."""
+    return take_from(block, 0)
 
 
 def _widen(x):
@@ -77,11 +84,12 @@ def _(x):
     return lambda x: x
 
 
-def _put(array, index, x):
+def put(array, index, x):
+    """A number, rounded, into an array."""
     raise NotImplementedError
 
 
-@overload(_put)
+@overload(put)
 def _(array, index, x):
     if array.dtype == types.uint16:
 
@@ -101,7 +109,8 @@ def _(array, index, x):
 
 
 @njit
-def _get(array, index):
+def get(array, index):
+    """A number of an array, as wide as it is computed in."""
     # Unsigned, or every read would ask whether it counts from the end.
     return _widen(array[np.uintp(index)])
 
@@ -126,31 +135,25 @@ def rms_norm(item):
     def kernel(block):
         a = carray(block, (8,), np.int64)
         size, stride = a[2], a[4]
-        x = carray(_pointer(a[3], item), (1,))
-        weight = carray(_pointer(a[5], item), (1,))
-        out = carray(_pointer(a[6], item), (1,))
-        eps = wide(_double_of(a[7]))
-        unit = _take(block)
+        x = carray(pointer(a[3], item), (1,))
+        weight = carray(pointer(a[5], item), (1,))
+        out = carray(pointer(a[6], item), (1,))
+        eps = wide(double_of(a[7]))
+        unit = take(block)
         while unit < a[1]:
-            _normalise(x, unit * stride, weight, 0, out, unit * size, size, eps)
-            unit = _take(block)
+            normalise(x, unit * stride, weight, 0, out, unit * size, size, eps)
+            unit = take(block)
 
     return kernel
 
 
 @njit(**OPTIONS)
-def _normalise(x, first, weight, first_weight, out, first_out, size, eps):
+def normalise(x, first, weight, first_weight, out, first_out, size, eps):
     """Rounded before the weight is applied, as transformers does."""
-    total = eps - eps
-    for i in range(size):
-        value = _get(x, first + i)
-        total += value * value
+    total = rows.square_sum(x, first, size, eps - eps)
     # Wider than the numbers, then as wide.
     scale = _same(eps, 1 / np.sqrt(total / size + eps))
-    for i in range(size):
-        _put(out, first_out + i, _get(x, first + i) * scale)
-    for i in range(size):
-        _put(out, first_out + i, _get(out, first_out + i) * _get(weight, first_weight + i))
+    rows.weigh(x, first, scale, weight, first_weight, out, first_out, size)
 
 
 def rotate_and_store(item):
@@ -160,46 +163,67 @@ def rotate_and_store(item):
     def kernel(block):
         a = carray(block, (16,), np.int64)
         num_heads, num_kv_heads, head_dim, block_size = a[2], a[3], a[4], a[5]
-        heads = carray(_pointer(a[6], item), (1,))
-        cos = carray(_pointer(a[7], item), (1,))
-        sin = carray(_pointer(a[8], item), (1,))
-        positions = carray(_pointer(a[9], types.int64), (1,))
-        kv_positions = carray(_pointer(a[10], types.int64), (1,))
-        k_plane = carray(_pointer(a[11], item), (1,))
-        v_plane = carray(_pointer(a[12], item), (1,))
-        norm = carray(_pointer(a[13], item), (1,))
-        has_norm, eps = a[13] != 0, wide(_double_of(a[14]))
-        unit = _take(block)
+        heads = carray(pointer(a[6], item), (1,))
+        cos = carray(pointer(a[7], item), (1,))
+        sin = carray(pointer(a[8], item), (1,))
+        positions = carray(pointer(a[9], types.int64), (1,))
+        kv_positions = carray(pointer(a[10], types.int64), (1,))
+        k_plane = carray(pointer(a[11], item), (1,))
+        v_plane = carray(pointer(a[12], item), (1,))
+        norm = carray(pointer(a[13], item), (1,))
+        has_norm, eps = a[13] != 0, wide(double_of(a[14]))
+        unit = take(block)
         while unit < a[1]:
             first = unit * (num_heads + 2 * num_kv_heads) * head_dim
             angle = positions[unit] * head_dim
-            for head in range(num_heads + num_kv_heads):
-                at = first + head * head_dim
-                if has_norm:
-                    _normalise(heads, at, norm, head * head_dim, heads, at, head_dim, eps)
-                _rotate(heads, at, cos, sin, angle, head_dim)
+            turn(
+                heads,
+                first,
+                num_heads + num_kv_heads,
+                head_dim,
+                norm,
+                has_norm,
+                eps,
+                cos,
+                sin,
+                angle,
+            )
             first += num_heads * head_dim
-            into, offset = divmod(kv_positions[unit], block_size)
-            for head in range(num_kv_heads):
-                target = ((into * num_kv_heads + head) * block_size + offset) * head_dim
-                for d in range(head_dim):
-                    at = first + head * head_dim + d
-                    k_plane[np.uintp(target + d)] = heads[np.uintp(at)]
-                    v_plane[np.uintp(target + d)] = heads[np.uintp(at + num_kv_heads * head_dim)]
-            unit = _take(block)
+            keep(
+                heads,
+                first,
+                num_kv_heads,
+                head_dim,
+                kv_positions[unit],
+                block_size,
+                k_plane,
+                v_plane,
+            )
+            unit = take(block)
 
     return kernel
 
 
 @njit(**OPTIONS)
-def _rotate(heads, at, cos, sin, angle, head_dim):
-    half = head_dim // 2
-    for d in range(half):
-        left, right = _get(heads, at + d), _get(heads, at + half + d)
-        turned = left * _get(cos, angle + d) + right * _get(sin, angle + d)
-        other = right * _get(cos, angle + half + d) + left * _get(sin, angle + half + d)
-        _put(heads, at + d, turned)
-        _put(heads, at + half + d, other)
+def turn(heads, first, num_heads, head_dim, norm, has_norm, eps, cos, sin, angle):
+    """Queries and keys of a token, normalised and rotated in place."""
+    for head in range(num_heads):
+        at = first + head * head_dim
+        if has_norm:
+            normalise(heads, at, norm, head * head_dim, heads, at, head_dim, eps)
+        rows.rotate(heads, at, cos, sin, angle, head_dim // 2)
+
+
+@njit(**OPTIONS)
+def keep(heads, first, num_kv_heads, head_dim, kv_position, block_size, k_plane, v_plane):
+    """Keys and values of a token to their block."""
+    into, offset = divmod(kv_position, block_size)
+    for head in range(num_kv_heads):
+        target = ((into * num_kv_heads + head) * block_size + offset) * head_dim
+        for d in range(head_dim):
+            at = first + head * head_dim + d
+            k_plane[np.uintp(target + d)] = heads[np.uintp(at)]
+            v_plane[np.uintp(target + d)] = heads[np.uintp(at + num_kv_heads * head_dim)]
 
 
 def attend(item, head_dim, share, num_tokens):
@@ -211,136 +235,216 @@ def attend(item, head_dim, share, num_tokens):
         share: H / G.
         num_tokens: How many at once, at most; a sequence's last ones may be fewer.
     """
-    wide = _wide(item)
-    scale = wide(head_dim**-0.5)
+    wide, kept = _wide(item), kept_as(item, head_dim)
     num_rows = num_tokens * share
 
     def kernel(block):
         a = carray(block, (16,), np.int64)
-        num_kv_heads, block_size, width = a[2], a[3], a[4]
-        q = carray(_pointer(a[5], item), (1,))
-        out = carray(_pointer(a[7], item), (1,))
-        k_plane = carray(_pointer(a[9], item), (1,))
-        v_plane = carray(_pointer(a[10], item), (1,))
-        tokens = carray(_pointer(a[11], types.int64), (1,))
-        counts = carray(_pointer(a[12], types.int64), (1,))
-        lengths = carray(_pointer(a[13], types.int64), (1,))
-        requests = carray(_pointer(a[14], types.int64), (1,))
-        tables = carray(_pointer(a[15], types.int64), (1,))
-        queries = np.empty(num_rows * head_dim, wide)
-        found = np.empty(num_rows * head_dim, wide)
-        stride = -(-block_size // vectors.WIDTH) * vectors.WIDTH
-        scores = np.empty(num_rows * stride, wide)
-        tops = np.empty(num_rows, wide)
-        totals = np.empty(num_rows, wide)
-        fades = np.empty(num_rows, wide)
-        seen = np.empty(num_rows, np.int64)
-        unit = _take(block)
+        num_kv_heads, block_size, width, q_stride, out_stride = a[2], a[3], a[4], a[6], a[8]
+        q = carray(pointer(a[5], item), (1,))
+        out = carray(pointer(a[7], item), (1,))
+        planes = carray(pointer(a[9], item), (1,)), carray(pointer(a[10], item), (1,))
+        tokens = carray(pointer(a[11], types.int64), (1,))
+        counts = carray(pointer(a[12], types.int64), (1,))
+        lengths = carray(pointer(a[13], types.int64), (1,))
+        requests = carray(pointer(a[14], types.int64), (1,))
+        tables = carray(pointer(a[15], types.int64), (1,))
+        room = room_for(num_rows, head_dim, block_size, wide(0), kept(0))
+        unit = take(block)
         while unit < a[1]:
             tile, head = divmod(unit, num_kv_heads)
-            token, last, length = tokens[tile], counts[tile] - 1, lengths[tile]
-            first = head * share * head_dim
-            for j in range(num_tokens):
-                # What is too few is made up with the last one again, and not written.
-                _read(q, (token + min(j, last)) * a[6] + first, queries, j, share * head_dim, scale)
-            found[:] = 0
-            tops[:] = -np.inf
-            totals[:] = 0
-            for index in range(-(-length // block_size)):
-                place = tables[requests[tile] * width + index] * num_kv_heads + head
-                at, left = place * block_size * head_dim, length - index * block_size
-                count = min(left, block_size)
-                vectors.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
-                for row in range(num_rows):
-                    # A token does not see those behind it, nor what fills its last vector up.
-                    seen[row] = min(left - last + min(row // share, last), count)
-                vectors.soften(scores, stride, seen, count, tops, totals, fades, num_rows)
-                vectors.add_weighted(
-                    scores, stride, v_plane, at, count, found, fades, head_dim, num_rows
-                )
-            for j in range(last + 1):
-                _write(found, totals, j, share, head_dim, out, (token + j) * a[8] + first)
-            unit = _take(block)
+            token = tokens[tile]
+            reads, writes = (q, token * q_stride, q_stride), (out, token * out_stride, out_stride)
+            here = counts[tile], lengths[tile], tables, requests[tile] * width
+            attend_tile(
+                reads, writes, here, planes, block_size, num_kv_heads, head, room,
+                head_dim, share, num_tokens, num_rows,
+            )  # fmt: skip
+            unit = take(block)
 
     return kernel
 
 
+@njit(inline="always")
+def room_for(num_rows, head_dim, block_size, zero, kept):
+    """What a tile needs.
+
+    Args:
+        num_rows: Query heads of it.
+        head_dim: D.
+        block_size: S.
+        zero: Of what is computed in.
+        kept: A zero of what queries and weights are kept as.
+
+    Returns:
+        Queries, what was found, scores, weights, from a row of them to the next, the greatest
+        score, the sum of the weights, what becomes of what was found before, what a row sees.
+    """
+    stride = -(-block_size // vectors.WIDTH) * vectors.WIDTH
+    queries, weights = np.full(num_rows * head_dim, kept), np.full(num_rows * stride, kept)
+    found, scores = np.full(num_rows * head_dim, zero), np.full(num_rows * stride, zero)
+    tops = np.full(num_rows, zero)
+    seen = np.empty(num_rows, np.int64)
+    return queries, found, scores, weights, stride, tops, tops.copy(), tops.copy(), seen
+
+
+@njit(inline="always")
+def attend_tile(
+    reads, writes, here, planes, block_size, num_kv_heads, head, room,
+    head_dim, share, num_tokens, num_rows,
+):  # fmt: skip
+    """The query heads of a KV head, of neighbouring tokens, over the blocks of their sequence.
+
+    Args:
+        reads: Queries, where the first token's are, and from one token to the next.
+        writes: The same of what they find.
+        here: Tokens, what the last of them sees, blocks of sequences, where this one's are.
+        planes: Keys and values.
+        block_size: S.
+        num_kv_heads: G.
+        head: Which KV head.
+        room: See `room_for`.
+        head_dim: D, written out as are the next three.
+        share: H / G.
+        num_tokens: Of a tile.
+        num_rows: Query heads of a tile.
+    """
+    q, q_at, q_stride = reads
+    out, out_at, out_stride = writes
+    count_tokens, length, tables, table = here
+    k_plane, v_plane = planes
+    queries, found, scores, weights, stride, tops, totals, fades, seen = room
+    last = count_tokens - 1
+    first = head * share * head_dim
+    for j in range(num_tokens):
+        # What is too few is made up with the last one again, and not written.
+        read(q, q_at + min(j, last) * q_stride + first, queries, j, share * head_dim)
+    found[:] = 0
+    tops[:] = -np.inf
+    totals[:] = 0
+    for index in range(-(-length // block_size)):
+        place = tables[table + index] * num_kv_heads + head
+        at, left = place * block_size * head_dim, length - index * block_size
+        count = min(left, block_size)
+        heads.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
+        for row in range(num_rows):
+            # A token does not see those behind it, nor what fills its last vector up.
+            seen[row] = min(left - last + min(row // share, last), count)
+        heads.soften(scores, weights, stride, seen, count, tops, totals, fades, num_rows)
+        heads.add_weighted(weights, stride, v_plane, at, count, found, fades, head_dim, num_rows)
+    for j in range(last + 1):
+        write(found, totals, j, share, head_dim, out, out_at + j * out_stride + first)
+
+
 @njit(**OPTIONS)
-def _read(q, at, queries, place, size, scale):
+def read(q, at, queries, place, size):
+    """The queries of a token."""
     for d in range(size):
-        queries[np.uintp(place * size + d)] = _get(q, at + d) * scale
+        put(queries, place * size + d, get(q, at + d))
 
 
 @njit(**OPTIONS)
-def _write(found, totals, place, share, head_dim, out, at):
+def write(found, totals, place, share, head_dim, out, at):
     """What the heads of a token found, over what their weights are together."""
     for h in range(share):
         row = place * share + h
         part = _same(totals[row], 1 / totals[row])
         for d in range(head_dim):
             value = found[np.uintp(row * head_dim + d)] * part
-            _put(out, at + h * head_dim + d, value)
+            put(out, at + h * head_dim + d, value)
 
 
-def multiply(item):
-    """Rows times a weight matrix, and what is done with the product; a unit is 16 outputs."""
-    wide = _wide(item)
+def product(item):
+    """Rows times a packed matrix, and what is done with the product; a unit is a panel."""
 
     def kernel(block):
         a = carray(block, (12,), np.int64)
         num_rows, size, num_outputs = a[2], a[3], a[4]
-        x = carray(_pointer(a[5], item), (1,))
-        weight = carray(_pointer(a[6], item), (1,))
-        bias = carray(_pointer(a[7], item), (1,))
-        other = carray(_pointer(a[8], item), (1,))
-        out = carray(_pointer(a[9], item), (1,))
-        sums = np.empty(4, wide)
-        unit = _take(block)
+        x = carray(pointer(a[5], item), (1,))
+        weight = carray(pointer(a[6], item), (1,))
+        bias = carray(pointer(a[7], item), (1,))
+        other = carray(pointer(a[8], item), (1,))
+        out = carray(pointer(a[9], item), (1,))
+        linear = size, weight, bias, a[7] != 0, num_outputs
+        room = sums_for()
+        unit = take(block)
         while unit < a[1]:
-            for n in range(unit * OUTPUTS, min((unit + 1) * OUTPUTS, num_outputs), 4):
-                count = min(4, num_outputs - n)
-                for row in range(num_rows):
-                    _dots(x, row * size, weight, n * size, size, count, sums)
-                    for i in range(count):
-                        value = sums[i]
-                        if a[7]:
-                            value += _get(bias, n + i)
-                        place = row * num_outputs + n + i
-                        if a[10] == PLUS:
-                            value += _get(other, place)
-                        elif a[10] == TIMES:
-                            value *= _get(other, place)
-                        elif a[10] == SWISH:
-                            value *= _sigmoid(value)
-                        _put(out, place, value)
-            unit = _take(block)
+            panels = unit, unit + 1
+            multiply((x, 0), num_rows, linear, panels, a[10], (other, 0), (out, 0), room)
+            unit = take(block)
 
     return kernel
 
 
 @njit(**OPTIONS)
-def _dots(x, first, weight, at, size, count, sums):
-    """Products of a row and up to four columns; four at once, so that the row is read once."""
-    if count < 4:
-        for i in range(count):
-            sums[i] = 0
-            for k in range(size):
-                sums[i] += _get(x, first + k) * _get(weight, at + i * size + k)
-        return
-    one = two = three = four = _same(sums[0], 0)
-    for k in range(size):
-        value = _get(x, first + k)
-        one += value * _get(weight, at + k)
-        two += value * _get(weight, at + size + k)
-        three += value * _get(weight, at + 2 * size + k)
-        four += value * _get(weight, at + 3 * size + k)
-    sums[0], sums[1], sums[2], sums[3] = one, two, three, four
+def multiply(reads, num_rows, linear, panels, then, other, writes, room):
+    """Rows times some panels of a matrix.
+
+    Args:
+        reads: Rows, where the first one is.
+        num_rows: How many.
+        linear: K, the packed weight, the bias, whether there is one, N.
+        panels: The first, and the one behind the last.
+        then: What `products.finish_rows` does.
+        other: With what; rows as ``writes``.
+        writes: The whole product, where its first row is.
+        room: Of `sums_for`.
+    """
+    (x, at), (size, weight, bias, has_bias, num_outputs) = reads, linear
+    (out, out_at), (beside, beside_at), (sums, before) = writes, other, room
+    for panel in range(panels[0], panels[1]):
+        column = panel * PANEL
+        width = min(PANEL, num_outputs - column)
+        for i in range(width):
+            before[np.uintp(i)] = get(bias, column + i) if has_bias else np.float32(0)
+        for row in range(0, num_rows, ROWS):
+            count = min(ROWS, num_rows - row)
+            _sum_rows(x, at + row * size, size, weight, panel, before, sums, count)
+            place = row * num_outputs + column
+            _finish(
+                sums, count, width, beside, beside_at + place, out, out_at + place, num_outputs,
+                then,
+            )  # fmt: skip
 
 
 @njit(**OPTIONS)
-def _sigmoid(x):
-    raised = vectors.exp(-abs(x))
-    return (_same(x, 1) if x >= 0 else raised) / (_same(x, 1) + raised)
+def sums_for():
+    """What `multiply` needs: sums of some rows and a panel, and where they begin."""
+    return np.empty(ROWS * PANEL, np.float32), np.zeros(PANEL, np.float32)
+
+
+@njit(**OPTIONS)
+def _sum_rows(x, at, size, weight, panel, before, sums, count):
+    if count == 6:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 6)
+    elif count == 5:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 5)
+    elif count == 4:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 4)
+    elif count == 3:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 3)
+    elif count == 2:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 2)
+    else:
+        products.multiply_rows(x, at, size, weight, panel, size, before, sums, 1)
+
+
+@njit(**OPTIONS)
+def _finish(sums, count, width, other, other_at, out, at, stride, then):
+    if then == PLUS:
+        products.finish_rows(sums, count, width, other, other_at, out, at, stride, PLUS)
+    elif then == TIMES:
+        products.finish_rows(sums, count, width, other, other_at, out, at, stride, TIMES)
+    elif then == SWISH:
+        products.finish_rows(sums, count, width, other, other_at, out, at, stride, SWISH)
+    else:
+        products.finish_rows(sums, count, width, other, other_at, out, at, stride, NOTHING)
+
+
+def kept_as(item, head_dim):
+    """What queries and weights are kept as: what pairs are multiplied of, where they can be."""
+    in_pairs = item == types.uint16 and pairs.are_supported() and head_dim % pairs.WIDTH == 0
+    return np.uint16 if in_pairs else _wide(item)
 
 
 def _wide(item):

@@ -23,6 +23,7 @@ from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat,
 from replicas.generators.torch.kv_cache import TorchKVCache
 from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
+from replicas.generators.torch.stack import LONG_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         KVCache,
         KVCacheShape,
         LayerCallback,
+        SupportsGang,
         SupportsLayerCallbacks,
         SupportsMixedBatch,
         SupportsTokenBudget,
@@ -44,16 +46,14 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _LOAD_FORMATS = ("safetensors", "random")
 _DEFAULT_TOKEN_BUDGET = 131072
-LONG_WEIGHTS = 1 << 20
-"""A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
 LONG_PRODUCTS = 25_000_000
-"""A layer of so many products of a token and a weight takes a core some 0.25 ms."""
+"""So many products of a token and a weight take a core some 0.25 ms."""
 ATTENDED = 10
 """Products with keys and values take so many times as long: each of these is for one token."""
 
 
 class TorchGenerator:
-    """Llama, Mistral, Qwen2 and Qwen3 behind the generator interface.
+    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE behind the generator interface.
 
     Owner: the model's weights and the layer callbacks. The KV cache belongs to the caller.
     """
@@ -90,9 +90,10 @@ class TorchGenerator:
         self._num_lanes = num_lanes
         self._shares_kv = shares_kv
         attention = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-        self._layer_weights = config.hidden_size * (
-            attention * config.head_dim + 3 * config.intermediate_size
-        )
+        inner = config.intermediate_size
+        if config.experts is not None:
+            inner = config.experts.num_per_token * config.experts.intermediate_size
+        self._layer_weights = config.hidden_size * (attention * config.head_dim + 3 * inner)
         self._context_products = 2 * config.num_attention_heads * config.head_dim
         self._before_layer: LayerCallback | None = None
         self._after_layer: LayerCallback | None = None
@@ -117,6 +118,7 @@ class TorchGenerator:
         config = to_model_config(hf_config)
         _check_device(mesh_device)
         _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
+        _check_exchange(config, mesh_device)
         weights = load_weights(config, mesh_device)
         share = config.num_attention_heads // config.num_key_value_heads
         attention = BACKENDS[mesh_device.attention](mesh_device.dtype, config.head_dim, share)
@@ -290,6 +292,11 @@ class TorchGenerator:
         cache = _checked(kv_cache)
         return self._forward(from_flat(batch, self._space(cache)), cache)
 
+    def forward_idle(self) -> None:
+        """See ``SupportsGang.forward_idle``."""
+        with torch.inference_mode():
+            self._model.serve_experts()
+
     def set_layer_callbacks(
         self, before: LayerCallback | None, after: LayerCallback | None
     ) -> None:
@@ -327,6 +334,8 @@ class TorchGenerator:
         decoding = batch.seq_lens[np.diff(batch.query_start_loc) == 1]
         products = len(batch.input_ids) * self._layer_weights
         products += ATTENDED * self._context_products * int(decoding.sum())
+        if self._model.is_one_call:
+            products *= self._config.num_hidden_layers
         is_long = self._layer_weights >= LONG_WEIGHTS or products >= LONG_PRODUCTS
         with torch.inference_mode(), _all_threads_if(is_long):
             return self._model.forward(batch, cache, before, after)
@@ -334,7 +343,7 @@ class TorchGenerator:
 
 @contextlib.contextmanager
 def _all_threads_if(is_long: bool) -> Iterator[None]:
-    """Compute a pass on one thread where a layer is too short to be shared out.
+    """Compute a pass on one thread where what threads share out is too short.
 
     Threads that wait for each other at every operation cost more there than they bring, and much
     more where something else wants their cores.
@@ -377,6 +386,21 @@ def _check_sizes(
         )
 
 
+def _check_exchange(config: ModelConfig, device: CpuDevice) -> None:
+    if device.exchange is None:
+        return
+    if config.experts is None:
+        raise ConfigError(
+            f"{config.name_or_path} has no experts to share out, and its engines need not step "
+            "together; remove gang_size"
+        )
+    if config.experts.num_experts % device.exchange.size:
+        raise ConfigError(
+            f"{config.experts.num_experts} experts do not divide by gang_size "
+            f"{device.exchange.size}"
+        )
+
+
 def _checked(kv_cache: KVCache) -> TorchKVCache:
     if not isinstance(kv_cache, TorchKVCache):
         raise TypeError(f"kv_cache must come from allocate_kv_cache, got {type(kv_cache).__name__}")
@@ -401,4 +425,5 @@ if TYPE_CHECKING:  # fails type checking when the class and the protocols part w
     _generator: type[Generator] = TorchGenerator
     _mixed: type[SupportsMixedBatch] = TorchGenerator
     _callback: type[SupportsLayerCallbacks] = TorchGenerator
+    _gang: type[SupportsGang] = TorchGenerator
     _budget: type[SupportsTokenBudget] = TorchGenerator

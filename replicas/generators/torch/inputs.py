@@ -52,7 +52,8 @@ class PagedBatch:
         kv_positions: int64 (T,), where its KV goes: global block * block_size + offset.
         query_start_loc: int64 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
         seq_lens: int64 (R,), tokens of each request after this pass, the new ones included.
-        block_table: int64 (R, K), global block ids.
+        block_table: int64 (R, K), global block ids; no request reads a block that another writes in
+            this pass.
         logits_indices: int64 (S,), tokens whose logits are wanted.
     """
 
@@ -75,7 +76,7 @@ def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
         kv_positions=torch.from_numpy(batch.slot_mapping + first_of_token * space.block_size),
         query_start_loc=batch.query_start_loc.astype(np.int64),
         seq_lens=batch.seq_lens.astype(np.int64),
-        block_table=batch.block_table + first_blocks[:, None],
+        block_table=np.ascontiguousarray(batch.block_table + first_blocks[:, None]),
         logits_indices=torch.from_numpy(batch.logits_indices),
     )
 
@@ -148,6 +149,6 @@ def _from_positions(
         kv_positions=torch.from_numpy(blocks * block_size + positions % block_size),
         query_start_loc=np.concatenate(([0], ends)),
         seq_lens=positions[ends - 1] + 1,
-        block_table=block_table,
+        block_table=np.ascontiguousarray(block_table),
         logits_indices=torch.from_numpy(ends - 1),
     )

@@ -1,4 +1,4 @@
-"""Kernels of a pass that PyTorch has not: norms, rotation, attention over blocks, small products.
+"""Kernels of a pass that PyTorch has not: norms, rotation, attention over blocks, products.
 
 Each replaces a dozen operations on tensors too small to be worth one. numba compiles them for this
 processor when they are first needed and keeps them on disk. Threads are those of PyTorch, as many
@@ -18,21 +18,32 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import llvmlite.binding as llvm
+import llvmlite
 import numba
 import numpy as np
 import torch
 from numba import cfunc, types
+from numba.core.registry import cpu_target
 from torch.nn import functional
 
-from replicas.generators.torch import compiled, vectors
+from replicas.generators.torch import (
+    compiled,
+    compiled_stack,
+    heads,
+    pairs,
+    products,
+    rows,
+    vectors,
+)
+from replicas.generators.torch.compiled import TILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.generators.torch.inputs import Int64Array
+    from replicas.generators.torch.products import Panels
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +53,9 @@ _ITEMS = {
     torch.float64: types.float64,
 }
 """bfloat16 is what its bits are: numba does not know it."""
-Then: TypeAlias = Literal["nothing", "plus", "times", "swish"]
-_THEN: dict[Then, int] = {
-    "nothing": 0,
-    "plus": compiled.PLUS,
-    "times": compiled.TIMES,
-    "swish": compiled.SWISH,
-}
 
+_SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, vectors)
+"""What the compiled code is made of."""
 
 # --- what they are given -------------------------------------------------------------------------
 
@@ -91,9 +97,6 @@ class Tiles:
     requests: Int64Array
     tables: Int64Array
 
-
-TILE = 4
-"""Tokens of a prompt that read a key together."""
 
 # --- how they are run ----------------------------------------------------------------------------
 
@@ -143,9 +146,10 @@ def _compile(
 @cache
 def _version() -> str:
     """What the compiled code depends on besides its dtype."""
-    features = sorted(llvm.get_host_cpu_features().items())
-    facts = f"{numba.__version__} {llvm.get_host_cpu_name()} {features}"
-    source = b"".join(Path(str(part.__file__)).read_bytes() for part in (compiled, vectors))
+    # Not LLVM's host: numba compiles for what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
+    target = cpu_target.target_context.codegen().magic_tuple()
+    facts = f"{numba.__version__} {llvmlite.__version__} {target}"
+    source = b"".join(Path(str(part.__file__)).read_bytes() for part in _SOURCES)
     return hashlib.blake2b(facts.encode() + source, digest_size=8).hexdigest()
 
 
@@ -163,7 +167,7 @@ def _team() -> Callable[[int, ctypes.Array[ctypes.c_int64], int, int], None] | N
     return None
 
 
-def _start(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
+def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
     """The address of its first number, 0 of None; the others follow.
 
     Raises:
@@ -180,14 +184,14 @@ def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """The address of its first number; the others of a row follow.
 
     Raises:
-        ValueError: As `_start`.
+        ValueError: As `address`.
     """
     if len(tensor):
-        _start(tensor[0], dtype)
+        address(tensor[0], dtype)
     return tensor.data_ptr()
 
 
-def _place(array: Int64Array) -> int:
+def place(array: Int64Array) -> int:
     """The address of its first number; the others follow.
 
     Raises:
@@ -198,7 +202,8 @@ def _place(array: Int64Array) -> int:
     return array.ctypes.data
 
 
-def _bits(number: float) -> int:
+def bits(number: float) -> int:
+    """Those of a float64."""
     found: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return found
 
@@ -248,7 +253,8 @@ class Kernels:
         self._dtype = dtype
         self._rms_norm = Kernel(compiled.rms_norm, dtype)
         self._rotate_and_store = Kernel(compiled.rotate_and_store, dtype)
-        self._multiply = Kernel(compiled.multiply, dtype)
+        if dtype == torch.bfloat16 and pairs.suit_products():
+            self._multiply = Kernel(compiled.product, dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """(T, N), weight (N,) -> (T, N)."""
@@ -258,9 +264,9 @@ class Kernels:
             x.shape[1],
             _rows(x, self._dtype),
             x.stride(0),
-            _start(weight, self._dtype),
+            address(weight, self._dtype),
             out.data_ptr(),
-            _bits(eps),
+            bits(eps),
         )
         return out
 
@@ -291,49 +297,47 @@ class Kernels:
             num_kv_heads,
             head_dim,
             block_size,
-            _start(heads, self._dtype),
-            _start(places.cos, self._dtype),
-            _start(places.sin, self._dtype),
-            _start(places.positions, torch.int64),
-            _start(places.kv_positions, torch.int64),
-            _start(k_plane, self._dtype),
-            _start(v_plane, self._dtype),
-            _start(norm, self._dtype),
-            _bits(eps),
+            address(heads, self._dtype),
+            address(places.cos, self._dtype),
+            address(places.sin, self._dtype),
+            address(places.positions, torch.int64),
+            address(places.kv_positions, torch.int64),
+            address(k_plane, self._dtype),
+            address(v_plane, self._dtype),
+            address(norm, self._dtype),
+            bits(eps),
         )
 
     def multiply(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        then: Then = "nothing",
+        panels: Panels,
+        then: int = products.NOTHING,
         other: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """X @ weight.T + bias, and then something, rounded once; for few rows.
+        """Rows times a packed weight plus its bias, and then something, rounded once.
 
         Args:
-            x: (T, K), contiguous.
-            weight: (N, K), contiguous.
-            bias: (N,) or None.
-            then: "plus" or "times" the other, or SiLU.
+            x: (T, K) bfloat16, contiguous.
+            panels: The weight and the bias.
+            then: What `products.finish_rows` does.
             other: (T, N), contiguous.
 
         Returns:
             (T, N).
         """
-        out = x.new_empty(len(x), len(weight))
+        out = x.new_empty(len(x), panels.num_outputs)
         self._multiply(
-            -(-len(weight) // compiled.OUTPUTS),
+            len(panels.weight),
             len(x),
             x.shape[1],
-            len(weight),
-            _start(x, self._dtype),
-            _start(weight, self._dtype),
-            _start(bias, self._dtype),
-            _start(other, self._dtype),
+            panels.num_outputs,
+            address(x, self._dtype),
+            panels.weight.data_ptr(),
+            address(panels.bias, self._dtype),
+            address(other, self._dtype),
             out.data_ptr(),
-            _THEN[then],
+            then,
         )
         return out
 
@@ -393,11 +397,11 @@ class Attention:
             q.stride(0),
             _rows(out, self._dtype),
             out.stride(0),
-            _start(k_plane, self._dtype),
-            _start(v_plane, self._dtype),
-            _place(tiles.tokens),
-            _place(tiles.counts),
-            _place(tiles.lengths),
-            _place(tiles.requests),
-            _place(tiles.tables),
+            address(k_plane, self._dtype),
+            address(v_plane, self._dtype),
+            place(tiles.tokens),
+            place(tiles.counts),
+            place(tiles.lengths),
+            place(tiles.requests),
+            place(tiles.tables),
         )

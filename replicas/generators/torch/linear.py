@@ -1,9 +1,10 @@
-"""Products with a weight matrix: as the file has it, packed for oneDNN, or by a kernel of our own.
+"""Products with a weight matrix: as the file has it, or packed for a kernel of ours or of oneDNN's.
 
-In bfloat16 oneDNN reorders a weight matrix for its kernels at every call, unless it was given them
-reordered; then it also adds, multiplies or gates the product before it is rounded. Whether packing
-is possible, and right, is tried on every matrix when it is loaded; float32 and float64 stay plain,
-since their tokens are held to those of transformers.
+In bfloat16 a processor that multiplies pairs runs our own kernel, whose rows do not depend on one
+another. For others there is oneDNN, which reorders a weight matrix at every call unless it was
+given it reordered. Both also add, multiply or gate the product before it is rounded. Whether
+packing is possible, and right, is tried on every matrix when it is loaded; float32 and float64 stay
+plain, since their tokens are held to those of transformers.
 
 Dimensions: T tokens, K features in, N features out.
 """
@@ -17,14 +18,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch.nn import functional
 
+from replicas.generators.torch import pairs, products
 from replicas.generators.torch.kernels import kernels_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-FEW_ROWS = 4
-SMALL_WEIGHTS = 1 << 18
-"""With larger ones oneDNN has made up for it; and both forms are kept."""
 
 _PROBE_ROWS = 4
 _ROUNDING = 2.0**-7
@@ -137,47 +135,43 @@ class PackedLinear:
         return _product(x, self._packed, self._bias, "swish", [], "")
 
 
-class SmallLinear:
-    """A weight that is multiplied by a few rows sooner than oneDNN has found its kernel.
+class PanelLinear:
+    """The weight as panels for a kernel of our own.
 
     Args:
-        weight: (N, K), contiguous.
-        bias: (N,) or None.
-        more: The same for more rows.
+        weight: (N, K) bfloat16; not kept.
+        bias: (N,) bfloat16 or None.
 
     Attributes:
-        more: As given.
+        panels: The packed weight and the bias.
+
+    Raises:
+        RuntimeError: This processor has no instruction for it, or a better one; or K is odd.
     """
 
-    __slots__ = ("_bias", "_kernels", "_weight", "more")
+    __slots__ = ("_kernels", "panels")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, more: Linear) -> None:
-        self._weight, self._bias, self.more = weight, bias, more
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if not pairs.suit_products() or weight.shape[1] % 2:
+            raise RuntimeError(f"no products of pairs for {weight.shape[1]} features here")
+        self.panels = products.pack(weight, bias)
         self._kernels = kernels_for(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear``."""
-        if len(x) > FEW_ROWS:
-            return self.more(x)
-        return self._kernels.multiply(x, self._weight, self._bias)
+        return self._kernels.multiply(x, self.panels)
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Linear.plus``."""
-        if len(x) > FEW_ROWS:
-            return self.more.plus(x, other)
-        return self._kernels.multiply(x, self._weight, self._bias, "plus", other)
+        return self._kernels.multiply(x, self.panels, products.PLUS, other)
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Linear.times``."""
-        if len(x) > FEW_ROWS:
-            return self.more.times(x, other)
-        return self._kernels.multiply(x, self._weight, self._bias, "times", other)
+        return self._kernels.multiply(x, self.panels, products.TIMES, other)
 
     def swish(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.swish``."""
-        if len(x) > FEW_ROWS:
-            return self.more.swish(x)
-        return self._kernels.multiply(x, self._weight, self._bias, "swish")
+        return self._kernels.multiply(x, self.panels, products.SWISH)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -190,14 +184,13 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     plain = PlainLinear(weight, bias)
     if weight.dtype != torch.bfloat16:
         return plain
-    found: Linear = plain
-    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+    for kind in (PanelLinear, PackedLinear):
         # It is raised where this processor or build does not have the kernels.
-        packed = PackedLinear(weight, bias)
-        found = packed if gives_the_same(packed, plain) else plain
-    if weight.numel() > SMALL_WEIGHTS:
-        return found
-    return SmallLinear(weight.contiguous(), bias, found)
+        with torch.inference_mode(), contextlib.suppress(RuntimeError):
+            packed = kind(weight, bias)
+            if gives_the_same(packed, plain):
+                return packed
+    return plain
 
 
 def gives_the_same(found: Linear, plain: PlainLinear) -> bool:
@@ -210,8 +203,8 @@ def gives_the_same(found: Linear, plain: PlainLinear) -> bool:
     stream = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_ROWS, num_in, generator=stream).to(plain.weight.dtype)
     other = torch.randn(_PROBE_ROWS, num_out, generator=stream).to(plain.weight.dtype)
-    pairs = zip(_results(found, x, other), _results(plain, x, other), strict=True)
-    return all(_is_near(a.float(), b.float()) for a, b in pairs)
+    results = zip(_results(found, x, other), _results(plain, x, other), strict=True)
+    return all(_is_near(a.float(), b.float()) for a, b in results)
 
 
 def _results(linear: Linear, x: torch.Tensor, other: torch.Tensor) -> _Results:

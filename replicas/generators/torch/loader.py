@@ -12,17 +12,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from replicas.errors import ModelLoadError
+from replicas.generators.torch.experts import Expert, Experts, own_experts
 from replicas.generators.torch.linear import make_linear
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import CpuDevice
+    from replicas.generators.protocol import CpuDevice, Exchange
     from replicas.generators.torch.linear import Linear
 
 Shape: TypeAlias = tuple[int, ...]
@@ -33,19 +34,37 @@ _SINGLE = "model.safetensors"
 _MAX_NAMES_IN_MESSAGE = 8
 
 
+class _ExpertNames(NamedTuple):
+    """Names under a layer of its router and, of each expert by its number, its three matrices."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+_EXPERT_NAMES = {
+    "mixtral": _ExpertNames(
+        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2",
+    ),
+    "qwen3_moe": _ExpertNames(
+        "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer.
+    """One decoder layer, but for what comes after its attention.
 
     Attributes:
         input_norm: (hidden,).
         qkv: hidden -> (heads + 2 * kv_heads) * head_dim: queries, keys, values.
         qk_norm: (heads + kv_heads, head_dim) norm weight per head, or None.
         o: heads * head_dim -> hidden.
-        post_norm: (hidden,), before the MLP.
-        gate: hidden -> intermediate.
-        up: hidden -> intermediate.
-        down: intermediate -> hidden.
+        post_norm: (hidden,), before the MLP or the experts.
     """
 
     input_norm: torch.Tensor
@@ -53,9 +72,44 @@ class LayerWeights:
     qk_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor
+
+    def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What comes after attention, of (T, hidden) that were normalised, and `x` added up."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLayerWeights(LayerWeights):
+    """A layer with an MLP.
+
+    Attributes:
+        gate: hidden -> intermediate.
+        up: hidden -> intermediate.
+        down: intermediate -> hidden.
+    """
+
     gate: Linear
     up: Linear
     down: Linear
+
+    def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `LayerWeights.mlp_plus`."""
+        return self.down.plus(self.up.times(normed, self.gate.swish(normed)), x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLayerWeights(LayerWeights):
+    """A layer with experts, of which other ranks may have some.
+
+    Attributes:
+        experts: hidden -> hidden.
+    """
+
+    experts: Experts
+
+    def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `LayerWeights.mlp_plus`."""
+        return x + self.experts(normed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +161,14 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["self_attn.q_norm.weight"] = (config.head_dim,)
         shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     shapes["post_attention_layernorm.weight"] = (hidden,)
+    if config.experts is not None:
+        names, inner = _EXPERT_NAMES[config.family], config.experts.intermediate_size
+        linear(names.router, config.experts.num_experts, hidden, False)
+        for i in range(config.experts.num_experts):
+            linear(names.gate.format(i), inner, hidden, False)
+            linear(names.up.format(i), inner, hidden, False)
+            linear(names.down.format(i), hidden, inner, False)
+        return shapes
     linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
     linear("mlp.up_proj", inner, hidden, config.mlp_bias)
     linear("mlp.down_proj", hidden, inner, config.mlp_bias)
@@ -224,7 +286,7 @@ def _assemble(config: ModelConfig, device: CpuDevice, fetch: Fetch) -> ModelWeig
     layers = []
     for index in range(config.num_hidden_layers):
         prefix = f"model.layers.{index}."
-        layers.append(_fuse_layer(config, partial(_get_under, get, prefix)))
+        layers.append(_fuse_layer(config, partial(_get_under, get, prefix), device.exchange))
         if device.progress is not None:
             device.progress("weights", (index + 1) / config.num_hidden_layers)
     return ModelWeights(
@@ -241,18 +303,29 @@ def _get_under(get: Fetch, prefix: str, name: str) -> torch.Tensor:
     return get(prefix + name)
 
 
-def _fuse_layer(config: ModelConfig, get: Fetch) -> LayerWeights:
+def _fuse_layer(config: ModelConfig, get: Fetch, exchange: Exchange | None) -> LayerWeights:
     def linear(has_bias: bool, *names: str) -> Linear:
         weight = torch.cat([get(f"{name}.weight") for name in names])
         bias = torch.cat([get(f"{name}.bias") for name in names]) if has_bias else None
         return make_linear(weight, bias)
 
-    return LayerWeights(
-        input_norm=get("input_layernorm.weight"),
-        qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=_fuse_qk_norm(config, get) if config.qk_norm else None,
-        o=linear(config.o_bias, "self_attn.o_proj"),
-        post_norm=get("post_attention_layernorm.weight"),
+    attention: dict[str, Any] = {
+        "input_norm": get("input_layernorm.weight"),
+        "qkv": linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "qk_norm": _fuse_qk_norm(config, get) if config.qk_norm else None,
+        "o": linear(config.o_bias, "self_attn.o_proj"),
+        "post_norm": get("post_attention_layernorm.weight"),
+    }
+    if config.experts is not None:
+        names, linear_of = _EXPERT_NAMES[config.family], partial(linear, False)
+        own = [
+            Expert(*(linear_of(name.format(i)) for name in (names.gate, names.up, names.down)))
+            for i in own_experts(config.experts.num_experts, exchange)
+        ]
+        experts = Experts(config.experts, linear_of(names.router), own, exchange)
+        return ExpertLayerWeights(**attention, experts=experts)
+    return DenseLayerWeights(
+        **attention,
         gate=linear(config.mlp_bias, "mlp.gate_proj"),
         up=linear(config.mlp_bias, "mlp.up_proj"),
         down=linear(config.mlp_bias, "mlp.down_proj"),

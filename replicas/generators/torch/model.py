@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 over a paged KV cache.
+"""The forward pass of Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE over a paged KV cache.
 
 One pass serves prefill chunks and decodes alike. The order of operations and of casts is that of
 transformers, so that float32 results agree.
@@ -8,13 +8,15 @@ Dimensions: T tokens, H query heads, G KV heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from replicas.generators.torch.kernels import TokenPlaces
 from replicas.generators.torch.rope import rope_table
+from replicas.generators.torch.stack import LayerStack, cut
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.loader import ModelWeights
+
+    _Callbacks: TypeAlias = tuple[LayerCallback | None, LayerCallback | None]
 
 
 class PagedTransformer:
@@ -43,6 +47,14 @@ class PagedTransformer:
         self._attention = attention
         dtype = weights.embedding.dtype
         self._rope = rope_table(config.rope, config.head_dim, max_seq_len, dtype)
+        self._stack: LayerStack | None = None
+        if attention.is_compiled and LayerStack.can_run(weights):
+            self._stack = LayerStack(config, weights, self._rope)
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether a pass can be one call, whose threads share out its tokens."""
+        return self._stack is not None
 
     def forward(
         self,
@@ -62,10 +74,45 @@ class PagedTransformer:
         Returns:
             (len(batch.logits_indices), V) in the model's dtype.
         """
-        config, weights, kernels = self._config, self._weights, self._attention.kernels
-        eps = config.rms_norm_eps
+        weights, kernels = self._weights, self._attention.kernels
         self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
+        run = self._run_one_by_one
+        if self._stack is not None and self._stack.suits(len(x), torch.get_num_threads()):
+            run = self._run_stack
+        last = run(x, batch, cache, (before_layer, after_layer))
+        last = kernels.rms_norm(last, weights.final_norm, self._config.rms_norm_eps)
+        # Made outside inference mode: callers may then change their logits in place.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return weights.lm_head(last)
+
+    def _run_stack(
+        self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
+    ) -> torch.Tensor:
+        """All layers in one call, or each in one where somebody looks at them."""
+        assert self._stack is not None
+        layers = range(len(self._weights.layers))
+        wanted, order = np.unique(batch.logits_indices.numpy(), return_inverse=True)
+        units = cut(batch.query_start_loc, wanted, torch.get_num_threads())
+        before_layer, after_layer = around
+        if before_layer is None and after_layer is None:
+            x = self._stack.run(x, batch, cache, layers, units)
+        else:
+            for index in layers:
+                if before_layer is not None:
+                    before_layer(index)
+                x = self._stack.run(x, batch, cache, layers[index : index + 1], units)
+                if after_layer is not None:
+                    after_layer(index)
+        return _wanted(x, torch.from_numpy(order))
+
+    def _run_one_by_one(
+        self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
+    ) -> torch.Tensor:
+        """Operation by operation, each shared out among the threads."""
+        before_layer, after_layer = around
+        config, weights, kernels = self._config, self._weights, self._attention.kernels
+        eps = config.rms_norm_eps
         places = TokenPlaces(*self._rope, batch.positions, batch.kv_positions)
         attend = self._attention.prepare(batch, cache)
         for index, layer in enumerate(weights.layers):
@@ -82,11 +129,14 @@ class PagedTransformer:
                 attended, x = (_wanted(part, batch.logits_indices) for part in (attended, x))
             x = layer.o.plus(attended, x)
             normed = kernels.rms_norm(x, layer.post_norm, eps)
-            x = layer.down.plus(layer.up.times(normed, layer.gate.swish(normed)), x)
-        last = kernels.rms_norm(x, weights.final_norm, eps)
-        # Made outside inference mode: callers may then change their logits in place.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return weights.lm_head(last)
+            x = layer.mlp_plus(normed, x)
+        return x
+
+    def serve_experts(self) -> None:
+        """Take part in a pass of the ranks that share out the experts, with no token."""
+        nothing = self._weights.embedding[:0]
+        for layer in self._weights.layers:
+            layer.mlp_plus(nothing, nothing)
 
     def _check(self, batch: PagedBatch, cache: TorchKVCache) -> None:
         """Kernels read and write where they are told to.
@@ -101,14 +151,20 @@ class PagedTransformer:
             ("block", batch.block_table, num_blocks),
         )
         starts, num_tokens = batch.query_start_loc, len(batch.input_ids)
-        is_whole = starts[0] == 0 and starts[-1] == num_tokens and (starts[1:] >= starts[:-1]).all()
+        counts = np.diff(starts)
+        is_whole = starts[0] == 0 and starts[-1] == num_tokens and counts.min(initial=0) >= 0
         if not is_whole or {len(batch.positions), len(batch.kv_positions)} != {num_tokens}:
             raise IndexError(f"requests from {starts}, of {num_tokens} tokens")
+        if {len(batch.block_table), len(batch.seq_lens)} != {len(counts)}:
+            raise IndexError(f"tables and lengths of other than {len(counts)} requests")
         for name, found, limit in limits:
             if found.min() < 0 or found.max() >= limit:
                 raise IndexError(f"{name} {found.min()} to {found.max()}, of {limit}")
+        wanted = batch.logits_indices.numpy()
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= num_tokens):
+            raise IndexError(f"logits of tokens {wanted}, of {num_tokens}")
         held = batch.block_table.shape[1] * cache.block_size
-        if batch.seq_lens.min() < 1 or batch.seq_lens.max() > held:
+        if (batch.seq_lens < np.maximum(counts, 1)).any() or batch.seq_lens.max() > held:
             raise IndexError(f"sequences of {batch.seq_lens} tokens in blocks for {held}")
 
 

@@ -1,16 +1,12 @@
-"""Attention over a block of keys in vectors, as LLVM has them, for kernels that numba compiles.
+"""Vectors of numbers as LLVM has them, for kernels that numba compiles.
 
-numba leaves it to LLVM to find vectors in loops. It finds few in these: heads are too short, and a
-maximum that keeps NaN is none that it may reorder. Here their instructions are written out, one by
-one for the size of a head and for the query heads that share a KV head, which are therefore
-literals; queries that share are treated together, so that a key is widened once.
-
-Dimensions: D head size, h query heads of a KV head, n tokens of a block, S block size.
+numba leaves it to LLVM to find vectors in loops. It finds few in these kernels: heads are short,
+bfloat16 is no number to it, and a maximum that keeps NaN is none that it may reorder. Here
+instructions on vectors are written out.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llvmlite import ir
@@ -19,18 +15,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 _Value: TypeAlias = Any
 """Of LLVM; llvmlite has no types to check."""
 
-FLAGS = ("reassoc", "contract", "nsz", "arcp")
-"""Sums may be taken in any order, and a product and a sum be one operation; NaN stays NaN."""
+FLAGS = ("contract", "nsz", "arcp")
+"""A product and a sum may be one operation; sums are taken as they are written; NaN stays NaN."""
 
 WIDTH = 16
 """Numbers of a vector: float32 of AVX-512; LLVM splits them for lesser processors."""
 
-_TOGETHER = 4
+TOGETHER = 4
 """Heads, tokens or vectors of a head that are treated at once: their sums fit the registers."""
 
 _EXP = (
@@ -46,16 +42,12 @@ _INDEX = ir.IntType(64)
 _PLACE = ir.IntType(32)
 
 
-def _index(number: int) -> _Value:
+def number_of(number: int) -> _Value:
+    """A constant."""
     return ir.Constant(_INDEX, number)
 
 
-def _fours(items: Sequence[int]) -> Iterator[Sequence[int]]:
-    for first in range(0, len(items), _TOGETHER):
-        yield items[first : first + _TOGETHER]
-
-
-class _Vectors:
+class Vectors:
     """Writes instructions on vectors of one width.
 
     Args:
@@ -87,6 +79,36 @@ class _Vectors:
         place = self._builder.gep(array, [index])
         self._builder.store(vector, self._builder.bitcast(place, vector.type.as_pointer()), align=4)
 
+    def round_into(self, vector: _Value, array: _Value, index: _Value) -> None:
+        """From an index on, rounded to even where 16 bits are a bfloat16's."""
+        builder, item = self._builder, array.type.pointee
+        if item == self._number:
+            self.store(vector, array, index)
+            return
+        places = ir.VectorType(item, self._width)
+        place = builder.bitcast(builder.gep(array, [index]), places.as_pointer())
+        builder.store(builder.trunc(self._half(vector), places), place, align=2)
+
+    def rounded(self, vector: _Value, array: _Value) -> _Value:
+        """As an array would have it."""
+        if array.type.pointee == self._number:
+            return vector
+        bits = self._builder.shl(self._half(vector), self._bits(16))
+        return self._builder.bitcast(bits, vector.type)
+
+    def _half(self, vector: _Value) -> _Value:
+        """The bits of bfloat16 numbers."""
+        builder = self._builder
+        bits = builder.bitcast(vector, ir.VectorType(ir.IntType(32), self._width))
+        odd = builder.and_(builder.lshr(bits, self._bits(16)), self._bits(1))
+        bits = builder.add(bits, builder.add(odd, self._bits(0x7FFF)))
+        # A NaN must not be rounded into a number.
+        is_number = builder.fcmp_ordered("ord", vector, vector)
+        return builder.select(is_number, builder.lshr(bits, self._bits(16)), self._bits(0x7FC0))
+
+    def _bits(self, number: int) -> _Value:
+        return ir.Constant(ir.VectorType(ir.IntType(32), self._width), [number] * self._width)
+
     def spread(self, number: _Value) -> _Value:
         """One number everywhere."""
         one = self._builder.insert_element(self.zero, number, ir.Constant(_PLACE, 0))
@@ -97,9 +119,11 @@ class _Vectors:
         return self.spread(self._builder.load(self._builder.gep(array, [index])))
 
     def add(self, one: _Value, other: _Value) -> _Value:
+        """Number by number."""
         return self._builder.fadd(one, other, flags=FLAGS)
 
     def add_product(self, one: _Value, other: _Value, to: _Value) -> _Value:
+        """The product of two added to a third."""
         return self.add(self._builder.fmul(one, other, flags=FLAGS), to)
 
     def greater(self, one: _Value, other: _Value) -> _Value:
@@ -140,6 +164,14 @@ class _Vectors:
         found = self.add(found, number(1.0))
         return builder.fmul(found, builder.bitcast(scale, x.type), flags=FLAGS)
 
+    def swish(self, x: _Value) -> _Value:
+        """A number times its sigmoid."""
+        builder, one = self._builder, self._constant(1.0)
+        is_negative = builder.fcmp_ordered("<", x, self.zero)
+        raised = self.exp(builder.select(is_negative, x, builder.fneg(x)))
+        share = builder.select(is_negative, raised, one)
+        return builder.fmul(x, builder.fdiv(share, self.add(one, raised), flags=FLAGS), flags=FLAGS)
+
     def _constant(self, number: float) -> _Value:
         return ir.Constant(self.zero.type, [number] * self._width)
 
@@ -160,24 +192,27 @@ class _Vectors:
         return vector
 
     def first(self, vector: _Value) -> _Value:
+        """Its first number."""
         return self._builder.extract_element(vector, ir.Constant(_PLACE, 0))
 
     def join(self, by: Callable[[_Value, _Value], _Value], vectors: Sequence[_Value]) -> _Value:
-        """What the numbers of each vector are together, as a vector."""
-        if len(vectors) != _TOGETHER or self._width < _TOGETHER:
+        """What the numbers of each of up to four vectors are together, as a vector."""
+        if self._width < TOGETHER:
             found = ir.Constant(ir.VectorType(self._number, len(vectors)), None)
             for place, vector in enumerate(vectors):
                 one = self.first(self.fold(by, vector, 1))
                 found = self._builder.insert_element(found, one, ir.Constant(_PLACE, place))
             return found
-        one, two, three, four = vectors
+        # Fewer are made up, or sums would go by how many there are.
+        one, two, three, four = [*vectors, *vectors[-1:] * (TOGETHER - len(vectors))]
         # Of every four numbers one is left of each vector; these are what a processor shuffles.
         joined = self._pairs(by, self._pairs(by, one, two), self._pairs(by, three, four))
-        return self.fold(by, joined, _TOGETHER)
+        found = self.fold(by, joined, TOGETHER)
+        return self._take(found, found, range(len(vectors)))
 
     def _pairs(self, by: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
         """Neighbours joined: of each four, two of the one, then two of the other."""
-        starts = range(0, self._width, _TOGETHER)
+        starts = range(0, self._width, TOGETHER)
         even = [start + i for start in starts for i in (0, 2, self._width, self._width + 2)]
         odd = [place + 1 for place in even]
         return by(self._take(one, other, even), self._take(one, other, odd))
@@ -187,23 +222,19 @@ class _Vectors:
         return self._builder.shuffle_vector(one, other, mask)
 
 
-def _in_turn(builder: _Value, count: _Value, write: Callable[[_Value, int], None]) -> None:
-    """Loops over so many tokens: some at once, then one by one.
-
-    Args:
-        builder: Where to.
-        count: How many.
-        write: Given the first token and how many it is about.
-    """
-    rounds = builder.sdiv(count, _index(_TOGETHER))
-    with cgutils.for_range(builder, rounds) as loop:
-        write(builder.mul(loop.index, _index(_TOGETHER)), _TOGETHER)
-    done = builder.mul(rounds, _index(_TOGETHER))
-    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
-        write(builder.add(done, loop.index), 1)
+def along(
+    builder: _Value, number: _Value, size: _Value, write: Callable[[Vectors, _Value], None]
+) -> None:
+    """Loops over so many numbers, a vector at a time, and over the last ones one by one."""
+    whole = builder.sdiv(size, number_of(WIDTH))
+    done = builder.mul(whole, number_of(WIDTH))
+    with cgutils.for_range(builder, whole) as loop:
+        write(Vectors(builder, number, WIDTH), builder.mul(loop.index, number_of(WIDTH)))
+    with cgutils.for_range(builder, builder.sub(size, done)) as loop:
+        write(Vectors(builder, number, 1), builder.add(done, loop.index))
 
 
-def _starts(context: _Value, builder: _Value, signature: _Value, values: _Value) -> list[_Value]:
+def unpacked(context: _Value, builder: _Value, signature: _Value, values: _Value) -> list[_Value]:
     """Arguments, arrays as where they begin."""
     return [
         context.make_array(kind)(context, builder, value).data
@@ -213,190 +244,12 @@ def _starts(context: _Value, builder: _Value, signature: _Value, values: _Value)
     ]
 
 
-@intrinsic(prefer_literal=True)
-def score(_context, queries, keys, at, count, scores, stride, head_dim, share):
-    """Products of each query and each key.
-
-    Args:
-        queries: (h * D,).
-        keys: The plane.
-        at: Of the first key in it.
-        count: n keys, one after the other.
-        scores: (h, S), the first n of each row are written.
-        stride: S.
-        head_dim: D.
-        share: h.
-    """
-    size, heads = head_dim.literal_value, range(share.literal_value)
-
-    def generate(context, builder, signature, values):
-        queries, keys, at, count, scores, stride, *_ = _starts(context, builder, signature, values)
-        width = min(WIDTH, size & -size)
-        vectors = _Vectors(builder, queries.type.pointee, width)
-
-        def tokens(first: _Value, num: int) -> None:
-            begin = builder.add(at, builder.mul(first, _index(size)))
-            for some in _fours(heads):
-                sums = {(h, t): vectors.zero for h in some for t in range(num)}
-                for d in range(0, size, width):
-                    places = [builder.add(begin, _index(t * size + d)) for t in range(num)]
-                    found = [vectors.load(keys, place) for place in places]
-                    for h in some:
-                        query = vectors.load(queries, _index(h * size + d))
-                        for t in range(num):
-                            sums[h, t] = vectors.add_product(query, found[t], sums[h, t])
-                for h in some:
-                    place = builder.add(builder.mul(stride, _index(h)), first)
-                    found = vectors.join(vectors.add, [sums[h, t] for t in range(num)])
-                    vectors.store(found, scores, place)
-
-        _in_turn(builder, count, tokens)
-        return context.get_dummy_value()
-
-    return types.void(queries, keys, at, count, scores, stride, head_dim, share), generate
-
-
 @intrinsic
 def exp(_context, x):
-    """Of a number <= 0, as `_Vectors.exp`."""
+    """Of a number <= 0, as `Vectors.exp`."""
 
     def generate(_context, builder, _signature, values):
-        vectors = _Vectors(builder, values[0].type, 1)
+        vectors = Vectors(builder, values[0].type, 1)
         return vectors.first(vectors.exp(vectors.spread(values[0])))
 
     return x(x), generate
-
-
-@intrinsic(prefer_literal=True)
-def soften(_context, scores, stride, seen, count, tops, totals, fades, num_rows):
-    """Makes scores weights, relative to the greatest of a row so far.
-
-    Args:
-        scores: (h, S), full vectors each; the first n of a row are read and written.
-        stride: S.
-        seen: (h,), how many of a row are none that a token must not see; the others weigh nothing.
-        count: n.
-        tops: (h,), the greatest so far, -inf before any; NaN is not seen.
-        totals: (h,), the sum of the weights so far.
-        fades: (h,), written: what was found before counts by so much.
-        num_rows: h.
-    """
-    rows = range(num_rows.literal_value)
-
-    def generate(context, builder, signature, values):
-        scores, stride, seen, count, tops, totals, fades, _ = _starts(
-            context, builder, signature, values
-        )
-        number = tops.type.pointee
-        vectors = _Vectors(builder, number, WIDTH)
-
-        for some in _fours(rows):
-            few = _Vectors(builder, number, len(some))
-            before = few.load(tops, _index(some[0]))
-            starts = [builder.mul(stride, _index(row)) for row in some]
-            limits = [builder.load(builder.gep(seen, [_index(row)])) for row in some]
-            least = vectors.spread(ir.Constant(number, float("-inf")))
-            best = [cgutils.alloca_once_value(builder, least) for _ in some]
-            with _whole_vectors(builder, count) as first:
-                for start, limit, kept in zip(starts, limits, best, strict=True):
-                    found = vectors.load(scores, builder.add(start, first))
-                    is_seen = vectors.are_before(builder.sub(limit, first))
-                    found = builder.select(is_seen, found, least)
-                    builder.store(vectors.greater(found, builder.load(kept)), kept)
-            found = vectors.join(vectors.greater, [builder.load(kept) for kept in best])
-            after = few.greater(found, before)
-            few.store(after, tops, _index(some[0]))
-            # Nothing was before the first block: there is nothing to fade.
-            fade = few.exp(builder.fsub(before, after, flags=FLAGS))
-            few.store(fade, fades, _index(some[0]))
-            sums = [cgutils.alloca_once_value(builder, vectors.zero) for _ in some]
-            with _whole_vectors(builder, count) as first:
-                for place, (start, limit, kept) in enumerate(
-                    zip(starts, limits, sums, strict=True)
-                ):
-                    at = builder.add(start, first)
-                    top = vectors.spread(builder.extract_element(after, ir.Constant(_PLACE, place)))
-                    found = builder.fsub(vectors.load(scores, at), top, flags=FLAGS)
-                    is_seen = vectors.are_before(builder.sub(limit, first))
-                    found = builder.select(is_seen, vectors.exp(found), vectors.zero)
-                    vectors.store(found, scores, at)
-                    builder.store(vectors.add(builder.load(kept), found), kept)
-            total = vectors.join(vectors.add, [builder.load(kept) for kept in sums])
-            total = few.add_product(few.load(totals, _index(some[0])), fade, total)
-            few.store(total, totals, _index(some[0]))
-        return context.get_dummy_value()
-
-    arguments = (scores, stride, seen, count, tops, totals, fades, num_rows)
-    return types.void(*arguments), generate
-
-
-@contextlib.contextmanager
-def _whole_vectors(builder: _Value, count: _Value) -> Iterator[_Value]:
-    """A loop over so many numbers, and whatever until a vector is full: the first of a vector."""
-    rounds = builder.sdiv(builder.add(count, _index(WIDTH - 1)), _index(WIDTH))
-    with cgutils.for_range(builder, rounds) as loop:
-        yield builder.mul(loop.index, _index(WIDTH))
-
-
-@intrinsic(prefer_literal=True)
-def add_weighted(_context, weights, stride, plane, at, count, found, fades, head_dim, share):
-    """What was found before fades; the weighted sums of values are added to it.
-
-    Args:
-        weights: (h, S), the first n of each row are read.
-        stride: S.
-        plane: Of the values.
-        at: Of the first value in it.
-        count: n values, one after the other.
-        found: (h * D,).
-        fades: (h,), by how much.
-        head_dim: D.
-        share: h.
-    """
-    size, heads = head_dim.literal_value, range(share.literal_value)
-
-    def generate(context, builder, signature, values):
-        weights, stride, plane, at, count, found, fades, *_ = _starts(
-            context, builder, signature, values
-        )
-        width = min(WIDTH, size & -size)
-        vectors = _Vectors(builder, found.type.pointee, width)
-
-        def columns(some: Sequence[int], parts: Sequence[int]) -> None:
-            sums = {}
-            for h in some:
-                fade = vectors.spread_from(fades, _index(h))
-                for d in parts:
-                    before = vectors.load(found, _index(h * size + d))
-                    before = builder.fmul(before, fade, flags=FLAGS)
-                    sums[h, d] = cgutils.alloca_once_value(builder, before)
-
-            def tokens(first: _Value, num: int) -> None:
-                begin = builder.add(at, builder.mul(first, _index(size)))
-                starts = {h: builder.add(builder.mul(stride, _index(h)), first) for h in some}
-                shares = {
-                    (h, t): vectors.spread_from(weights, builder.add(starts[h], _index(t)))
-                    for h in some
-                    for t in range(num)
-                }
-                for d in parts:
-                    places = [builder.add(begin, _index(t * size + d)) for t in range(num)]
-                    read = [vectors.load(plane, place) for place in places]
-                    for h in some:
-                        here = vectors.zero
-                        for t in range(num):
-                            here = vectors.add_product(shares[h, t], read[t], here)
-                        # Once for all of them: a sum that waits for the one before costs time.
-                        builder.store(vectors.add(builder.load(sums[h, d]), here), sums[h, d])
-
-            _in_turn(builder, count, tokens)
-            for (h, d), place in sums.items():
-                vectors.store(builder.load(place), found, _index(h * size + d))
-
-        for some in _fours(heads):
-            for parts in _fours(range(0, size, width)):
-                columns(some, parts)
-        return context.get_dummy_value()
-
-    arguments = (weights, stride, plane, at, count, found, fades, head_dim, share)
-    return types.void(*arguments), generate

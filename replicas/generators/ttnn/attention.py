@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from replicas.generators.ttnn.products import Products
     from replicas.generators.ttnn.weights import LayerWeights
 
-_PIECES = (256, 128)
+LARGEST_PIECE = 256
+_PIECES = (LARGEST_PIECE, 128)
 """Tokens of a chunk that attention takes at once, if that leaves work for every core; else 64.
 Source: SDPA program configurations of tt-metal's models/tt_transformers/tt/model_config.py."""
 
@@ -84,7 +85,28 @@ class PagedAttention:
             self._cut_in = ttnn.L1_MEMORY_CONFIG
         self._concat_cores = None if max_rows % columns == 0 else _whole(self._grid)
 
-    def prefill(
+    def piece(self, num_tokens: int, start: int) -> int:
+        """Tokens of queries, and of keys, that attention of a chunk takes at once.
+
+        Where an earlier part of the sequence is in the cache, its end must be a multiple of them:
+        ttnn says so of both, and of keys for its issue 35225. A block's tokens always are.
+
+        Args:
+            num_tokens: S.
+            start: Position of the first; a multiple of the block size.
+        """
+        num_cores = self._grid.x * self._grid.y
+        pieces = (
+            piece
+            for piece in _PIECES
+            if num_tokens % piece == 0 and self._num_heads * num_tokens // piece >= num_cores
+        )
+        largest = next(pieces, 64)
+        if start == 0:
+            return largest
+        return self._block_size if start % largest else max(largest, self._block_size)
+
+    def prefill(  # noqa: PLR0913 - what a chunk consists of
         self,
         x: ttnn.Tensor,
         layer: LayerWeights,
@@ -92,6 +114,8 @@ class PagedAttention:
         rope: Sequence[ttnn.Tensor],
         inputs: PrefillInputs,
         cache: Sequence[ttnn.Tensor],
+        *,
+        piece: int,
     ) -> ttnn.Tensor:
         """Write a chunk's keys and values, and attend with its queries.
 
@@ -102,6 +126,7 @@ class PagedAttention:
             rope: Cos and sin (1, 1, S, head_dim).
             inputs: Page tables and start of the chunk.
             cache: Keys and values of the layer; the chunk's blocks are written.
+            piece: See the method of this name.
 
         Returns:
             (1, 1, S, hidden), summed over the chips.
@@ -131,7 +156,7 @@ class PagedAttention:
                 is_causal=True,
                 scale=self._scale,
                 memory_config=dram,
-                program_config=self._chunk_program(q.shape[2]),
+                program_config=self._program(piece),
                 compute_kernel_config=self._kernels.attention,
             )
         else:
@@ -143,7 +168,7 @@ class PagedAttention:
                 chunk_start_idx_tensor=inputs.chunk_start,
                 scale=self._scale,
                 memory_config=dram,
-                program_config=self._program(self._block_size),
+                program_config=self._program(piece),
                 compute_kernel_config=self._kernels.attention,
             )
         for used in (q, k, v):
@@ -294,20 +319,8 @@ class PagedAttention:
         ttnn.experimental.paged_fill_cache(plane, new, chunk_page_table, batch_idx=0)
         return new
 
-    def _chunk_program(self, num_tokens: int) -> ttnn.SDPAProgramConfig:
-        num_cores = self._grid.x * self._grid.y
-        pieces = (
-            piece
-            for piece in _PIECES
-            if num_tokens % piece == 0 and self._num_heads * num_tokens // piece >= num_cores
-        )
-        return self._program(next(pieces, 64))
-
     def _program(self, chunk_size: int) -> ttnn.SDPAProgramConfig:
-        """Take queries and keys in pieces of ``chunk_size`` tokens; 0 leaves it to the op.
-
-        Where an earlier part of the sequence is in the cache, its end must be a multiple of it.
-        """
+        """Take queries and keys in pieces of ``chunk_size`` tokens; 0 leaves it to the op."""
         return ttnn.SDPAProgramConfig(
             compute_with_storage_grid_size=self._grid,
             q_chunk_size=chunk_size,

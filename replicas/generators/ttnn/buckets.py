@@ -157,6 +157,11 @@ def check_cache(num_blocks: int, table_width: int) -> None:
 
 
 def _check_division(config: ModelConfig, tp: int) -> None:
+    if config.experts is not None:
+        raise ConfigError(
+            f"{config.name_or_path} has experts, which this package computes on the CPU alone; "
+            "serve it without a mesh, or with a class of others (generator)"
+        )
     if config.num_attention_heads % tp or config.num_key_value_heads % tp:
         raise ConfigError(
             f"{config.num_attention_heads} query heads and {config.num_key_value_heads} KV heads "
@@ -167,6 +172,11 @@ def _check_division(config: ModelConfig, tp: int) -> None:
             f"intermediate_size {config.intermediate_size} is not a multiple of {TILE * tp}: "
             f"a tile of {TILE} on each of {tp} chips"
         )
+    if config.hidden_size % (TILE * tp):
+        raise ConfigError(
+            f"hidden_size {config.hidden_size} is not a multiple of {TILE * tp}: what {tp} chips "
+            f"have is summed in tiles of {TILE} on each of them; use more lanes (tt_data_parallel)"
+        )
 
 
 def _check_tiles(config: ModelConfig) -> None:
@@ -175,8 +185,6 @@ def _check_tiles(config: ModelConfig) -> None:
             f"head_dim {config.head_dim} is neither {TILE} nor a multiple of {2 * TILE}; the "
             "device cannot rotate such heads"
         )
-    if config.hidden_size % TILE:
-        raise ConfigError(f"hidden_size {config.hidden_size} is not a multiple of {TILE}")
 
 
 def _aligned(num_blocks: int) -> int:

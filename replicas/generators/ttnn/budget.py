@@ -100,7 +100,7 @@ def lane_memory(
     """
     _, tp = lane_shape(mesh, tt_data_parallel)
     check_lane(model, tp, max_rows=1, block_size=block_size)
-    chosen = profile(settings.optimizations)
+    chosen = profile(settings.optimizations, model)
     length = max_seq_len or model.max_position_embeddings
     dram = mesh.dram_bytes_per_chip
     return LaneMemory(
@@ -151,7 +151,7 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
         ways = _ways_to_fit(mesh, settings, tt_data_parallel, memory)
         raise ConfigError(
             f"{model.name_or_path} does not fit mesh {mesh.name} in {tt_data_parallel} lanes: its "
-            f"weights in {profile(settings.optimizations).weight_dtype} take "
+            f"weights in {profile(settings.optimizations, model).weight_dtype} take "
             f"{memory.weights / 1e9:.2f} GB of each chip, and of its {memory.dram / 1e9:.2f} GB "
             f"{usable / 1e9:.2f} GB are left for weights and KV, of which {num_slots} slots need "
             f"{(num_slots + 1) * memory.block / 1e9:.2f} GB at least; {', or '.join(ways)}"
@@ -258,8 +258,8 @@ def _output_bytes_per_chip(
         # Of the decode that gives logits, and of the one that draws from them.
         num_kept += 1 if settings.sample_on_device == "none" else 2
     if settings.trace == "all":
-        # A first and a later chunk of each traced bucket.
-        num_kept += 2 * len(traced_buckets(max_seq_len))
+        # A first chunk of each traced bucket, and later ones with small and large pieces.
+        num_kept += 3 * len(traced_buckets(max_seq_len))
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
     return num_kept * TILE * vocab * _ACTIVATION_BYTES
 

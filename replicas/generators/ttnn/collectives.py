@@ -1,30 +1,136 @@
 """Sums and concatenations over the chips of a lane; nothing on a lane of one chip.
 
-ttnn's all_reduce is a reduce-scatter and an all-gather, which keep their semaphores themselves and
-go round where the fabric is a ring. tests/tt/test_programs.py asserts that they run.
+A sum is a reduce-scatter and an all-gather. Both go round where the mesh was opened with a fabric
+that does and ttnn finds the lane's chips to be a ring, and their semaphores are made once, so that
+a step makes none. Tensors that they write are allocated anew, so each waits until those chips that
+it writes to have theirs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import ttnn
+
+from replicas.generators.ttnn.turns import NUM_SETS, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _CHIPS_AXIS = 1
 """A lane is a submesh of shape (1, tp)."""
+_SUMMING, _GATHERING = 3, 2
+"""Semaphores that a reduce-scatter takes, and an all-gather."""
+_LAST = 3
+"""The dimension of columns."""
+_PACE = {"chunks_per_sync": 10, "num_workers_per_link": 2, "num_buffers_per_channel": 2}
+"""Source: tt-metal's models/tt_transformers/tt/ccl.py, whatever the tensor."""
+_RINGS = ("FABRIC_1D_RING", "FABRIC_2D_TORUS_X", "FABRIC_2D_TORUS_Y", "FABRIC_2D_TORUS_XY")
+"""Fabrics that go round; on others a ring never ends. Source: tt-metal, demos/qwen38_27b_t3k."""
+_FEW_CHIPS = 8
+"""Of a Wormhole mesh whose chips have one link to a neighbour that dispatch does not use."""
 
 
-def sum_over_chips(partial: ttnn.Tensor, tp: int, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """Return the sum of every chip's ``partial`` on all of them, and free ``partial``."""
-    if tp == 1:
-        return partial
-    total = ttnn.all_reduce(partial, cluster_axis=_CHIPS_AXIS, memory_config=memory_config)
-    ttnn.deallocate(partial)
-    return total
+@dataclass(frozen=True, slots=True, eq=False)
+class _Semaphores:
+    """What one collective takes: its own, and the one of its barrier."""
+
+    own: Sequence[object]
+    barrier: object
 
 
-def gather_over_chips(shard: ttnn.Tensor, tp: int) -> ttnn.Tensor:
-    """Return the chips' shards side by side in the last dimension, on all of them."""
-    if tp == 1:
-        return shard
-    return ttnn.all_gather(
-        shard, dim=3, cluster_axis=_CHIPS_AXIS, memory_config=ttnn.DRAM_MEMORY_CONFIG
+class Collectives:
+    """The collectives of a lane.
+
+    Owner: their semaphores, in the L1 of every core, until ``close``. They must be there before
+    anything is captured.
+
+    Args:
+        device: The lane.
+    """
+
+    def __init__(self, device: ttnn.MeshDevice) -> None:
+        self._tp = device.get_num_devices()
+        self._how = {**_PACE, "topology": _topology(), **_links()}
+        self._sums: tuple[_Semaphores, ...] = ()
+        self._gathers: tuple[_Semaphores, ...] = ()
+        self._sum_turns, self._gather_turns = Turns(), Turns()
+        if self._tp > 1:
+            self._sums = _sets(device, _SUMMING)
+            self._gathers = _sets(device, _GATHERING)
+
+    def begin(self) -> None:
+        """A call of the lane begins, of at least two sums, or two concatenations, or neither."""
+        self._sum_turns.begin()
+        self._gather_turns.begin()
+
+    def summed(self, partial: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+        """Return the sum of every chip's ``partial`` on all of them, and free ``partial``.
+
+        Args:
+            partial: Interleaved; its columns are as many tiles for each chip.
+            memory_config: Of the sum.
+        """
+        if self._tp == 1:
+            return partial
+        taken = self._sums[self._sum_turns.take()]
+        part = ttnn.experimental.reduce_scatter_minimal_async(
+            partial,
+            dim=_LAST,
+            multi_device_global_semaphore=taken.own,
+            barrier_semaphore=taken.barrier,
+            memory_config=memory_config,
+            intermediate_memory_config=ttnn.DRAM_MEMORY_CONFIG,
+            cluster_axis=_CHIPS_AXIS,
+            **self._how,
+        )
+        ttnn.deallocate(partial)
+        total = self._gathered(part, memory_config)
+        ttnn.deallocate(part)
+        return total
+
+    def gathered(self, shard: ttnn.Tensor) -> ttnn.Tensor:
+        """Return the chips' shards side by side in the last dimension, on all of them."""
+        return shard if self._tp == 1 else self._gathered(shard, ttnn.DRAM_MEMORY_CONFIG)
+
+    def close(self) -> None:
+        """Free the semaphores; safe twice. Traces that took them are released by then."""
+        self._sums = self._gathers = ()
+
+    def _gathered(self, shard: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
+        taken = self._gathers[self._gather_turns.take()]
+        return ttnn.experimental.all_gather_async(
+            shard,
+            dim=_LAST,
+            multi_device_global_semaphore=taken.own,
+            barrier_semaphore=taken.barrier,
+            memory_config=memory_config,
+            cluster_axis=_CHIPS_AXIS,
+            **self._how,
+        )
+
+
+def _topology() -> ttnn.Topology:
+    fabric = ttnn.get_fabric_config()
+    is_round = fabric in [ttnn.FabricConfig.__members__.get(name) for name in _RINGS]
+    return ttnn.Topology.Ring if is_round else ttnn.Topology.Linear
+
+
+def _links() -> dict[str, int]:
+    """How many links; of others ttnn knows. Source: tt_transformers' ccl.py, `get_num_links`."""
+    is_few = "wormhole" in ttnn.get_arch_name().lower() and ttnn.get_num_devices() <= _FEW_CHIPS
+    return {"num_links": 1} if is_few else {}
+
+
+def _sets(device: ttnn.MeshDevice, num_semaphores: int) -> tuple[_Semaphores, ...]:
+    grid = device.compute_with_storage_grid_size()
+    last = ttnn.CoreCoord(grid.x - 1, grid.y - 1)
+    cores = ttnn.CoreRangeSet([ttnn.CoreRange(ttnn.CoreCoord(0, 0), last)])
+
+    def made() -> object:
+        return ttnn.create_global_semaphore(device, cores, 0)
+
+    return tuple(
+        _Semaphores([made() for _ in range(num_semaphores)], made()) for _ in range(NUM_SETS)
     )

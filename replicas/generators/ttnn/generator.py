@@ -184,7 +184,7 @@ class TTGenerator:
             raise ConfigError(
                 f"the ttnn generator runs on a TTMesh, not {type(mesh_device).__name__}; set mesh"
             )
-        precision = profile(optimizations or mesh_device.settings.optimizations)
+        precision = profile(optimizations or mesh_device.settings.optimizations, config)
         _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         devices = mesh_device.lanes(tt_data_parallel)
         # Before minutes of loading. The block size is not known yet: any that a lane takes will do.
@@ -294,6 +294,8 @@ class TTGenerator:
         """Release the traces and the lanes; call it before the mesh is closed. Safe twice."""
         for tracer in (self._prefill_tracer, self._decode_tracer):
             tracer.release()
+        for lane in self._lanes:
+            lane.close()
         self._lanes = []
         self._cache = self._call_limits = None
         self._compiled.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ttnn
 
+from replicas.generators.ttnn.attention import LARGEST_PIECE
 from replicas.generators.ttnn.buckets import (
     bucket_for,
     decode_table_width,
@@ -114,8 +115,9 @@ class Lane:
         self._table_width = decode_table_width(sizes.max_seq_len, sizes.block_size)
         self._prefill_tracer = prefill_tracer
         self._decode_tracer = decode_tracer
-        self._sampler = Sampler(device, sizes.num_rows, sizes.local_vocab)
-        self._chunks: dict[tuple[int, bool], tuple[PrefillInputs, _Call]] = {}
+        self._sampler = Sampler(device, model.collectives, sizes.num_rows, sizes.local_vocab)
+        # By the bucket, whether a chunk begins at 0, and the piece that attention takes at once.
+        self._chunks: dict[tuple[int, bool, int], tuple[PrefillInputs, _Call]] = {}
         # Positions that the next decode step computes, as the device has them.
         self._positions = np.full(sizes.num_rows, PADDING_POSITION, dtype=np.int64)
         self._continues = False
@@ -136,17 +138,29 @@ class Lane:
         live: npt.NDArray[np.bool_] = self._positions >= 0
         return live
 
+    def close(self) -> None:
+        """Free what traces may use, once they are released; nothing runs afterwards. Safe twice."""
+        self._model.close()
+
     # --- warm-up -------------------------------------------------------------------------------
 
     def compile_prefill(self, *, sample: bool) -> None:
-        """Run every bucket, as a first and as a later chunk, in the null block."""
+        """Run every bucket in the null block: as a first chunk, and as later ones.
+
+        One of these begins where attention must take small pieces, one where it may take large.
+        """
         block_size, max_seq_len = self._sizes.block_size, self._sizes.max_seq_len
+        done = set()
         for bucket in prefill_buckets(max_seq_len):
-            for start in (0, block_size):
+            for start in (0, block_size, LARGEST_PIECE):
                 num_tokens = min(bucket, max_seq_len - start)
                 # A bucket that only a whole prompt fills has no later chunk.
                 if num_tokens < 1 or bucket_for(num_tokens, max_seq_len) != bucket:
                     continue
+                shape = self._shape(bucket, start)
+                if shape in done:
+                    continue
+                done.add(shape)
                 zeros = np.zeros(start + num_tokens, dtype=np.int64)
                 logits = self._chunk(zeros, start, len(zeros), zeros, traced=False)
                 self._first_row(logits)
@@ -156,7 +170,7 @@ class Lane:
     def capture_prefill(self) -> None:
         """Trace what ``compile_prefill`` has run, of the buckets that are traced."""
         traced = traced_buckets(self._sizes.max_seq_len)
-        for (bucket, _), (_, call) in self._chunks.items():
+        for (bucket, *_), (_, call) in self._chunks.items():
             if bucket in traced:
                 call.capture(self._prefill_tracer, self.device)
 
@@ -221,15 +235,18 @@ class Lane:
             table_width=prefill_table_width(max_seq_len, block_size),
             hidden_size=self._sizes.hidden_size,
         )
-        shape = bucket_for(end - begin, max_seq_len), begin == 0
+        shape = self._shape(bucket_for(end - begin, max_seq_len), begin)
         if shape in self._chunks:
             inputs, call = self._chunks[shape]
             refresh(inputs, host)
         else:
             inputs = to_device(host, self.device)
-            call = _Call(lambda: self._model.prefill(inputs, self._cache))
+            call = _Call(lambda: self._model.prefill(inputs, self._cache, shape[-1]))
             self._chunks[shape] = inputs, call
         return call(traced=traced)
+
+    def _shape(self, bucket: int, begin: int) -> tuple[int, bool, int]:
+        return bucket, begin == 0, self._model.attention_piece(bucket, begin)
 
     def _first_row(self, logits: ttnn.Tensor) -> ttnn.Tensor:
         rows = ttnn.to_layout(logits, ttnn.ROW_MAJOR_LAYOUT)

@@ -4,8 +4,8 @@ Tensor parallelism over the lane's chips: the embedding and the output layer are
 vocabulary, attention by heads, the MLP by its inner columns. Between them every chip has the whole
 hidden state. Activations of a chunk are in DRAM, those of a decode step in L1.
 
-Which program runs depends on the bucket, on whether a chunk begins at 0, and on nothing else of a
-request: positions, blocks and lengths are tensors.
+Which program runs depends on the bucket, on whether a chunk begins at 0, on how many tokens its
+attention takes at once, and on nothing else of a request: positions, blocks, lengths are tensors.
 
 Dimensions: S tokens of a bucket, B decode rows, V vocabulary padded to whole tiles on each chip.
 """
@@ -20,7 +20,7 @@ import ttnn
 from replicas.errors import ConfigError
 from replicas.generators.ttnn.attention import PagedAttention
 from replicas.generators.ttnn.buckets import TILE, check_cache, check_lane
-from replicas.generators.ttnn.collectives import sum_over_chips
+from replicas.generators.ttnn.collectives import Collectives
 from replicas.generators.ttnn.kernels import kernels_of
 from replicas.generators.ttnn.mlp import mlp
 from replicas.generators.ttnn.products import (
@@ -52,8 +52,11 @@ PADDING_LOGIT = -1e30
 class TTTransformer:
     """A decoder model on one lane: a submesh (1, tp).
 
-    Owner: the rotary tables and other constants on the device; weights and KV cache are the
-    caller's. Every call has fixed shapes: see ``inputs``.
+    Owner: the rotary tables, semaphores and other constants on the device; weights and KV cache are
+    the caller's. Every call has fixed shapes: see ``inputs``.
+
+    Attributes:
+        collectives: Over the lane's chips, for whoever draws from its logits, too.
     """
 
     def __init__(  # noqa: PLR0913 - what a lane is made of
@@ -90,8 +93,9 @@ class TTTransformer:
         self._kernels = kernels_of(profile)
         chip = chip_cores(device)
         programs = lane_programs(config, profile, chip, tp)
-        self._rows = RowProducts(config, programs, self._kernels, device, tp=tp)
-        self._chunk = ChunkProducts(config, profile, self._kernels, chip, tp=tp)
+        self.collectives = Collectives(device)
+        self._rows = RowProducts(config, programs, self._kernels, device, self.collectives)
+        self._chunk = ChunkProducts(config, profile, self._kernels, chip, self.collectives, tp=tp)
         self._output_program = row_program(programs.output)
         self._rope = DeviceRope(config.rope, config.head_dim, max_seq_len, device)
         self._attention = PagedAttention(
@@ -101,25 +105,37 @@ class TTTransformer:
         self._first_token_id = _first_token_ids(device, tp, self._vocab_per_chip)
         self._padding_bias = _padding_bias(device, config.vocab_size, weights.num_vocab_padded)
 
-    def prefill(self, inputs: PrefillInputs, cache: LaneCache) -> ttnn.Tensor:
+    def close(self) -> None:
+        """Free the semaphores, which nothing else frees before the mesh is closed; safe twice."""
+        self.collectives.close()
+
+    def attention_piece(self, num_tokens: int, start: int) -> int:
+        """See `PagedAttention.piece`."""
+        return self._attention.piece(num_tokens, start)
+
+    def prefill(self, inputs: PrefillInputs, cache: LaneCache, piece: int) -> ttnn.Tensor:
         """Compute a chunk, write its KV and return the logits of its last token.
 
         Args:
             inputs: The chunk, on the device.
             cache: Keys and values of each layer, (blocks, kv_heads / tp, block_size, head_dim).
+            piece: What `attention_piece` says of it.
 
         Returns:
             bfloat16 (1, 1, 32, V / tp) on each chip, tiles in DRAM: 32 times the same row. The
             vocabulary's padding has ``PADDING_LOGIT``. The caller frees it.
         """
         dram = ttnn.DRAM_MEMORY_CONFIG
+        self.collectives.begin()
         x = self._embedded(inputs.tokens, dram)
         rope = self._rope.of_chunk(inputs.rope_indices)
 
         def attend(
             normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]
         ) -> ttnn.Tensor:
-            return self._attention.prefill(normed, layer, self._chunk, rope, inputs, planes)
+            return self._attention.prefill(
+                normed, layer, self._chunk, rope, inputs, planes, piece=piece
+            )
 
         x = self._layers(x, attend, cache, self._chunk)
         tiles = ttnn.slice(
@@ -159,6 +175,7 @@ class TTTransformer:
             raise ConfigError(
                 f"a decode step of {inputs.tokens.shape[-1]} rows, the lane takes {self._num_rows}"
             )
+        self.collectives.begin()
         x = self._embedded(inputs.tokens, l1)
         if self._num_rows < TILE:
             x = ttnn.pad(x, [(0, 0), (0, 0), (0, TILE - self._num_rows), (0, 0)], value=0.0)
@@ -180,7 +197,7 @@ class TTTransformer:
             tokens, self._weights.embedding, layout=ttnn.TILE_LAYOUT, memory_config=memory_config
         )
         x = ttnn.reshape(x, (1, 1, tokens.shape[-1], self._config.hidden_size))
-        return sum_over_chips(x, self._tp, memory_config)
+        return self.collectives.summed(x, memory_config)
 
     def _local_rows(self, tokens: ttnn.Tensor) -> ttnn.Tensor:
         """Return each chip's row of the embedding; its last one is zero, for others' tokens."""

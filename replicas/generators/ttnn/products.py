@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 import ttnn
 
 from replicas.generators.ttnn.buckets import TILE
-from replicas.generators.ttnn.collectives import sum_over_chips
 from replicas.generators.ttnn.programs import (
     BankProduct,
     ChipCores,
@@ -27,6 +26,7 @@ from replicas.generators.ttnn.programs import (
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
+    from replicas.generators.ttnn.collectives import Collectives
     from replicas.generators.ttnn.kernels import Kernels
     from replicas.generators.ttnn.profiles import ProductName, Profile
     from replicas.generators.ttnn.programs import ChunkProduct, LanePrograms, Norm
@@ -118,12 +118,12 @@ class RowProducts:
         programs: LanePrograms,
         kernels: Kernels,
         device: ttnn.MeshDevice,
-        *,
-        tp: int,
+        collectives: Collectives,
     ) -> None:
         """Say every choice of ``programs`` to ttnn once."""
         self._kernels = kernels
-        self._tp = tp
+        self._collectives = collectives
+        tp = self._tp = device.get_num_devices()
         self._eps = config.rms_norm_eps
         self._grid = device.compute_with_storage_grid_size()
         self._programs = programs
@@ -189,7 +189,7 @@ class RowProducts:
         out = partial
         if self._tp > 1:
             flat = freed_after_move(partial, ttnn.L1_MEMORY_CONFIG)
-            out = sum_over_chips(flat, self._tp, ttnn.L1_MEMORY_CONFIG)
+            out = self._collectives.summed(flat, ttnn.L1_MEMORY_CONFIG)
         return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
@@ -229,6 +229,7 @@ class ChunkProducts:
         profile: Profile,
         kernels: Kernels,
         chip: ChipCores,
+        collectives: Collectives,
         *,
         tp: int,
     ) -> None:
@@ -237,7 +238,7 @@ class ChunkProducts:
         self._profile = profile
         self._kernels = kernels
         self._chip = chip
-        self._tp = tp
+        self._collectives = collectives
         self._sizes = product_sizes(config, tp)
 
     def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
@@ -286,7 +287,7 @@ class ChunkProducts:
 
     def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
         """See `Products`."""
-        out = sum_over_chips(partial, self._tp, ttnn.DRAM_MEMORY_CONFIG)
+        out = self._collectives.summed(partial, ttnn.DRAM_MEMORY_CONFIG)
         return out if bias is None else _biased(out, bias, ttnn.DRAM_MEMORY_CONFIG)
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
@@ -309,6 +310,7 @@ def row_program(product: BankProduct | ColumnProduct) -> object:
             per_core_M=1,
             per_core_N=product.columns_per_core,
             fused_activation=None,
+            num_workers_per_dram_bank=product.readers,
         )
     return ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
         compute_with_storage_grid_size=(product.grid.columns, product.grid.rows),

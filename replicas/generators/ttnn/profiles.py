@@ -7,10 +7,13 @@ ttnn is not installed. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from replicas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import ModelConfig
 
 Dtype: TypeAlias = Literal["bfloat4_b", "bfloat8_b", "bfloat16"]
 Fidelity: TypeAlias = Literal["LoFi", "HiFi2", "HiFi3", "HiFi4"]
@@ -42,13 +45,15 @@ class Profile:
 
     Attributes:
         name: As in the engine's configuration.
-        weight_dtype: Matrices of the attention, the output layer, and of the MLP on its way down.
+        weight_dtype: Matrices of the output layer, and of the MLP on its way down.
+        attention_dtype: Those of the attention.
         gate_up_dtype: Matrices of the MLP on its way up.
         last_gate_up_dtype: Those of the last layer.
         vector_dtype: Embedding, norm weights and biases.
         kv_dtype: KV cache.
         activation_dtype: What flows between ops.
-        linear: Matrix products of the attention and the output layer.
+        linear: Matrix products of the output layer.
+        attention_linear: Those of the attention.
         gate_up: Those of the MLP on its way up.
         last_gate_up: Those of the last layer.
         down: Those of the MLP on its way down.
@@ -60,10 +65,12 @@ class Profile:
 
     name: str
     weight_dtype: Dtype
+    attention_dtype: Dtype
     gate_up_dtype: Dtype
     last_gate_up_dtype: Dtype
     kv_dtype: Dtype
     linear: Precision
+    attention_linear: Precision
     gate_up: Precision
     last_gate_up: Precision
     down: Precision
@@ -78,13 +85,13 @@ class Profile:
         """Dtype of a product's weights, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up_dtype if is_last else self.gate_up_dtype
-        return self.weight_dtype
+        return self.weight_dtype if name == "down" else self.attention_dtype
 
     def product(self, name: ProductName, *, is_last: bool = False) -> Precision:
         """How a product computes, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up if is_last else self.gate_up
-        return self.down if name == "down" else self.linear
+        return self.down if name == "down" else self.attention_linear
 
 
 _HIFI4 = Precision("HiFi4", fp32_accumulation=True)
@@ -94,10 +101,12 @@ _HIFI2_BF16 = Precision("HiFi2", fp32_accumulation=False)
 PERFORMANCE = Profile(
     name="performance",
     weight_dtype="bfloat8_b",
+    attention_dtype="bfloat8_b",
     gate_up_dtype="bfloat4_b",
     last_gate_up_dtype="bfloat8_b",
     kv_dtype="bfloat8_b",
     linear=_HIFI2,
+    attention_linear=_HIFI2,
     gate_up=Precision("LoFi", fp32_accumulation=False),
     last_gate_up=_HIFI2_BF16,
     down=_HIFI2_BF16,
@@ -110,13 +119,30 @@ PERFORMANCE = Profile(
 weight, HiFi2 every bit of a bfloat8_b one.
 Source: `ModelOptimizations.performance` of tt-metal's models/tt_transformers/tt/model_config.py."""
 
+_PERFORMANCE_OF_QWEN_7B = replace(
+    PERFORMANCE,
+    attention_dtype="bfloat16",
+    gate_up_dtype="bfloat8_b",
+    kv_dtype="bfloat16",
+    attention_linear=_HIFI4,
+    gate_up=_HIFI2_BF16,
+    attention_of_rows=_HIFI4,
+)
+"""Of Qwen2.5-7B, which less degrades, as Tenstorrent says.
+Source: `ModelOptimizations.performance` again, which knows it by its name."""
+_QWEN_7B = ("qwen2", 3584, 18944, 4)
+"""Family, hidden size, inner size and KV heads: it is known by these, whatever its folder is
+called, and so are the models that were trained on from it."""
+
 BALANCED = Profile(
     name="balanced",
     weight_dtype="bfloat8_b",
+    attention_dtype="bfloat8_b",
     gate_up_dtype="bfloat8_b",
     last_gate_up_dtype="bfloat8_b",
     kv_dtype="bfloat8_b",
     linear=_HIFI2,
+    attention_linear=_HIFI2,
     gate_up=_HIFI2,
     last_gate_up=_HIFI2,
     down=_HIFI2,
@@ -129,10 +155,12 @@ BALANCED = Profile(
 ACCURACY = Profile(
     name="accuracy",
     weight_dtype="bfloat16",
+    attention_dtype="bfloat16",
     gate_up_dtype="bfloat16",
     last_gate_up_dtype="bfloat16",
     kv_dtype="bfloat16",
     linear=_HIFI4,
+    attention_linear=_HIFI4,
     gate_up=_HIFI4,
     last_gate_up=_HIFI4,
     down=_HIFI4,
@@ -146,8 +174,12 @@ PROFILES = {profile.name: profile for profile in (PERFORMANCE, BALANCED, ACCURAC
 """Every profile by its name."""
 
 
-def profile(optimizations: str | None) -> Profile:
-    """The profile of a name; None is "performance".
+def profile(optimizations: str | None, model: ModelConfig | None = None) -> Profile:
+    """The profile of a name, as a model has it.
+
+    Args:
+        optimizations: The name; None is "performance".
+        model: The model; None is any but those that need more than others.
 
     Raises:
         ConfigError: There is no profile of that name; names those there are.
@@ -155,4 +187,12 @@ def profile(optimizations: str | None) -> Profile:
     name = PERFORMANCE.name if optimizations is None else optimizations
     if name not in PROFILES:
         raise ConfigError(f"optimizations {name!r} is not one of {', '.join(PROFILES)}")
-    return PROFILES[name]
+    chosen = PROFILES[name]
+    return _PERFORMANCE_OF_QWEN_7B if chosen is PERFORMANCE and _is_qwen_7b(model) else chosen
+
+
+def _is_qwen_7b(model: ModelConfig | None) -> bool:
+    if model is None:
+        return False
+    sizes = model.hidden_size, model.intermediate_size, model.num_key_value_heads
+    return (model.family, *sizes) == _QWEN_7B

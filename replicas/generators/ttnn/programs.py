@@ -4,9 +4,9 @@ Arithmetic alone, for one chip of a lane. ttnn chooses a program by itself where
 and for a decode step that is one that reads weights again and again; so every product has one here.
 
 - A decode step's products read every weight once, so the memory's bandwidth is their limit. Their
-  weights lie in column stripes, one per DRAM bank, and a core beside each bank reads its own
-  (`BankProduct`). Where a stripe does not fit those cores' L1, weights are interleaved and every
-  core takes some columns (`ColumnProduct`): the output layer, whose columns are the most.
+  weights lie in column stripes, one per DRAM bank, and a core beside each bank, or two, read its
+  own (`BankProduct`). Where a stripe does not fit those cores' L1, weights are interleaved and
+  every core takes some columns (`ColumnProduct`): the output layer, whose columns are the most.
 - A chunk's products are limited by arithmetic, and read the same weights (`ChunkProduct`).
 
 Grids, and blocks along the summed dimension, are those of `ModelArgs` in tt-metal's
@@ -40,6 +40,8 @@ _RESIDUAL_CORES = 32
 
 _LONGEST_BLOCK = 8
 """Tiles along the summed dimension that are taken at once, at most."""
+
+_BANKS_OF_A_P150 = 8
 
 _MOST_CHUNK_ROWS = 2048 // TILE
 """Rows of a chunk that are multiplied at once, at most."""
@@ -85,6 +87,7 @@ class BankProduct:
         block: Tiles along the summed dimension that are taken at once.
         columns_per_core: Columns of the result on each core.
         columns_per_bank: Columns of the weights in each bank; the last may have some in vain.
+        readers: Cores beside each bank that share out its columns.
         l1_bytes: Circular buffers of the cores beside the banks.
     """
 
@@ -92,6 +95,7 @@ class BankProduct:
     block: int
     columns_per_core: int
     columns_per_bank: int
+    readers: int
     l1_bytes: int
 
 
@@ -253,9 +257,19 @@ def _rectangle(candidates: list[int]) -> Grid:
     )
 
 
+def bank_readers(dram_banks: int) -> int:
+    """Cores beside each bank that compute a product with weights in stripes.
+
+    ttnn takes two on Blackhole alone. They are measured on one p150 (tt-metal #55080); a P300's, a
+    P150x4's and a Blackhole Galaxy's chips have as many banks.
+    """
+    return 2 if dram_banks == _BANKS_OF_A_P150 else 1
+
+
 def bank_columns(num_columns: int, dram_banks: int) -> int:
-    """Columns of tiles in each bank, of a weight of ``num_columns`` of them."""
-    return -(-num_columns // dram_banks)
+    """Columns of tiles in each bank, of a weight of ``num_columns``; as many for each reader."""
+    readers = bank_readers(dram_banks)
+    return -(-num_columns // (dram_banks * readers)) * readers
 
 
 def _norm(hidden: int, grid: Grid) -> Norm:
@@ -272,19 +286,19 @@ def _decode_product(
     if chunk_product(TILE, k, n, chip, tile_bytes, precision) is None:
         reason = f"{n} tiles of columns are too many for a chunk's program for stripes"
         return column_product(k, n, chip.grid, tile_bytes, precision, reason)
-    per_bank = bank_columns(n, chip.dram_banks)
-    per_core = -(-n // cores)
+    per_bank, readers = bank_columns(n, chip.dram_banks), bank_readers(chip.dram_banks)
+    per_reader, per_core = per_bank // readers, -(-n // cores)
     shard = k // cores
     l1_bytes = 0
     for block in range(min(shard, _LONGEST_BLOCK), 0, -1):
         if shard % block:
             continue
         rows = (2 * block + shard) * TILE_BYTES["bfloat16"]
-        weights = 3 * block * per_bank * tile_bytes
-        result = per_bank * _result_bytes(precision) + per_core * TILE_BYTES["bfloat16"]
+        weights = 3 * block * per_reader * tile_bytes
+        result = per_reader * _result_bytes(precision) + per_core * TILE_BYTES["bfloat16"]
         l1_bytes = rows + weights + result
         if l1_bytes <= L1_FOR_PRODUCTS:
-            return BankProduct(cores, block, per_core, per_bank, l1_bytes)
+            return BankProduct(cores, block, per_core, per_bank, readers, l1_bytes)
     reason = f"stripes of {per_bank} tiles need {l1_bytes} bytes of L1, of {L1_FOR_PRODUCTS}"
     return column_product(k, n, chip.grid, tile_bytes, precision, reason)
 
@@ -335,7 +349,7 @@ def chunk_product(
     grid = Grid(
         min(chip.grid.columns, chip.dram_banks, _GRID_EDGE), min(chip.grid.rows, _GRID_EDGE)
     )
-    columns = -(-n // grid.columns)
+    columns = max(-(-n // grid.columns), bank_columns(n, chip.dram_banks))
     subblock = _largest_divisor(columns, _most_accumulated(precision))
     fitting = []
     for rows in _divisors(num_tokens // TILE, _MOST_CHUNK_ROWS):

@@ -30,7 +30,6 @@ import ttnn
 
 from replicas.generators.protocol import NO_LOG_PROBS
 from replicas.generators.ttnn.buckets import TILE
-from replicas.generators.ttnn.collectives import gather_over_chips
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.generators.protocol import DeviceSamplingParams
+    from replicas.generators.ttnn.collectives import Collectives
 
     IntArray = npt.NDArray[np.integer[Any]]
 
@@ -207,11 +207,15 @@ class Sampler:
 
     Args:
         device: The lane.
+        collectives: Over its chips.
         num_rows: B.
         local_width: Vocabulary of one chip, padding included.
     """
 
-    def __init__(self, device: ttnn.MeshDevice, num_rows: int, local_width: int) -> None:
+    def __init__(
+        self, device: ttnn.MeshDevice, collectives: Collectives, num_rows: int, local_width: int
+    ) -> None:
+        self._collectives = collectives
         self._num_rows = num_rows
         self._num_chips = device.get_num_devices()
         self._num_pieces, self._piece = topk_pieces(local_width)
@@ -242,6 +246,7 @@ class Sampler:
         Returns:
             ``tokens``.
         """
+        self._collectives.begin()
         values, ids = self._candidates(logits)
         ids = _with_winner(values, ids, inputs.greedy)
         values, ids = _widened(values, ids)
@@ -268,10 +273,7 @@ class Sampler:
         values = _joined([values for values, _ in best])
         local_ids = _joined([ttnn.typecast(ids, ttnn.int32) for _, ids in best])
         ids = ttnn.add(local_ids, self._first_ids)
-        return (
-            gather_over_chips(values, self._num_chips),
-            gather_over_chips(ids, self._num_chips),
-        )
+        return self._collectives.gathered(values), self._collectives.gathered(ids)
 
     def _split(self, logits: ttnn.Tensor) -> list[ttnn.Tensor]:
         if self._num_pieces == 1:

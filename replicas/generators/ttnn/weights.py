@@ -48,6 +48,7 @@ from replicas.generators.ttnn.products import chip_cores, striped
 from replicas.generators.ttnn.profiles import PRODUCTS
 from replicas.generators.ttnn.programs import BankProduct, lane_programs, product_sizes
 from replicas.generators.ttnn.weight_cache import DamagedCacheError, WeightCache
+from replicas.user_cache import NO_HOME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -386,10 +387,9 @@ def _cache(
     source = conversion_source(EngineConfig(model=str(model)))
     digest = hashlib.blake2b(digest_size=12)
     digest.update(repr((_FORMAT, *source, asdict(profile), tp, version)).encode())
-    try:
-        folder = settings.weight_cache_folder
-    except RuntimeError as error:
-        logger.warning("converted weights are not kept: %s Set mesh.weight_cache", error)
+    folder = settings.weight_cache_folder
+    if folder is None:
+        logger.warning("converted weights are not kept: %s, or mesh.weight_cache", NO_HOME)
         return None
     return WeightCache(folder / f"{model.name}-{profile.name}-tp{tp}-{digest.hexdigest()}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
+from types import FunctionType
 
 import msgspec
 import numpy as np
@@ -13,9 +14,14 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Enum)
 
 
 def picture(value: object) -> object:
-    """Nested tuples of all attributes and items, in their order; objects go by their class."""
+    """Nested tuples of all attributes and items, in their order.
+
+    Objects go by their class, functions by name.
+    """
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, FunctionType):
+        return value.__qualname__
     if isinstance(value, np.ndarray):
         return (value.shape, value.tolist())
     if isinstance(value, Mapping):

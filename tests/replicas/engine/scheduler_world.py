@@ -262,6 +262,39 @@ class World:
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
                 counts = Counter(b for block_ids in tables for b in block_ids[i])
                 assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
+        self._check_loads()
+
+    def _check_loads(self) -> None:
+        """What snapshots say that each group has to do is what its sequences lack."""
+        live = list(self.scheduler._sequences.values())
+        unplaced = [s for s in live if s.slot < 0 and s.dp_group < 0]
+        groups = self.scheduler.group_snapshots()
+        for group, told in enumerate(groups):
+            own = [s for s in live if s.dp_group == group]
+            contexts = [len(s.token_ids) for s in own if s.slot >= 0]
+            longest = max(contexts, default=0)
+            assert (told.num_context_tokens, told.max_context_tokens) == (sum(contexts), longest)
+            prompts = [
+                (s.num_computed_tokens, s.num_tokens)
+                for s in own
+                if s.status is SequenceStatus.WAITING
+                or (s.status is SequenceStatus.RUNNING and not s.is_decoding)
+            ]
+            shared = [(s.num_computed_tokens, s.num_tokens) for s in unplaced]
+            pairs, tokens = (
+                (
+                    sum(sum(range(start, end)) + (end - start) // 2 for start, end in spans)
+                    for spans in (prompts, shared)
+                ),
+                (sum(end - start for start, end in spans) for spans in (prompts, shared)),
+            )
+            own_pairs, shared_pairs = pairs
+            own_tokens, shared_tokens = tokens
+            assert told.num_prompts == len(prompts) + -(-len(shared) // len(groups))
+            assert told.num_prompt_tokens == own_tokens + -(-shared_tokens // len(groups))
+            # Each token counts itself by half, which is rounded for each sequence.
+            most = own_pairs + shared_pairs / len(groups) + len(live) + 1
+            assert own_pairs <= told.num_prompt_pairs <= most
 
     def _is_undisturbed(self) -> bool:
         """Whether only waiting and running sequences hold anything, and the store has answered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import (
+    NO_LOGITS,
     Abort,
     Accepted,
     Activate,
@@ -24,12 +25,23 @@ from replicas.messages import (
     UtilityResult,
 )
 from replicas.sampling_params import SamplingParams
-from tests.engines import CLIENT, GREEDY, engine_core, generate, make_config, take_events
+from tests.engines import (
+    CLIENT,
+    GREEDY,
+    engine_core,
+    generate,
+    make_config,
+    num_prefix_hits,
+    take_events,
+)
 from tests.models import VOCAB_SIZE, model_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from replicas.config import EngineConfig
     from replicas.generators.protocol import ModelCapabilities
+    from replicas.generators.torch.inputs import PagedBatch
 
 
 def start(config: EngineConfig) -> EngineCore:
@@ -49,6 +61,20 @@ class NarrowGenerator(TorchGenerator):
 
 
 NARROW = f"{__name__}:NarrowGenerator"
+
+
+class BrokenGenerator(TorchGenerator):
+    """A generator that computes nonsense for whatever is at one position."""
+
+    POSITION: ClassVar[int] = 40
+
+    def _forward(self, batch: PagedBatch, *args: Any, **options: Any) -> torch.Tensor:
+        logits = super()._forward(batch, *args, **options)
+        logits[batch.positions[batch.logits_indices] == self.POSITION] = float("nan")
+        return logits
+
+
+BROKEN = f"{__name__}:BrokenGenerator"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +116,7 @@ def run(core, num_steps=1000):
         ([1], {"dp_group": -2}, ["dp_group -2"]),
         ([1], {"mode": "prefill"}, ["ticket"]),
         ([1], {"ticket": b"sealed"}, ["ticket"]),
-        ([1], {"mode": "decode"}, ["kv_connector"]),
+        ([1], {"mode": "prefill", "ticket": b"sealed"}, ["kv_connector"]),
         ([1], {"sampling": SamplingParams(max_tokens=0)}, ["max_tokens", "0"]),
         ([1], {"sampling": SamplingParams(temperature=float("nan"))}, ["temperature", "nan"]),
         ([1], {"sampling": SamplingParams(top_p=0.0)}, ["top_p", "0.0"]),
@@ -213,7 +239,8 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
     free = msgspec.structs.replace(GREEDY, ignore_eos=True)
     with engine_core(make_config(folder)) as core:
         [tokens] = generate(core, [[5, 9, 3]], free)
-        core._scheduler._eos_token_ids = frozenset({tokens[4]})
+        rules = core._scheduler._end_rules
+        core._scheduler._end_rules = rules._replace(eos_token_ids=frozenset({tokens[4]}))
         cut = tokens.index(tokens[4]) + 1
         assert generate(core, [[5, 9, 3]], GREEDY) == [tokens[:cut]]
         assert generate(core, [[5, 9, 3]], free) == [tokens]
@@ -275,3 +302,42 @@ def test_prompt_waits_for_blocks_that_others_hold(folder):
         tight = generate(core, prompts)
     with engine_core(make_config(folder)) as core:
         assert generate(core, prompts) == tight
+
+
+@pytest.mark.parametrize("length", [41, 36], ids=["prompt", "decode"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_a_request_without_a_distribution_ends_alone(folder, length, how):
+    sampling = SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **how)
+    prompts = [[5, 6, 7], list(range(10, 10 + length)), [8, 9] * 5]
+    with engine_core(make_config(folder)) as core:
+        wanted = generate(core, prompts, sampling)
+    with engine_core(make_config(folder, generator=BROKEN)) as core:
+        for _ in range(2):  # nobody finds the blocks of the first time
+            for i, prompt in enumerate(prompts):
+                core.handle(CLIENT, AddRequest(EngineRequest(f"r{i}", prompt, sampling)), 0.0)
+            outputs = {f"r{i}": [] for i in range(len(prompts))}
+            errors = {}
+            while core.num_live:
+                core.step(0.0)
+                core.check_invariants()
+                for event in take_events(core).get(CLIENT, []):
+                    if isinstance(event, TokenOutput):
+                        assert event.index == len(outputs[event.request_id])
+                        outputs[event.request_id] += event.token_ids
+                        if event.finish_reason == "error":
+                            errors[event.request_id] = event.error
+            assert errors == {"r1": NO_LOGITS}
+            assert outputs == {
+                "r0": wanted[0], "r1": wanted[1][: 41 - length], "r2": wanted[2]
+            }  # fmt: skip
+        assert num_prefix_hits(core) == 0

@@ -114,6 +114,15 @@ def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):
     assert num_bytes == bytes_received(pair.decode)
 
 
+def test_only_an_engine_that_others_fetch_from_shows_its_memory(make_pair):
+    pair = make_pair({"role": "prefill"}, {"role": "decode"})
+    shown = [
+        [endpoint for endpoint in node.core.kv_endpoints if endpoint.startswith("shm://")]
+        for node in (pair.prefill, pair.decode)
+    ]
+    assert [len(endpoints) for endpoints in shown] == [1, 0]
+
+
 def test_second_request_of_a_prompt_transfers_only_what_is_not_cached(make_pair, local):
     pair = make_pair()
     first = pair.generate([LONG], [GREEDY])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from replicas.engine.inbox import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
+from tests.engines import make_config
 
 
 def test_the_pulse_is_odd_at_work_and_even_at_rest_and_always_grows():
@@ -35,21 +36,20 @@ class Turns:
             publish=lambda _: None,
             end_step=lambda _step, _now: False,
             pulse=self.pulse,
+            config=make_config("nowhere"),
         )
 
     def _note(self, what):
         self.seen.append((what, "works" if self.pulse.count % 2 else "rests"))
 
     def get(self, *, block, timeout):
-        assert block
+        if not block:
+            raise queue.Empty
         self._note("wait")
         item = self._items.pop(0)
         if item is None:
             raise queue.Empty
         return b"", item
-
-    def get_nowait(self):
-        raise queue.Empty
 
     def begin_step(self, _now):
         self._note("step")

@@ -249,7 +249,8 @@ def test_a_run_leaves_what_its_steps_leave(world, actions):
 def running(*fields, config=None, num_blocks=64, max_model_len=100, num_outputs=1):
     """An engine whose requests have their first token, or so many."""
     engine = Engine(config or make_config(max_batch_size=4, block_size=16), num_blocks, 100)
-    engine.scheduler._max_model_len = max_model_len
+    rules = engine.scheduler._end_rules
+    engine.scheduler._end_rules = rules._replace(max_model_len=max_model_len)
     for sampling in fields:
         engine.add([1, 2, 3], {"ignore_eos": True, "max_tokens": 90, **sampling}, "local")
     for _ in range(num_outputs):
@@ -333,7 +334,7 @@ class FakeExecutor:
     def _execute_run(self, batch, num_steps):
         self._apply(batch)
         tokens = [self._tokens(batch) for _ in range(num_steps)]
-        return [list(t) for t in zip(*tokens, strict=True)], num_steps * STEP_S
+        return [list(t) for t in zip(*tokens, strict=True)], num_steps * [STEP_S]
 
     def _apply(self, batch):
         for seq in batch.new:

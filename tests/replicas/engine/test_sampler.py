@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.engine.sampler import sample
+from replicas.engine.step import NO_DISTRIBUTION
 from replicas.philox import uniform
 
 VOCAB = 12
@@ -80,8 +81,28 @@ def test_tiny_temperature_is_greedy(temperature):
     assert draw(torch.tensor([[0.0, 1.0, 0.999]]), [0.0], temperature) == [1]
 
 
-def test_row_is_drawn_alike_in_any_batch():
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("what", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("vocab", [50, 1000])
+def test_a_row_that_is_no_distribution_gets_no_token_and_leaves_the_others_theirs(vocab, what):
+    logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(0))
+    settings = (
+        np.array([0.0, 1.0, 1.0, 1.0, 0.7] * 2, dtype=np.float32),
+        np.array([0, 0, 5, 0, 40] * 2, dtype=np.int32),
+        np.array([1.0, 1.0, 1.0, 0.9, 0.9] * 2, dtype=np.float32),
+        np.linspace(0.05, 0.95, 10),
+    )
+    wanted = sample(logits, *settings)
+    broken = logits.clone()
+    # One NaN or infinity is enough; minus infinity is a token that is never drawn.
+    broken[5:, 7 if what != -float("inf") else slice(None)] = what
+    found = sample(broken, *settings)
+    assert found[:5].tolist() == wanted[:5].tolist()
+    assert found[5:].tolist() == [NO_DISTRIBUTION] * 5
+
+
+@pytest.mark.parametrize("vocab", [50, 1000, 49_152])
+def test_row_is_drawn_alike_in_any_batch(vocab):
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(0))
     settings = (
         np.array([0.0, 0.5, 1.0, 1.5, 0.7, 2.0], dtype=np.float32),
         np.array([0, 5, -1, 0, 100, 1], dtype=np.int32),

@@ -343,6 +343,32 @@ def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slot
     assert scheduler.get("new").dp_group == 1
 
 
+def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
+    """Its prefix is in a group with fewer slots; that counts for less once prompts wait there."""
+    scheduler = make_scheduler(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
+    cached = [*range(100, 116)]
+    scheduler.add(make_sequence("first", cached, dp_group=1, max_tokens=1), 0.0)
+    step(scheduler)
+    scheduler.add(make_sequence("runs", [1], dp_group=1), 0.0)
+    step(scheduler)
+    scheduler.add(make_sequence("other", [2] * 5), 0.0)
+    step(scheduler)
+    assert scheduler.get("other").dp_group == 0, "it is the emptiest"
+    for name in ("same0", "same1"):
+        scheduler.add(make_sequence(name, [*cached, 3]), 0.0)
+    step(scheduler)
+    assert scheduler.get("same0").dp_group == 1
+    assert scheduler.get("same1").dp_group == 1, "what is missing of two is less than of one whole"
+
+
+def test_prompts_of_one_step_go_all_around():
+    scheduler = make_scheduler(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
+    for i in range(4):
+        scheduler.add(make_sequence(f"r{i}", [i + 1] * 4), 0.0)
+    step(scheduler)
+    assert sorted(scheduler.get(f"r{i}").dp_group for i in range(4)) == [0, 0, 1, 1]
+
+
 # --- prompts that a store knows ----------------------------------------------------------------
 
 
@@ -560,6 +586,13 @@ def test_of_a_failed_transfer_whole_verified_blocks_are_kept(num_tokens, left):
     assert (seq.load.failure, seq.load.epoch) == ("peer_dead", 7)
     assert step(scheduler) == {"r": left}
     assert scheduler.num_recompute_tokens == left - 1
+
+
+def test_a_reservation_that_nobody_needs_any_more_fetches_nothing_and_counts_as_its_client_says():
+    scheduler, connector = loading()
+    scheduler.abort("r", "stop")
+    assert connector.cancelled == {"r"}
+    assert scheduler.group_counters()[0].requests_finished == {"stop": 1}
 
 
 def test_the_next_ticket_fetches_only_what_is_missing():

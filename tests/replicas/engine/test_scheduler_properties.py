@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _new(self, data, mode):
         self.count += 1
         world = self.world
-        longest = world.scheduler._max_model_len - 1
+        longest = world.scheduler._end_rules.max_model_len - 1
         prompt = data.draw(prompts(longest), label="prompt")
         if data.draw(st.booleans(), label="whole blocks"):
             prompt = prompt[: -(len(prompt) % world.config.block_size) or None] or prompt
@@ -144,7 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq is None or seq.load.is_activated:
             return
         # A client activates with tokens only if the request goes on after them.
-        room = min(self.scheduler._max_model_len - seq.num_tokens, seq.request.sampling.max_tokens)
+        longest = self.scheduler._end_rules.max_model_len
+        room = min(longest - seq.num_tokens, seq.request.sampling.max_tokens)
         tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
         tokens = tokens[: max(room - 1, 0)] if with_tokens else []
         self.world.activate(seq.request_id, tokens)

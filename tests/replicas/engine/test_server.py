@@ -42,6 +42,7 @@ class Core:
 
     Attributes:
         num_empty_slots: What its snapshots say.
+        num_free_blocks: Likewise.
         num_steps: Likewise.
         events: What `take_events` gives next.
         handled: Every message with its client and time.
@@ -50,6 +51,7 @@ class Core:
 
     def __init__(self):
         self.num_empty_slots = 4
+        self.num_free_blocks = 9
         self.num_steps = 0
         self.events = {}
         self.handled = []
@@ -59,8 +61,11 @@ class Core:
         self.is_draining = False
 
     def snapshot(self, seq):
-        group = GroupSnapshot(self.num_empty_slots, [9], 0, 0, 0)
+        group = GroupSnapshot(self.num_empty_slots, [self.num_free_blocks], 0, 0, 0)
         return EngineSnapshot(seq, self.is_draining, 0, 0, self.num_steps, [group])
+
+    def state(self):
+        return (self.is_draining, self.num_empty_slots), [[self.num_free_blocks]]
 
     def handle(self, client, message, now_s):
         self.handled.append((client, message, now_s))
@@ -169,6 +174,55 @@ def test_a_step_that_changes_nothing_else_is_no_news():
     core.num_steps = 17
     assert sent(server, 5.0) == []
     assert server.next_deadline_s() is None
+
+
+def test_free_blocks_alone_are_told_of_once_in_an_interval():
+    core, server = served(A, now_s=1.0)
+    snapshots = []
+    for step in range(100):
+        core.num_free_blocks = 1000 - step
+        core.events = {A: [token()]}
+        [(_, frame)] = server.frames(1.0 + step * SNAPSHOT_S / 10)
+        snapshots += [frame.snapshot] if frame.snapshot else []
+    assert 9 <= len(snapshots) <= 11
+    core.num_empty_slots = 3
+    core.events = {A: [token()]}
+    [(_, frame)] = server.frames(1.0 + 99.5 * SNAPSHOT_S / 10)
+    assert frame.snapshot == core.snapshot(frame.snapshot.seq), "a slot is told of at once"
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.floats(0.0, 2 * SNAPSHOT_S),
+        st.sampled_from(["num_free_blocks", "num_empty_slots", "num_steps"]),
+        st.integers(0, 3),
+        st.sets(st.sampled_from([A, B])),
+    ),
+    max_size=20,
+)
+
+
+@given(CHANGES)
+def test_in_the_end_everybody_knows_what_is_so_within_the_interval(changes):
+    core, server = served(A, B, now_s=1.0)
+    told, now_s = dict.fromkeys((A, B), core.snapshot(0)), 1.0
+
+    def hear():
+        for client, frame in server.frames(now_s):
+            told[client] = frame.snapshot or told[client]
+
+    for later_s, name, value, speakers in changes:
+        now_s += later_s
+        setattr(core, name, value)
+        core.events = {client: [token()] for client in speakers}
+        hear()
+    changed_s = now_s
+    while (deadline_s := server.next_deadline_s()) is not None:
+        assert now_s < deadline_s <= changed_s + SNAPSHOT_S
+        now_s = deadline_s
+        hear()
+    for snapshot in told.values():
+        assert snapshot.groups == core.snapshot(0).groups
 
 
 def test_snapshots_are_numbered():

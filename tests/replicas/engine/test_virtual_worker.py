@@ -186,14 +186,14 @@ def test_a_turn_of_a_run_waits_for_the_step_that_was_begun_a_turn_before():
     worker = plain_worker()
     assert worker.run_turns(batch, 3, 10.0, is_ahead=True) == [79.0, 149.0, 220.0]
     # The second of them is submitted by whoever took the first over, a turn before it is read.
-    _, device_s = worker.execute_run(batch, 1)
-    assert device_s == 69.0
+    _, waits_s = worker.execute_run(batch, 1)
+    assert waits_s == [69.0]
     worker.submit_step(msgspec.structs.replace(batch, new=[]), None, 0.0)
     worker._clock.spend(79.0)
     again = msgspec.structs.replace(batch, new=[])
     assert worker.run_turns(again, 2, 10.0, is_ahead=True) == [149.0, 220.0]
-    _, device_s = worker.execute_run(again, 2)
-    assert device_s == 60.0 + 61.0
+    _, waits_s = worker.execute_run(again, 2)
+    assert waits_s == [60.0, 61.0]
     assert (worker._timeline.free_s, worker._timeline.busy_s) == (210.0, 210.0)
 
 
@@ -326,8 +326,8 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     ends_s = list(accumulate(r.device_s for r in results))
     assert turns(ahead, batch, 4) == ends_s
     assert ahead._clock.spent == [], "whoever asks passes the time"
-    tokens, device_s = ahead.execute_run(batch, 3)
-    assert device_s == ends_s[2]
+    tokens, waits_s = ahead.execute_run(batch, 3)
+    assert waits_s == [r.device_s for r in results[:3]]
     assert tokens == [[r.token_ids[i] for r in results[:3]] for i in range(2)]
     # Fewer steps than were asked about were run: the next one goes on from there.
     ahead._clock.spend(ends_s[2])

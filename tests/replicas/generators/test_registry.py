@@ -61,7 +61,14 @@ class Silent(Complete):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+    [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ],
 )
 def test_known_architectures_use_the_torch_generator(architecture):
     assert resolve_generator(architecture) is TorchGenerator

@@ -12,7 +12,7 @@ from replicas.errors import ConfigError
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch import generator
 from replicas.generators.torch.generator import TorchGenerator
-from replicas.generators.torch.inputs import from_decode
+from replicas.generators.torch.inputs import from_decode, from_prefill
 from tests.replicas.generators.conformance import check_generator
 from tests.replicas.generators.conftest import PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -363,4 +363,22 @@ def test_what_does_not_exist_is_neither_read_nor_written(config, field, value, s
     before = kv_bytes(loop.cache)
     with pytest.raises(IndexError, match=said):
         loop.generator._forward(replace(batch, **{field: changed}), loop.cache)
+    assert all(map(torch.equal, kv_bytes(loop.cache), before))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_table": np.zeros((0, 1), np.int64)}, "other than 1 requests"),
+        ({"seq_lens": np.array([2])}, "sequences of"),
+    ],
+    ids=["no table", "shorter than what is computed"],
+)
+def test_every_request_has_a_table_and_a_length_that_it_reaches(config, changes, said):
+    loop = make_loop(config)
+    arguments = ([[5, 6, 7]], [[1]], [0], [3], [0])
+    batch = from_prefill(*map(np.array, arguments), loop.cache.block_size)
+    before = kv_bytes(loop.cache)
+    with pytest.raises(IndexError, match=said):
+        loop.generator._forward(replace(batch, **changes), loop.cache)
     assert all(map(torch.equal, kv_bytes(loop.cache), before))

@@ -2,6 +2,7 @@
 
 import errno
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from numba.core.caching import IndexDataCacheFile
 from torch.nn import functional
 
 from replicas.generators.torch import compiled, kernels
+from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.kernels import (
-    TILE,
     Kernel,
     PlainKernels,
     Tiles,
@@ -168,41 +169,12 @@ def test_a_number_that_is_none_stays_so(dtype):
     ours = kernels_for(dtype)
     x = torch.ones(1, 8, dtype=dtype)
     x[0, 3] = torch.nan
-    ones = torch.ones(8, 8, dtype=dtype)
-    assert ours.rms_norm(x, ones[0], 1e-5).isnan().all()
-    assert ours.multiply(x, ones, None, "swish").isnan().all()
+    ones = torch.ones(8, dtype=dtype)
+    assert ours.rms_norm(x, ones, 1e-5).isnan().all()
     planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
     out = torch.zeros(1, 1, 8, dtype=dtype)
     attention_for(dtype, 8, 1)(x.view(1, 1, 8), one_tile(3, 0), planes, out)
     assert out.isnan().all()
-
-
-@given(
-    dtypes,
-    st.integers(1, 4),
-    st.integers(1, 70),
-    st.integers(1, 40),
-    st.booleans(),
-    st.sampled_from(["nothing", "plus", "times", "swish"]),
-    seeds,
-)
-def test_product(dtype, num_rows, size, num_outputs, has_bias, then, seed):
-    make = draw(seed)
-    x, weight = make(num_rows, size, dtype=dtype), make(num_outputs, size, dtype=dtype)
-    bias = make(num_outputs, dtype=dtype) if has_bias else None
-    other = make(num_rows, num_outputs, dtype=dtype)
-    given_other = other if then in {"plus", "times"} else None
-    found = kernels_for(dtype).multiply(x, weight, bias, then, given_other)
-    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    match then:
-        case "plus":
-            wanted = wanted + other.double()
-        case "times":
-            wanted = wanted * other.double()
-        case "swish":
-            wanted = functional.silu(wanted)
-    scale = max(1.0, size**0.5)
-    assert_near(found.double() / scale, wanted / scale, dtype)
 
 
 def test_two_who_call_at_once_get_each_his_own():
@@ -251,6 +223,19 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, tmp_path
     monkeypatch.setattr(kernels_for(torch.float32), "_rms_norm", kernel)
     assert "is not kept" in caplog.text
     test_norm.hypothesis.inner_test(torch.float32, 3, 5, 0)
+
+
+@pytest.mark.parametrize("part", kernels._SOURCES, ids=lambda part: part.__name__)
+def test_code_of_another_source_is_not_taken_for_this(monkeypatch, tmp_path, part):
+    before = kernels._version()
+    changed = tmp_path / "changed.py"
+    changed.write_bytes(Path(part.__file__).read_bytes() + b"#")
+    monkeypatch.setattr(part, "__file__", str(changed))
+    kernels._version.cache_clear()
+    try:
+        assert kernels._version() != before
+    finally:
+        kernels._version.cache_clear()
 
 
 def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):

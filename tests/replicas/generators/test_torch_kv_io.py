@@ -1,5 +1,8 @@
 """KV as bytes: exact round trips between caches of different lanes and block sizes."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -154,6 +157,22 @@ def test_the_blocks_of_each_lane_are_the_caches_memory():
         for plane in layer:
             assert not plane[2, :, 13:].any()
             assert plane[2, :, :13].all()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
+)
+def test_a_cache_of_its_own_asks_for_huge_pages():
+    cache = TorchKVCache((256, HEADS, SIZE, DIM), torch.float32, LAYERS, 1)
+    address = cache.memory.ctypes.data
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_there and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("the cache is in no mapping")
 
 
 def test_a_cache_that_is_not_shared_has_no_region():

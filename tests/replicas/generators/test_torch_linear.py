@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from replicas.generators.torch import linear
+from replicas.generators.torch import linear, pairs
 from replicas.generators.torch.linear import (
     PackedLinear,
+    PanelLinear,
     PlainLinear,
-    SmallLinear,
     gives_the_same,
     make_linear,
 )
@@ -15,6 +17,13 @@ from replicas.generators.torch.linear import (
 needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bfloat16"
 )
+needs_pairs = pytest.mark.skipif(
+    not pairs.suit_products(), reason="this processor has no products of pairs, or better ones"
+)
+KINDS = [
+    pytest.param(PackedLinear, marks=needs_packing),
+    pytest.param(PanelLinear, marks=needs_pairs),
+]
 
 
 def drawn(*shape):
@@ -22,23 +31,59 @@ def drawn(*shape):
     return torch.randn(shape, generator=stream).bfloat16()
 
 
-@needs_packing
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 300])
-@pytest.mark.parametrize("kind", [PackedLinear, SmallLinear])
-def test_products_are_within_rounding_of_exact_ones(monkeypatch, kind, num_tokens, has_bias):
-    if kind is PackedLinear:
-        monkeypatch.setattr(linear, "SMALL_WEIGHTS", 0)
-    weight, bias = drawn(96, 64), drawn(96) if has_bias else None
-    found = make_linear(weight, bias)
-    assert isinstance(found, kind)
-    x, other = drawn(num_tokens, 64), drawn(num_tokens, 96)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_within_rounding_of_exact_ones(kind, num_tokens, has_bias):
+    check_products(kind, num_tokens, 64, 96, has_bias)
+
+
+@needs_pairs
+@given(
+    st.integers(1, 20),
+    st.integers(1, 80).map(lambda half: 2 * half),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_panels_have_any_number_of_rows_features_and_columns(num_tokens, num_in, num_out, has_bias):
+    check_products(PanelLinear, num_tokens, num_in, num_out, has_bias)
+
+
+def check_products(kind, num_tokens, num_in, num_out, has_bias):
+    weight, bias = drawn(num_out, num_in), drawn(num_out) if has_bias else None
+    found = kind(weight, bias)
+    x, other = drawn(num_tokens, num_in), drawn(num_tokens, num_out)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     wanted = (exact, exact + other.double(), exact * other.double(), exact * exact.sigmoid())
     results = (found(x), found.plus(x, other), found.times(x, other), found.swish(x))
     for result, value in zip(results, wanted, strict=True):
         assert result.dtype == torch.bfloat16
         torch.testing.assert_close(result.double(), value, rtol=2**-8, atol=1e-3)
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        found, x = PanelLinear(drawn(150, 62), drawn(150)), drawn(40, 62)
+        whole = found(x)
+        for first in range(40):
+            for last in range(first + 1, min(first + 9, 40)):
+                assert torch.equal(found(x[first:last]), whole[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_pairs
+def test_a_number_that_is_none_stays_in_its_row():
+    x = drawn(7, 64)
+    x[3, 5] = torch.nan
+    found = PanelLinear(drawn(96, 64), None)
+    for result in (found(x), found.swish(x)):
+        assert result[3].isnan().all()
+        assert not result[[0, 1, 2, 4, 5, 6]].isnan().any()
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5])
@@ -60,23 +105,28 @@ def test_wider_weights_stay_plain(dtype):
     assert found.weight is weight
 
 
-@needs_packing
-def test_a_packed_product_that_is_wrong_is_noticed():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_product_that_is_wrong_is_noticed(kind):
     weight, bias = drawn(96, 64), drawn(96)
     plain = PlainLinear(weight, bias)
-    assert gives_the_same(PackedLinear(weight, bias), plain)
+    assert gives_the_same(kind(weight, bias), plain)
     one_wrong = weight.clone()
     one_wrong[7] = drawn(64)
-    assert not gives_the_same(PackedLinear(one_wrong, bias), plain)
-    assert not gives_the_same(PackedLinear(weight, None), plain)
+    assert not gives_the_same(kind(one_wrong, bias), plain)
+    assert not gives_the_same(kind(weight, None), plain)
 
 
 def test_where_packing_fails_the_plain_product_is_taken(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("no such kernel")
 
+    monkeypatch.setattr(pairs, "suit_products", lambda: False)
     monkeypatch.setattr(linear, "_product", refuse)
     monkeypatch.setattr(linear, "_product_with", refuse)
-    assert isinstance(make_linear(drawn(8, 4), None).more, PlainLinear)
-    monkeypatch.setattr(linear, "SMALL_WEIGHTS", 0)
     assert isinstance(make_linear(drawn(8, 4), None), PlainLinear)
+
+
+@needs_pairs
+def test_where_pairs_are_multiplied_the_weight_is_panels_unless_its_features_are_odd():
+    assert isinstance(make_linear(drawn(8, 4), None), PanelLinear)
+    assert not isinstance(make_linear(drawn(8, 5), None), PanelLinear)

@@ -131,6 +131,7 @@ def test_what_fits_is_taken(tp, max_rows, block_size):
         ({"head_dim": 16}, 1, "head_dim 16 .* 32 .* 64"),
         ({"head_dim": 96}, 1, "head_dim 96 .* 32 .* 64"),
         ({"hidden_size": 48}, 1, "hidden_size 48 .* 32"),
+        ({"hidden_size": 96}, 2, "hidden_size 96 .* 64.* 2 chips"),
         ({"num_attention_heads": 64, "num_key_value_heads": 8}, 1, "64 per chip.* 32"),
     ],
 )

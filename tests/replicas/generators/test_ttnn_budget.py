@@ -15,7 +15,14 @@ from replicas.generators.ttnn.budget import (
     num_blocks,
     weight_bytes_per_chip,
 )
-from replicas.generators.ttnn.profiles import ACCURACY, BALANCED, PERFORMANCE, PROFILES, profile
+from replicas.generators.ttnn.profiles import (
+    ACCURACY,
+    BALANCED,
+    PERFORMANCE,
+    PRODUCTS,
+    PROFILES,
+    profile,
+)
 from replicas.meshes import mesh_spec
 from replicas.trace_regions import trace_region_bytes
 
@@ -110,16 +117,16 @@ def test_all_that_a_lane_has_fits_its_dram_and_fills_it(
     tokens = native_token_budget(model, spec, settings, lanes, num_slots=32, **sizes)
 
     # By arithmetic of its own: elements of bfloat16, tiles of bfloat8_b with an exponent in 16.
-    tp, chosen = spec.num_chips // lanes, profile(optimizations)
+    tp, chosen = spec.num_chips // lanes, profile(optimizations, model)
     length = max_seq_len or model.max_position_embeddings
     chunk, num_buckets = min(length, 8192), 2
     vocab = -(-model.vocab_size // (32 * tp)) * 32
     mlp = chunk * (model.hidden_size + 3 * model.intermediate_size // tp + 2 * model.head_dim)
     rope = 2 * length * model.head_dim
-    logits = (2 * num_buckets + 1) * 32 * vocab
+    logits = (3 * num_buckets + 1) * 32 * vocab
     kv = num_blocks(tokens, block_size, 32) * block_size * model.num_hidden_layers
     kv *= 2 * model.num_key_value_heads // tp * model.head_dim
-    kv_bytes = kv * 2 if chosen is ACCURACY else kv * 17 // 16
+    kv_bytes = kv * 2 if chosen.kv_dtype == "bfloat16" else kv * 17 // 16
     banks = spec.chip.dram_banks
     used = weight_bytes_per_chip(model, chosen, tp, banks) + kv_bytes + 2 * (mlp + rope + logits)
     used += trace_region_bytes(settings, model.num_hidden_layers, lanes)
@@ -159,8 +166,8 @@ def test_what_is_not_asked_for_is_not_reserved():
         return lane_memory(model, spec, MeshConfig(name="N150", trace=trace, **draws), 1).outputs
 
     logits, traces = 32 * 128256 * 2, ("none", "decode_only", "all")
-    assert [outputs(trace) / logits for trace in traces] == [2, 4, 8]
-    assert [outputs(trace, sample_on_device="none") / logits for trace in traces] == [2, 3, 7]
+    assert [outputs(trace) / logits for trace in traces] == [2, 4, 10]
+    assert [outputs(trace, sample_on_device="none") / logits for trace in traces] == [2, 3, 9]
     assert budget(LLAMA_8B, "N150", trace="none") > budget(LLAMA_8B, "N150")
 
 
@@ -198,7 +205,7 @@ def test_more_than_all_rows_at_full_length_is_no_use():
 
 def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
     with pytest.raises(
-        ConfigError, match=r"16\.36 GB of each chip, and of its 12\.88 GB 11\.54 GB"
+        ConfigError, match=r"16\.36 GB of each chip, and of its 12\.88 GB 11\.52 GB"
     ):
         budget(LLAMA_8B, "N150", optimizations="accuracy")
 
@@ -251,6 +258,24 @@ def test_profiles_are_found_by_name_and_none_is_performance():
     assert profile("accuracy") is ACCURACY
     with pytest.raises(ConfigError, match="'fast' is not one of performance, balanced, accuracy"):
         profile("fast")
+
+
+def test_qwen_7b_takes_more_for_performance_whatever_it_is_called():
+    """BF16 attention and BFP8 MLP, as upstream has it."""
+    model = parse_hf_config(QWEN_7B, "/models/mine")
+    chosen = profile("performance", model)
+    assert chosen.name == "performance"
+    dtypes = {name: chosen.weight(name, is_last=False) for name in PRODUCTS}
+    assert dtypes == {
+        "qkv": "bfloat16", "o": "bfloat16",
+        "gate": "bfloat8_b", "up": "bfloat8_b", "down": "bfloat8_b",
+    }  # fmt: skip
+    assert chosen.kv_dtype == "bfloat16"
+    assert {chosen.product(name).fidelity for name in ("qkv", "o")} == {"HiFi4"}
+    assert chosen.attention_of_rows.fidelity == chosen.attention.fidelity == "HiFi4"
+    assert profile("balanced", model) is profile("balanced")
+    for other in (QWEN_HALF_B, QWEN3_8B, LLAMA_8B):
+        assert profile("performance", parse_hf_config(other, "Qwen2.5-7B")) is PERFORMANCE
 
 
 def test_what_is_named_on_a_profile_is_there():

@@ -112,7 +112,10 @@ def test_every_product_is_whole_and_fits(raw, chip, optimizations):
             assert k % product.cores == 0
             assert k // product.cores % product.block == 0
             assert product.cores * product.columns_per_core >= n
-            assert product.columns_per_bank == math.ceil(n / chip.dram_banks)
+            # As many for each of its readers, which is what ttnn wants of a stripe.
+            assert product.readers == (2 if chip is P150 else 1)
+            per_reader = math.ceil(n / chip.dram_banks / product.readers)
+            assert product.columns_per_bank == per_reader * product.readers
         for norm in (programs.residual, programs.mlp_norm):
             assert norm.grid.num_cores * norm.columns_per_core * 32 == model.hidden_size
             assert norm.columns_per_core % norm.subblock == 0

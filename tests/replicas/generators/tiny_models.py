@@ -44,6 +44,21 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32}),
+    "mixtral": (
+        "Mixtral",
+        {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
 }
 """Case name -> (transformers class prefix, settings besides the common ones)."""
 
@@ -71,14 +86,18 @@ def save_model(case: str, folder: Path, max_shard_size: str = "1GB") -> Any:
 def in_true_float64(model: Any) -> Any:
     """Make a model compute in float64 throughout.
 
-    transformers casts to float32 inside norms and rotary embeddings whatever the model's dtype;
-    an oracle must not, so these two kinds of module get the same formulas without the casts.
+    transformers casts to float32 inside norms, routers and rotary embeddings whatever the model's
+    dtype; an oracle must not, so these kinds of module get the same formulas without the casts.
     """
     model = model.double()
+    # The other implementations of experts know no float64.
+    model.config._experts_implementation = "eager"
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
             module.forward = _norm(module)
+        elif name.endswith("TopKRouter"):
+            module.forward = _router(module, is_normalised=getattr(module, "norm_topk_prob", True))
         elif name.endswith("RotaryEmbedding"):
             # model.double() rounded nothing: float32 frequencies are exact in float64.
             module.forward = _rotary(module.inv_freq)
@@ -89,6 +108,17 @@ def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
         return module.weight * (x * torch.rsqrt(variance + module.variance_epsilon))
+
+    return forward
+
+
+def _router(module: Any, *, is_normalised: bool) -> Callable[[torch.Tensor], Any]:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), module.weight)
+        shares, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
+        if is_normalised:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return logits, shares, experts
 
     return forward
 

@@ -186,7 +186,7 @@ class Lane:
         self.sizes = {"max_seq_len": 512, "max_rows": 8, "block_size": 32, **sizes}
         self.num_blocks = self.sizes.pop("num_blocks", 48)
         self.config = load_hf_config(folder)
-        self.profile = profile(optimizations)
+        self.profile = profile(optimizations, self.config)
         self.device, self.ttnn = device, ttnn
         (weights,) = load_lane_weights(self.config, mesh, [device], self.profile)
         self.model = TTTransformer(self.config, device, weights, self.profile, **self.sizes)
@@ -225,10 +225,11 @@ class Lane:
     def prefill(self, token_ids, start, end, blocks):
         """(V,) logits after `token_ids[:end]`, of which those from `start` are computed."""
         inputs = self.prefill_inputs(token_ids, start, end, blocks)
-        return self.run_prefill(inputs)[0]
+        return self.run_prefill(inputs, start)[0]
 
-    def run_prefill(self, inputs):
-        return self.logits(self.model.prefill(to_device(inputs, self.device), self.cache))
+    def run_prefill(self, inputs, start):
+        piece = self.model.attention_piece(inputs.tokens.shape[-1], start)
+        return self.logits(self.model.prefill(to_device(inputs, self.device), self.cache, piece))
 
     def decode(self, rows):
         """(B, V) logits; rows maps a row to (token, position, blocks)."""

@@ -41,7 +41,9 @@ TRANSFERS = {
 }
 """Calls that compile nothing."""
 
-NOT_NOTED = {"Tensor", "MeshDevice", "deallocate", *MAPPERS}
+MACHINE = {"get_fabric_config", "get_arch_name", "get_num_devices"}
+"""What ttnn says of the machine."""
+NOT_NOTED = {"Tensor", "MeshDevice", "deallocate", "create_global_semaphore", *MACHINE, *MAPPERS}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tests.tt.golden.tensors import (
     TILE,
     GoldenDevice,
     GoldenError,
+    GoldenSemaphore,
     GoldenTensor,
     require,
     round_to,
@@ -1017,45 +1018,91 @@ def _summed(tensor, group):
     return total
 
 
-@op("all_gather")
-def all_gather(
+@op("create_global_semaphore")
+def create_global_semaphore(device, cores, initial_value, buffer_type=None):
+    require(initial_value == 0, "these ops begin at 0")
+    return GoldenSemaphore(device)
+
+
+@op("get_fabric_config")
+def get_fabric_config():
+    return ttnn.FabricConfig.FABRIC_1D
+
+
+@op("get_arch_name")
+def get_arch_name():
+    return "wormhole_b0"
+
+
+@op("get_num_devices")
+def get_num_devices():
+    return 8
+
+
+def take_semaphores(tensor, own, barrier, count):
+    """Check what a collective waits for: nothing that the last one of the device had."""
+    taken = [*own, barrier]
+    require(len(own) == count, f"{len(own)} semaphores, not {count}")
+    require(len(set(taken)) == len(taken), "a semaphore is given twice")
+    for semaphore in taken:
+        require(semaphore.device is tensor.device(), "a semaphore of another mesh")
+        require(semaphore not in semaphore.device.taken, "chips may still reset a semaphore")
+    tensor.device().taken = taken
+
+
+@op("experimental.all_gather_async")
+def all_gather_async(
     tensor,
-    dim,
     *,
-    cluster_axis=None,
-    memory_config=None,
-    output_tensor=None,
+    dim,
+    multi_device_global_semaphore,
+    barrier_semaphore,
+    cluster_axis,
+    memory_config,
+    topology,
+    chunks_per_sync,
+    num_workers_per_link,
+    num_buffers_per_channel,
     num_links=None,
-    topology=None,
-    subdevice_id=None,
 ):
     # The collectives' golden functions compose host tensors, which chips do not have.
     on_device(tensor)
+    take_semaphores(tensor, multi_device_global_semaphore, barrier_semaphore, 2)
     shards = list(tensor.shards)
     for group in _groups(tensor.device(), cluster_axis):
         gathered = torch.cat([tensor.shards[chip] for chip in group], dim=dim)
         for chip in group:
             shards[chip] = gathered.clone()
-    return store(tensor.like(shards, memory_config=memory_config), output_tensor)
+    return tensor.like(shards, memory_config=memory_config)
 
 
-@op("all_reduce")
-def all_reduce(
+@op("experimental.reduce_scatter_minimal_async")
+def reduce_scatter_minimal_async(
     tensor,
     *,
-    cluster_axis=None,
-    memory_config=None,
+    dim,
+    multi_device_global_semaphore,
+    barrier_semaphore,
+    cluster_axis,
+    memory_config,
+    intermediate_memory_config,
+    topology,
+    chunks_per_sync,
+    num_workers_per_link,
+    num_buffers_per_channel,
     num_links=None,
-    topology=None,
-    subdevice_id=None,
 ):
     on_device(tensor)
+    in_layout(TILED, tensor)
     in_dtypes(FLOATS, tensor)
+    take_semaphores(tensor, multi_device_global_semaphore, barrier_semaphore, 3)
     shards = list(tensor.shards)
     for group in _groups(tensor.device(), cluster_axis):
         total = _summed(tensor, group)
-        for chip in group:
-            shards[chip] = total.clone()
+        width = total.shape[dim] // len(group)
+        require(width % TILE == 0, f"{tuple(tensor.shape)} in whole tiles over {len(group)} chips")
+        for chip, part in zip(group, total.chunk(len(group), dim=dim), strict=True):
+            shards[chip] = part.clone()
     return tensor.like(shards, memory_config=memory_config)
 
 

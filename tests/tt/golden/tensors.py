@@ -78,12 +78,20 @@ def _round_to_block(values, num_bits):
     return rounded.view(padded.shape)[..., :width]
 
 
+class GoldenSemaphore:
+    """One on every core of a mesh; which one it is, is all that counts."""
+
+    def __init__(self, device):
+        self.device = device
+
+
 class GoldenDevice:
     """A mesh, or a submesh, of chips that only have a number.
 
     Attributes:
         programs: One entry per different call, shared with the submeshes, as a program cache has.
         streams: Random numbers of each (chip, user).
+        taken: Semaphores of the last collective.
     """
 
     def __init__(self, shape, chips=None, programs=None):
@@ -91,6 +99,7 @@ class GoldenDevice:
         self.chips = list(range(math.prod(shape))) if chips is None else list(chips)
         self.programs = set() if programs is None else programs
         self.streams = {}
+        self.taken = []
         self.is_closed = False
         self._on_their_way = []
         self._submeshes = []

@@ -21,7 +21,7 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.plugin import checkpoints
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.checkpoints import checkpoint_for
-from replicas.generators.plugin.find import PluginPaths, find_route_class
+from replicas.generators.plugin.find import find_plugin_class
 from replicas.generators.plugin.routes import (
     ROUTES,
     check_route,
@@ -29,6 +29,7 @@ from replicas.generators.plugin.routes import (
     route_environment,
     route_mesh,
 )
+from replicas.generators.plugin.sources import PluginPaths
 from replicas.generators.ttnn.budget import lane_memory
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
@@ -56,7 +57,7 @@ def _own_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """Forget what a test imports and where it was found; links go to the test's own folder."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(checkpoints, "_links_folder", lambda: tmp_path / "links")
+    monkeypatch.setattr(checkpoints, "user_cache", lambda: tmp_path)
     yield
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in {"models", "tt_transformers"}:
@@ -254,7 +255,7 @@ def test_path_that_the_class_knows_is_left_alone(tmp_path: Path) -> None:
     snapshot = str(tmp_path / LINKED / "snapshots" / "0123abcd")
     assert checkpoint_for(Registered, snapshot) == snapshot
     assert checkpoint_for(Chosen, "/any/folder") == "/any/folder"
-    assert not (tmp_path / "links").exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_budget_is_asked_for_by_the_name_that_the_class_knows(checkpoint: Path) -> None:
@@ -266,14 +267,14 @@ def test_budget_is_asked_for_by_the_name_that_the_class_knows(checkpoint: Path) 
 
 
 def test_links_that_cannot_be_made(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "links").write_text("a file")
+    (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot name .* give the snapshot"):
         checkpoint_for(Registered, str(checkpoint))
 
 
 def test_without_the_package() -> None:
     with pytest.raises(UnknownGeneratorError, match="part of tt-transformers, which is not there"):
-        find_route_class("tt-transformers", "LlamaForCausalLM", PluginPaths())
+        find_plugin_class("tt-transformers", PluginPaths(), "LlamaForCausalLM")
 
 
 # --- Galaxy ---------------------------------------------------------------------------------------

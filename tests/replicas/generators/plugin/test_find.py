@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from replicas.errors import ConfigError, UnknownGeneratorError
-from replicas.generators.plugin.find import (
+from replicas.generators.plugin.find import find_plugin_class
+from replicas.generators.plugin.routes import ROUTES
+from replicas.generators.plugin.sources import (
     METADATA,
     PluginPaths,
     find_bundles,
-    find_plugin_class,
 )
-from replicas.generators.plugin.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,9 +13,10 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
-from replicas.generators.plugin.find import PluginPaths, find_plugin_class
+from replicas.generators.plugin.find import find_plugin_class
 from replicas.generators.plugin.routes import ROUTES
 from replicas.generators.plugin.shim import MissingVLLMError, vllm_config, vllm_stand_in
+from replicas.generators.plugin.sources import PluginPaths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

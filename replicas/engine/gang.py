@@ -1,0 +1,249 @@
+"""An engine as a rank of a gang: it computes nothing but in the gang's turns.
+
+What decides is `replicas.gang.lockstep`; the hub (`replicas.gang.hub`) says when a turn starts. The
+core thread declares what it has and computes, one thread hears the hub, one says to it that this
+process is there. An engine that waits for messages has declared that it has no batch: a turn of the
+others wakes it, and it serves their tokens with its experts. When a rank is lost this process ends
+at once, whatever its core thread waits for, so that its clients are told and nobody hangs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from replicas.engine.worker import Worker
+from replicas.errors import ConfigError, GangLostError
+from replicas.gang.lockstep import LockstepError, Loss, Rank, SilenceWatch, Turn
+from replicas.gang.wire import (
+    BEAT_S,
+    SILENT_LOOKS,
+    Beat,
+    Complete,
+    Drained,
+    Join,
+    connect,
+    decode_down,
+    receive,
+    send,
+)
+from replicas.generators.torch.exchange import GlooExchange, open_store, reach_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_transfer.keys import KeyRing
+    from replicas.config import EngineConfig, GangConfig
+    from replicas.gang.wire import Down, Up
+    from replicas.generators.protocol import CpuDevice, SupportsGang
+
+EXPLAIN_S = 10.0
+"""A collective may fail before the hub has said why: how long to wait for that."""
+
+
+class GangRank:
+    """The way to the gang: what this rank says, and the turns that it hears.
+
+    Args:
+        config: Its place in the gang.
+        keys: The deployment's secrets.
+        host: This host's address for the other ranks.
+        wake: Called from another thread when the others' turn starts.
+        on_loss: Called once, from another thread, with why the gang has ended.
+        on_drained: Called from another thread once no rank has a request left.
+
+    Raises:
+        GangLostError: There is no such gang.
+    """
+
+    def __init__(
+        self,
+        config: GangConfig,
+        keys: KeyRing,
+        host: str,
+        *,
+        wake: Callable[[], None],
+        on_loss: Callable[[str], None],
+        on_drained: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._wake = wake
+        self._on_loss = on_loss
+        self._on_drained = on_drained
+        self._rank = Rank(config.rank)
+        self._watch = SilenceWatch(1, SILENT_LOOKS)
+        self._complete: queue.SimpleQueue[Complete] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
+        self._loss: str | None = None
+        self._is_lost = threading.Event()
+        self._sending = threading.Lock()
+        self._connection = connect(config.hub, keys, config.name)
+
+    def join(self) -> GlooExchange:
+        """Wait for all ranks, and connect with them."""
+        store, at = open_store(self._host) if self._config.rank == 0 else (None, "")
+        self._send(Join(self._config.rank, at))
+        for work in (self._hear, self._beat):
+            threading.Thread(target=work, name="gang", daemon=True).start()
+        complete = self._complete.get()
+        store = store or reach_store(complete.store)
+        return GlooExchange(store, self._config.rank, self._config.size, self._host, self._explain)
+
+    def idle(self) -> None:
+        """Say that this rank has no batch, unless that was said."""
+        self._declare(works=False)
+
+    def compute(self, serve: Callable[[], None]) -> None:
+        """Return when the rank's batch is to be computed; until then `serve` others' turns."""
+        self._declare(works=True)
+        while not self._rank.take(self._turns.get()):
+            serve()
+            self._declare(works=True)
+
+    def follow(self, serve: Callable[[], None]) -> None:
+        """`serve` the others' turn that has started, if there is one."""
+        try:
+            turn = self._turns.get_nowait()
+        except queue.Empty:
+            return
+        if self._rank.take(turn):
+            raise LockstepError(f"{turn} starts without the batch of rank {self._config.rank}")
+        serve()
+
+    def drained(self) -> None:
+        """Say that no request is left here; the rank serves on until none is left anywhere."""
+        self._send(Drained())
+
+    def _declare(self, *, works: bool) -> None:
+        said = self._rank.declare(works=works)
+        if said is not None:
+            self._send(said)
+
+    def _send(self, message: Up) -> None:
+        try:
+            with self._sending:
+                send(self._connection, message)
+        except OSError as error:
+            raise GangLostError(f"the gang's ranks cannot go on: {self._explain()}") from error
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                said: Down = decode_down(receive(self._connection))
+            except (OSError, msgspec.MsgspecError) as error:
+                self._end(f"its hub is gone: {error}")
+                return
+            self._watch.hear(0)
+            match said:
+                case Turn():
+                    self._turns.put(said)
+                    if not said.works[self._config.rank]:
+                        self._wake()
+                case Complete():
+                    self._complete.put(said)
+                case Drained():
+                    self._on_drained()
+                case Loss(rank, reason):
+                    self._end(f"rank {rank} was lost: {reason}")
+                case Beat():
+                    pass
+
+    def _beat(self) -> None:
+        while not self._is_lost.wait(BEAT_S):
+            if self._watch.look():
+                self._end(f"its hub was silent for {BEAT_S * SILENT_LOOKS:g} s")
+            try:
+                with self._sending:
+                    send(self._connection, Beat())
+            except OSError:  # the other thread says why
+                return
+
+    def _end(self, reason: str) -> None:
+        if not self._is_lost.is_set():
+            self._loss = f"the gang {self._config.name} has ended: {reason}"
+            self._is_lost.set()
+            self._on_loss(self._loss)
+
+    def _explain(self) -> str:
+        self._is_lost.wait(EXPLAIN_S)
+        return self._loss or "a collective failed, and no rank is known to be lost"
+
+
+class GangWorker(Worker):
+    """A worker whose model has its experts on all ranks.
+
+    Args:
+        config: The engine's configuration.
+        incarnation: Id of this start of the engine.
+        notify: As for `Worker`.
+        progress: As for `Worker`.
+        gang: The way to the others.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str,
+        notify: Callable[[], None],
+        progress: Callable[[str, float], None],
+        gang: GangRank,
+    ) -> None:
+        super().__init__(config, incarnation, notify, progress)
+        self._gang = gang
+
+    def serve(self) -> None:
+        """Take part in the others' forward pass."""
+        cast("SupportsGang", self._generator).forward_idle()
+
+    def _cpu(self) -> CpuDevice:
+        if not hasattr(self._generator_class, "forward_idle"):
+            name = self._generator_class.__qualname__
+            raise ConfigError(f"generator {name} cannot step with others; remove gang_size")
+        self._progress("gang", 0.0)
+        return replace(super()._cpu(), exchange=self._gang.join())
+
+
+class GangExecutor:
+    """Runs one worker on the caller's thread, and its batches in the gang's turns.
+
+    Args:
+        config: The engine's configuration.
+        incarnation: Random id of this start.
+        notify: As for `UniProcExecutor`.
+        progress: As for `UniProcExecutor`.
+        gang: The way to the others.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str,
+        notify: Callable[[], None],
+        progress: Callable[[str, float], None],
+        gang: GangRank,
+    ) -> None:
+        self._gang = gang
+        self._worker = GangWorker(config, incarnation, notify, progress, gang)
+
+    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+        """See `Executor`; a step with a batch waits for its turn."""
+        if method == "submit_step" and args[0] is not None:
+            self._gang.compute(self._worker.serve)
+        return [getattr(self._worker, method)(*args)]
+
+    def drained(self) -> None:
+        """No request is left here."""
+        self._gang.drained()
+
+    def idle(self) -> None:
+        """There is no batch now."""
+        self._gang.idle()
+
+    def follow(self) -> None:
+        """Take part in the others' turn, if one has started."""
+        self._gang.follow(self._worker.serve)

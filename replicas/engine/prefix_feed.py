@@ -1,0 +1,98 @@
+"""What the prefix caches of an engine's DP groups have to tell whoever follows them. Pure.
+
+Owner: the DP groups, on the engine's core thread. While nobody follows, nothing is kept: a follower
+begins with a listing of all that can be found, and so does one that has missed a batch, so that
+there is no history to hold. An engine whose model has several KV groups tells nothing: a prefix is
+there when each of them has it, which the blocks of one do not say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_transfer.block_hash import block_names
+from replicas.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from replicas.messages import KVEvent
+
+
+class PrefixJournal:
+    """Changes of one block pool since they were last taken, in order; written by the pool.
+
+    Attributes:
+        is_kept: Whether anybody wants them.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        # Runs of stored or removed hashes; None: the pool was cleared.
+        self._runs: list[tuple[type[BlockStored | BlockRemoved], list[bytes]] | None] = []
+
+    def store(self, block_hash: bytes) -> None:
+        """A block can be found."""
+        self._add(BlockStored, block_hash)
+
+    def remove(self, block_hash: bytes) -> None:
+        """A block cannot be found any more."""
+        self._add(BlockRemoved, block_hash)
+
+    def clear(self) -> None:
+        """No block can be found any more: nothing that came before matters."""
+        self._runs = [None] if self.is_kept else []
+
+    def take(self) -> list[KVEvent]:
+        """The changes; from now on there are none."""
+        runs, self._runs = self._runs, []
+        return [AllBlocksCleared() if r is None else r[0](block_names(r[1])) for r in runs]
+
+    def _add(self, kind: type[BlockStored | BlockRemoved], block_hash: bytes) -> None:
+        if not self.is_kept:
+            return
+        last = self._runs[-1] if self._runs else None
+        if last is None or last[0] is not kind:
+            last = kind, []
+            self._runs.append(last)
+        last[1].append(block_hash)
+
+
+class PrefixFeed:
+    """Batches for followers; see the module docstring.
+
+    Args:
+        journals: Of each DP group; none where the engine tells nothing.
+        list_group: Gives the hashes of all blocks of a DP group that can be found now.
+    """
+
+    def __init__(
+        self, journals: Sequence[PrefixJournal], list_group: Callable[[int], Iterable[bytes]]
+    ) -> None:
+        self._journals = journals
+        self._list_group = list_group
+        self._seqs = [0] * len(journals)
+
+    def follow(self, *, is_followed: bool) -> None:
+        """Begin or cease to keep changes, as somebody wants them or nobody does."""
+        for journal in self._journals:
+            journal.is_kept = is_followed
+            if not is_followed:
+                journal.take()
+
+    def take(self) -> list[KVEventBatch]:
+        """What has changed since the last call, of every DP group where something has."""
+        batches = []
+        for group, journal in enumerate(self._journals):
+            events = journal.take()
+            if events:
+                self._seqs[group] += 1
+                batches.append(KVEventBatch(self._seqs[group], group, events))
+        return batches
+
+    def listing(self) -> list[KVEventBatch]:
+        """All that can be found as of the last `take`, which must have come right before."""
+        return [
+            KVEventBatch(seq, group, [BlockStored(block_names(self._list_group(group)))], True)
+            for group, seq in enumerate(self._seqs)
+        ]

@@ -1,0 +1,155 @@
+"""What clients ask of an engine for their requests: taken, refused, loaded, started, dropped.
+
+Owner: the engine core, which alone calls it; here are kept requests whose id an aborted one still
+has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, TypeAlias
+
+from kv_transfer.connector import TransferRequest
+from kv_transfer.errors import TransferError
+from replicas.engine.loads import failure_word
+from replicas.engine.sequence import Sequence
+from replicas.messages import Abort, Accepted, Activate, AddRequest, KVLoaded, LoadKV, Refused
+
+if TYPE_CHECKING:
+    from replicas.engine.events import ClientEvents
+    from replicas.engine.request_checks import RequestChecks
+    from replicas.engine.scheduler import Scheduler
+    from replicas.messages import AbortReason, RefusalReason
+
+logger = logging.getLogger(__name__)
+
+RequestMessage: TypeAlias = AddRequest | LoadKV | Activate | Abort
+
+_REFUSALS: dict[RefusalReason, str] = {
+    "no_slot": "no decode slot is free in the asked DP group",
+    "no_blocks": "the KV cache has no room for the prompt now",
+    "queue_full": "the queue is full",
+    "draining": "the engine is draining",
+    "duplicate": "a request of this id is live already",
+}
+
+
+class Requests:
+    """See the module docstring.
+
+    Args:
+        scheduler: Where they run.
+        checks: What an engine cannot do.
+        events: Where answers go.
+        transfers: Whether there is a KV connector.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, checks: RequestChecks, events: ClientEvents, *, transfers: bool
+    ) -> None:
+        self._scheduler = scheduler
+        self._checks = checks
+        self._events = events
+        self._transfers = transfers
+        self._handles = itertools.count(1)
+        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
+        self._successors: dict[str, tuple[bytes, AddRequest]] = {}
+
+    def handle(self, client: bytes, message: RequestMessage, now_s: float) -> None:
+        """Do what a client says of a request, if that is its own."""
+        match message:
+            case AddRequest():
+                self._add(client, message, now_s)
+            case LoadKV():
+                if self._scheduler.is_of(client, message.request_id):
+                    self._load(client, message, now_s)
+            case Activate():
+                if self._scheduler.is_of(client, message.request_id):
+                    self._activate(message, now_s)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._abort(client, request_id, message.reason)
+
+    def client_gone(self, client: bytes) -> None:
+        """Forget what a client wanted next."""
+        self._successors = {i: (c, m) for i, (c, m) in self._successors.items() if c != client}
+
+    def go_on(self, now_s: float) -> None:
+        """Take those whose id is free now."""
+        for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
+            self._add(*self._successors.pop(request_id), now_s)
+
+    def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
+        """Take or refuse a request; one that repeats an aborted one waits for the end of that.
+
+        Its client has done nothing wrong: it cannot know when a connector lets go of blocks.
+        """
+        request = message.request
+        problem = self._checks.problem(message)
+        if problem is not None:
+            self._events[client].append(Refused(request.request_id, "invalid", problem))
+            return
+        is_ending = self._scheduler.is_ending(request.request_id)
+        if is_ending and request.request_id not in self._successors:
+            self._successors[request.request_id] = client, message
+            return
+        seq = _new_sequence(client, message, transfers=self._transfers)
+        enter = self._scheduler.reserve if message.mode == "decode" else self._scheduler.add
+        try:
+            refusal = enter(seq, now_s)
+        except TransferError as error:
+            self._events[client].append(Refused(request.request_id, "invalid", str(error)))
+            return
+        if refusal is not None:
+            self._events[client].append(Refused(request.request_id, refusal, _REFUSALS[refusal]))
+            return
+        seq.handle = next(self._handles)
+        num_cached = max(seq.num_cached_tokens, 0)
+        accepted = Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
+        self._events[client].append(accepted)
+
+    def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
+        try:
+            self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
+        except TransferError as error:
+            logger.warning("ticket of %s refused: %s", message.request_id, error)
+            failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
+            self._events[client].append(failed)
+
+    def _abort(self, client: bytes, request_id: str, reason: AbortReason) -> None:
+        if request_id in self._successors and self._successors[request_id][0] == client:
+            del self._successors[request_id]
+        if self._scheduler.is_of(client, request_id):
+            self._scheduler.abort(request_id, reason)
+
+    def _activate(self, message: Activate, now_s: float) -> None:
+        """Start a reserved request, unless no engine of this model can have drawn its tokens."""
+        seq = self._scheduler.get(message.request_id)
+        token_ids = message.token_ids[0] if message.token_ids else []
+        if seq is not None:
+            problem = self._checks.activation_problem(seq, message)
+            if problem is not None:
+                self._scheduler.abort(message.request_id)
+                self._events.fail(seq, problem)
+                return
+        ended = self._scheduler.activate(message.request_id, token_ids, now_s)
+        if ended is not None:
+            self._events.fail_transfer(ended)
+
+
+def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Sequence:
+    request, transfer = message.request, None
+    if transfers:
+        ticket = message.ticket or b""
+        transfer = TransferRequest(
+            request.request_id, request.prompt_token_ids, ticket, request.cache_salt
+        )
+    return Sequence(
+        request,
+        message.mode,
+        client,
+        list(request.prompt_token_ids),
+        dp_group=message.dp_group,
+        transfer=transfer,
+    )

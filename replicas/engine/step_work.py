@@ -1,0 +1,102 @@
+"""What steps compute and how long they take: what a model of step times is fitted to. Pure.
+
+Owner: the engine core. Steps that are alike are noted once: a step of decodes is told from the one
+before it by its batch, which changes when a row comes or goes. Of those in which rows just get
+blocks some are noted, as they grow: a look at every row is spread over as many blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from replicas.messages import StepWork, num_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from replicas.engine.sequence import Sequence
+    from replicas.engine.step import ScheduledBatch
+
+
+ROWS_PER_BLOCK = 8
+"""Rows that are looked at for each new block: where there are fewer, every one is noted."""
+
+
+def step_work(
+    decodes: Iterable[Sequence], prompts: Iterable[tuple[Sequence, int]], num_groups: int
+) -> StepWork:
+    """The work of a step that has begun; of each number that of the DP group that has most.
+
+    Args:
+        decodes: Its rows that compute one token of their output.
+        prompts: Its other rows, with the tokens that each computes.
+        num_groups: DP groups of the engine.
+    """
+    rows, contexts, longest = [0] * num_groups, [0] * num_groups, 0
+    for seq in decodes:
+        rows[seq.dp_group] += 1
+        contexts[seq.dp_group] += seq.num_computed_tokens
+        longest = max(longest, seq.num_computed_tokens)
+    chunks, tokens, pairs = [0] * num_groups, [0] * num_groups, [0] * num_groups
+    for seq, count in prompts:
+        chunks[seq.dp_group] += 1
+        tokens[seq.dp_group] += count
+        pairs[seq.dp_group] += num_pairs(seq.num_computed_tokens - count, seq.num_computed_tokens)
+    return StepWork(max(rows), max(contexts), longest, max(chunks), max(tokens), max(pairs), 0.0)
+
+
+class StepNotes:
+    """See the module docstring.
+
+    Attributes:
+        decode: The latest step of decodes alone that was unlike the one before it, if any.
+        prompt: The latest step with prompts.
+    """
+
+    def __init__(self) -> None:
+        self.decode: StepWork | None = None
+        self.prompt: StepWork | None = None
+        self._latest: ScheduledBatch | None = None
+        # Blocks that rows have got since a step was new.
+        self._num_blocks = 0
+        # Begun and not over.
+        self._begun: deque[tuple[ScheduledBatch, StepWork]] = deque()
+
+    def is_new(self, batch: ScheduledBatch) -> bool:
+        """Whether a step that begins is unlike the one before it; then `begin` follows."""
+        before, self._latest = self._latest, batch
+        if batch is before:
+            return False
+        self._num_blocks += len(batch.appended_blocks)
+        is_new = (
+            before is None
+            or bool(batch.new)
+            or self._num_blocks * ROWS_PER_BLOCK >= max(len(batch.slots), 1)
+            or batch.slots != before.slots
+            or not (_is_of_decodes(batch) and _is_of_decodes(before))
+        )
+        if is_new:
+            self._num_blocks = 0
+        return is_new
+
+    def begin(self, batch: ScheduledBatch, work: StepWork) -> None:
+        """A step begins."""
+        self._begun.append((batch, work))
+
+    def end(self, batch: ScheduledBatch, device_s: float) -> None:
+        """A step is over."""
+        if not self._begun or self._begun[0][0] is not batch:
+            return
+        _, work = self._begun.popleft()
+        note = msgspec.structs.replace(work, device_s=device_s)
+        if note.num_prompts:
+            self.prompt = note
+        else:
+            self.decode = note
+
+
+def _is_of_decodes(batch: ScheduledBatch) -> bool:
+    return batch.kind != "prefill" and batch.num_tokens == len(batch.slots)

@@ -1,0 +1,172 @@
+"""Products of bfloat16 rows and packed weights, by the instruction that processors have for pairs.
+
+One instruction of AVX-512 multiplies two numbers each of 16 columns and adds them up in float32.
+A weight matrix is therefore packed as panels of 64 columns, in each pair after pair of features:
+six rows and a panel fill the registers with sums. A sum of a row never depends on the rows beside
+it, so that a token's results do not depend on its batch.
+
+Dimensions: T rows, K features in, N features out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from replicas.generators.torch import pairs
+from replicas.generators.torch.vectors import FLAGS, Vectors, along, number_of, unpacked
+
+_Value: TypeAlias = Any
+"""Of LLVM; llvmlite has no types to check."""
+
+PANEL = 64
+"""Columns of a panel."""
+ROWS = 6
+"""Rows that are multiplied by a panel together: 6 * 4 sums, 4 weights and a pair of 32 vectors."""
+NOTHING, PLUS, TIMES, SWISH = 0, 1, 2, 3
+"""What becomes of a product."""
+
+_WIDTH = 16
+_PARTS = PANEL // _WIDTH
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Panels:
+    """A weight matrix as the kernel reads it.
+
+    Attributes:
+        weight: (panels, K / 2, 64, 2) bfloat16, aligned to vectors.
+        bias: (N,) bfloat16 or None.
+        num_outputs: N.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    num_outputs: int
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Panels:
+    """A weight matrix as panels; columns that the last one lacks are zeros.
+
+    Args:
+        weight: (N, K) bfloat16, K even.
+        bias: (N,) or None.
+    """
+    num_outputs, size = weight.shape
+    num_panels = -(-num_outputs // PANEL)
+    shape = (num_panels, size // 2, PANEL, 2)
+    room = torch.zeros(num_panels * PANEL * size + _ALIGNMENT // 2, dtype=weight.dtype)
+    first = -room.data_ptr() % _ALIGNMENT // 2
+    packed = room[first : first + num_panels * PANEL * size].view(shape)
+    in_pairs = weight.view(num_outputs, size // 2, 2)
+    for panel, columns in enumerate(in_pairs.split(PANEL)):
+        packed[panel, :, : len(columns)] = columns.transpose(0, 1)
+    return Panels(packed, bias, num_outputs)
+
+
+_SUMS = ir.VectorType(ir.FloatType(), _WIDTH)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_rows(_context, x, at, stride, weight, panel, size, before, sums, num_rows):
+    """Products of some rows and a panel.
+
+    Args:
+        x: The rows.
+        at: Of the first one in it.
+        stride: From one row to the next.
+        weight: Packed.
+        panel: Which of its panels.
+        size: K.
+        before: float32 (64,), where each column's sums begin.
+        sums: float32 (rows, 64), written.
+        num_rows: At most ``ROWS``.
+    """
+    rows = range(num_rows.literal_value)
+
+    def generate(context, builder, signature, values):
+        x, at, stride, weight, panel, size, before, sums, _ = unpacked(
+            context, builder, signature, values
+        )
+        num_pairs = builder.sdiv(size, number_of(2))
+        firsts = [builder.add(at, builder.mul(stride, number_of(row))) for row in rows]
+        weight_at = builder.mul(panel, builder.mul(size, number_of(PANEL)))
+        before, sums = (builder.bitcast(array, _SUMS.as_pointer()) for array in (before, sums))
+        parts = range(_PARTS)
+        begin = [builder.load(builder.gep(before, [number_of(part)]), align=4) for part in parts]
+        found = {
+            (row, part): cgutils.alloca_once_value(builder, begin[part])
+            for row in rows
+            for part in parts
+        }
+        with cgutils.for_range(builder, num_pairs) as loop:
+            pair = builder.mul(loop.index, number_of(2))
+            place = builder.add(weight_at, builder.mul(loop.index, number_of(2 * PANEL)))
+            columns = [
+                pairs.load(builder, weight, builder.add(place, number_of(part * pairs.WIDTH)))
+                for part in parts
+            ]
+            for row in rows:
+                everywhere = pairs.spread(builder, x, builder.add(firsts[row], pair))
+                for part in parts:
+                    kept = found[row, part]
+                    total = builder.load(kept)
+                    total = pairs.add_products(builder, total, columns[part], everywhere)
+                    builder.store(total, kept)
+        for (row, part), kept in found.items():
+            place = builder.gep(sums, [number_of(row * _PARTS + part)])
+            builder.store(builder.load(kept), place, align=4)
+        return context.get_dummy_value()
+
+    arguments = (x, at, stride, weight, panel, size, before, sums, num_rows)
+    return types.void(*arguments), generate
+
+
+@intrinsic(prefer_literal=True)
+def finish_rows(_context, sums, num_rows, width, other, other_at, out, at, stride, then):
+    """Rounds sums, and whatever else is to be done with them, to where they go.
+
+    Args:
+        sums: float32 (rows, 64).
+        num_rows: Rows.
+        width: Columns of each, the others are left.
+        other: What is added, or multiplied by.
+        other_at: Of its first row.
+        out: May be ``other``.
+        at: Of its first row.
+        stride: From a row to the next, of both.
+        then: ``NOTHING``, ``PLUS``, ``TIMES`` or ``SWISH``.
+    """
+    kind = then.literal_value
+
+    def generate(context, builder, signature, values):
+        sums, num_rows, width, other, other_at, out, at, stride, _ = unpacked(
+            context, builder, signature, values
+        )
+        with cgutils.for_range(builder, num_rows) as loop:
+            row = builder.mul(loop.index, stride)
+            first = builder.mul(loop.index, number_of(PANEL))
+
+            def write(part: Vectors, column: _Value) -> None:
+                value = part.load(sums, builder.add(first, column))
+                place = builder.add(row, column)
+                if kind in (PLUS, TIMES):
+                    beside = part.load(other, builder.add(other_at, place))
+                    join = builder.fadd if kind == PLUS else builder.fmul
+                    value = join(value, beside, flags=FLAGS)
+                elif kind == SWISH:
+                    value = part.swish(value)
+                part.round_into(value, out, builder.add(at, place))
+
+            along(builder, ir.FloatType(), width, write)
+        return context.get_dummy_value()
+
+    arguments = (sums, num_rows, width, other, other_at, out, at, stride, then)
+    return types.void(*arguments), generate

@@ -1,0 +1,212 @@
+"""All layers of a pass in one call, for models whose weights are packed as panels.
+
+Between two operations on the rows of a small model nearly as much time goes by as in them. Here a
+pass is one call, whose threads share out the tokens, not the operations.
+
+Dimensions: T tokens, R requests, N hidden size, S wanted tokens, U units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from replicas.generators.torch import compiled_stack
+from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.compiled_stack import COLUMNS, PLANES
+from replicas.generators.torch.kernels import Kernel, address, bits, place
+from replicas.generators.torch.linear import PanelLinear
+from replicas.generators.torch.loader import DenseLayerWeights
+
+if TYPE_CHECKING:
+    from replicas.generators.model_config import ModelConfig
+    from replicas.generators.torch.inputs import Int64Array, PagedBatch
+    from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.loader import LayerWeights, ModelWeights
+
+MOST_ROWS = 96
+"""Tokens of a unit: more are no faster, and have longer to wait for each other at the end."""
+FEWEST_ROWS = 8
+"""A unit of fewer reads the weights for too little."""
+
+LONG_WEIGHTS = 1 << 20
+"""A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """How the tokens of a pass are cut; a prompt only where a tile of it ends.
+
+    Attributes:
+        cuts: int64 (U + 1,), the first token of each, and T.
+        requests: int64 (U,), that of the first token.
+        needs: int64 (U,), the first unit with tokens of that request.
+        wanted: int64 (S,), in order: tokens that go through the model's last layer.
+        firsts: int64 (U + 1,), of the wanted tokens, those of a unit and behind.
+    """
+
+    cuts: Int64Array
+    requests: Int64Array
+    needs: Int64Array
+    wanted: Int64Array
+    firsts: Int64Array
+
+
+def cut(starts: Int64Array, wanted: Int64Array, num_threads: int) -> Units:
+    """Cut a pass.
+
+    Args:
+        starts: int64 (R + 1,), the first token of each request, and T.
+        wanted: int64 (S,), in order.
+        num_threads: How many will take units.
+    """
+    num_tokens = int(starts[-1])
+    num_units = -(-num_tokens // MOST_ROWS)
+    if num_threads > 1:
+        # As many for each, and some to even out, where they are not too small then.
+        num_units = max(num_units, min(2 * num_threads, num_tokens // FEWEST_ROWS), 1)
+    rows = -(-num_tokens // num_units)
+    cuts = np.arange(0, num_tokens, rows)
+    owners = np.searchsorted(starts, cuts, side="right") - 1
+    cuts -= (cuts - starts[owners]) % TILE
+    return Units(
+        cuts=np.append(cuts, num_tokens),
+        requests=owners,
+        needs=np.searchsorted(cuts, starts[owners], side="right") - 1,
+        wanted=wanted,
+        firsts=np.append(np.searchsorted(wanted, cuts), len(wanted)),
+    )
+
+
+class LayerStack:
+    """The layers of a model over a KV cache.
+
+    Owner: the table of addresses, of the weights and of the cache that was used last.
+
+    Args:
+        config: The model.
+        weights: bfloat16, every matrix a `PanelLinear`.
+        rope: (cos, sin) as in `TokenPlaces`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        self._config, self._weights, self._rope = config, weights, rope
+        share = config.num_attention_heads // config.num_key_value_heads
+        self._kernel = Kernel(
+            compiled_stack.run_layers, weights.embedding.dtype, config.head_dim, share
+        )
+        self._addresses = np.array([_addresses(layer) for layer in weights.layers])
+        self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
+        self._is_small = (
+            sum(linear.panels.weight.numel() for linear in _matrices(weights.layers[0]))
+            < LONG_WEIGHTS
+        )
+
+    def suits(self, num_tokens: int, num_threads: int) -> bool:
+        """Whether sharing out so many tokens is better than sharing out the weights."""
+        return self._is_small or num_threads == 1 or num_tokens >= 2 * FEWEST_ROWS * num_threads
+
+    @staticmethod
+    def can_run(weights: ModelWeights) -> bool:
+        """Whether all weights are packed as panels, and no layer has experts."""
+        return all(
+            isinstance(layer, DenseLayerWeights)
+            and all(isinstance(linear, PanelLinear) for linear in _matrices(layer))
+            for layer in weights.layers
+        )
+
+    def run(
+        self,
+        x: torch.Tensor,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        layers: range,
+        units: Units,
+    ) -> torch.Tensor:
+        """Take the tokens through some layers.
+
+        Args:
+            x: (T, N), contiguous, written.
+            batch: Their places.
+            cache: Written and read.
+            layers: Which, in order.
+            units: The tokens, cut.
+
+        Returns:
+            (S, N) behind the model's last layer; else ``x``.
+        """
+        config, num_threads = self._config, torch.get_num_threads()
+        num_units = len(units.requests)
+        final = len(self._addresses) - 1
+        out = x.new_empty(len(units.wanted), x.shape[1]) if layers[-1] == final else x
+        progress = np.zeros((2, num_units), dtype=np.int64)
+        dtype, table = x.dtype, self._with(cache)
+        self._kernel(
+            len(layers) * num_units,
+            0,
+            min(num_threads, num_units),
+            num_units,
+            layers[0],
+            final,
+            x.shape[1],
+            config.intermediate_size,
+            config.num_key_value_heads,
+            cache.block_size,
+            batch.block_table.shape[1],
+            bits(config.rms_norm_eps),
+            address(x, dtype),
+            address(out, dtype),
+            address(self._rope[0], dtype),
+            address(self._rope[1], dtype),
+            address(batch.positions, torch.int64),
+            address(batch.kv_positions, torch.int64),
+            place(batch.query_start_loc),
+            place(batch.seq_lens),
+            place(batch.block_table),
+            place(units.wanted),
+            place(units.cuts),
+            place(units.requests),
+            place(units.needs),
+            place(units.firsts),
+            place(table),
+            place(progress[0]),
+            place(progress[1]),
+            int(np.diff(units.cuts).max()),
+        )
+        return out
+
+    def _with(self, cache: TorchKVCache) -> Int64Array:
+        """The table with the planes of a cache."""
+        held, table = self._used
+        if held is None or held() is not cache:
+            # A table of its own: another thread may be in a pass over another cache.
+            table = self._addresses.copy()
+            table[:, PLANES:] = [
+                [address(plane, plane.dtype) for plane in planes] for planes in cache.planes
+            ]
+            self._used = weakref.ref(cache), table
+        return table
+
+
+def _matrices(layer: LayerWeights) -> list[PanelLinear]:
+    assert isinstance(layer, DenseLayerWeights)
+    found = [layer.qkv, layer.o, layer.gate, layer.up, layer.down]
+    return cast("list[PanelLinear]", found)
+
+
+def _addresses(layer: LayerWeights) -> list[int]:
+    dtype = layer.input_norm.dtype
+    qkv, o, gate, up, down = (
+        (linear.panels.weight.data_ptr(), address(linear.panels.bias, dtype))
+        for linear in _matrices(layer)
+    )
+    norm, rest = address(layer.input_norm, dtype), address(layer.post_norm, dtype)
+    found = [norm, *qkv, address(layer.qk_norm, dtype), *o, rest, *gate, *up, *down, 0, 0]
+    assert len(found) == COLUMNS
+    return found

@@ -1,0 +1,250 @@
+"""Waves: whatever order messages come in, all ranks take the same turns, and none waits in vain."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replicas.gang.lockstep import (
+    Declaration,
+    LockstepError,
+    Loss,
+    Rank,
+    SilenceWatch,
+    Turn,
+    Waves,
+)
+
+
+class Gang(RuleBasedStateMachine):
+    """Ranks, a hub, and channels that keep each pair's order and nothing else."""
+
+    @initialize(size=st.integers(1, 4))
+    def start(self, size):
+        self.waves = Waves(size)
+        self.ranks = [Rank(i) for i in range(size)]
+        self.up = [deque() for _ in range(size)]
+        self.down = [deque() for _ in range(size)]
+        # Batches that a rank has yet to compute, and whether it holds one that it has declared.
+        self.waiting = [0] * size
+        self.holds = [False] * size
+        self.is_computing = [False] * size
+        self.steps = [[] for _ in range(size)]
+        self.ended = [None] * size
+        self.heard = [None] * size
+        self.gone = set()
+        self.num_asked = 0
+
+    def live(self):
+        return [i for i in range(len(self.ranks)) if i not in self.gone and not self.ended[i]]
+
+    @rule(data=st.data())
+    def request(self, data):
+        """A request comes to some rank, whatever that is doing."""
+        if ranks := self.live():
+            self.waiting[data.draw(st.sampled_from(ranks))] += 1
+            self.num_asked += 1
+
+    @rule(data=st.data())
+    def speak(self, data):
+        """A rank at the top of its loop takes a batch if it has one, and says so."""
+        ranks = [i for i in self.live() if not self.is_computing[i]]
+        if not ranks:
+            return
+        i = data.draw(st.sampled_from(ranks))
+        if self.waiting[i] and not self.holds[i]:
+            self.holds[i] = True
+        said = self.ranks[i].declare(works=self.holds[i])
+        if said is not None:
+            self.up[i].append(said)
+
+    @rule(data=st.data())
+    def hear_up(self, data):
+        """The hub hears one rank."""
+        ranks = [i for i, channel in enumerate(self.up) if channel]
+        if not ranks:
+            return
+        i = data.draw(st.sampled_from(ranks))
+        said = self.up[i].popleft()
+        self.hear(i, said)
+
+    def hear(self, i, said):
+        turn = self.waves.declare(i, said)
+        if said.number >= self.waves.number - (turn is not None):
+            self.heard[i] = said
+        if turn is not None:
+            # Everybody has said what the turn says of them, and one of them has a batch.
+            assert self.heard == [Declaration(turn.number, works) for works in turn.works]
+            assert any(turn.works)
+            for channel in self.down:
+                channel.append(turn)
+
+    @rule(data=st.data())
+    def hear_down(self, data):
+        """A rank hears of a turn, or of the end, and begins to compute."""
+        ranks = [i for i in self.live() if self.down[i] and not self.is_computing[i]]
+        if not ranks:
+            return
+        i = data.draw(st.sampled_from(ranks))
+        self.take(i, self.down[i].popleft())
+
+    def take(self, i, said):
+        if isinstance(said, Loss):
+            self.ended[i] = said
+            return
+        is_own = self.ranks[i].take(said)
+        assert not is_own or self.holds[i]
+        self.steps[i].append((said.number, is_own))
+        self.is_computing[i] = True
+
+    @rule()
+    def compute(self):
+        """A collective ends once everybody is in it."""
+        ranks = range(len(self.ranks))
+        if self.gone or not all(self.is_computing) or len({len(s) for s in self.steps}) > 1:
+            return
+        for i in ranks:
+            self.is_computing[i] = False
+            if self.steps[i][-1][1]:
+                self.holds[i] = False
+                self.waiting[i] -= 1
+
+    @precondition(lambda self: len(getattr(self, "ranks", ())) > 1 and not self.gone)
+    @rule(data=st.data())
+    def kill(self, data):
+        """A rank is no more; the hub finds out and tells the others."""
+        i = data.draw(st.sampled_from(range(len(self.ranks))))
+        self.gone.add(i)
+        loss = self.waves.lose(i, "killed")
+        assert loss == Loss(i, "killed")
+        assert self.waves.lose((i + 1) % len(self.ranks), "and then") is None
+        for channel in self.down:
+            channel.append(loss)
+
+    @invariant()
+    def all_take_the_same_turns(self):
+        if not hasattr(self, "ranks"):
+            return
+        longest = max(self.steps, key=len)
+        assert [number for number, _ in longest] == list(range(len(longest)))
+        for number in range(len(longest)):
+            parts = [steps[number][1] for steps in self.steps if len(steps) > number]
+            # Nobody begins a turn before all have ended the one before; and each has a purpose.
+            assert len(parts) < len(self.ranks) or any(parts)
+        assert max(map(len, self.steps)) - min(map(len, self.steps)) <= 1
+
+    def teardown(self):
+        """Let everything happen that can: no batch is left over, or everybody has been told."""
+        if not hasattr(self, "ranks"):
+            return
+        for _ in range(20 * (self.num_asked + len(self.ranks) + 1)):
+            self.settle()
+        if self.gone:
+            # Who is in a collective is told by the way that ends it; everybody else by now.
+            assert all(
+                self.ended[i] or self.is_computing[i] for i in range(len(self.ranks))
+                if i not in self.gone
+            )  # fmt: skip
+            return
+        assert not any(self.waiting), (self.waiting, self.holds, self.waves.__dict__)
+        assert self.waves.is_paused
+        assert not any(self.is_computing)
+        done = sum(is_own for steps in self.steps for _, is_own in steps)
+        assert done == self.num_asked
+        # No turn without a purpose: an idle gang costs nothing.
+        assert len(self.steps[0]) <= self.num_asked
+
+    def settle(self):
+        for i in self.live():
+            if not self.is_computing[i]:
+                self.holds[i] = self.holds[i] or self.waiting[i] > 0
+                said = self.ranks[i].declare(works=self.holds[i])
+                self.up[i].extend([said] if said is not None else [])
+        for i, channel in enumerate(self.up):
+            while channel:
+                self.hear(i, channel.popleft())
+        for i in self.live():
+            if self.down[i] and not self.is_computing[i]:
+                self.take(i, self.down[i].popleft())
+        self.compute()
+
+
+TestGang = Gang.TestCase
+TestGang.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def test_a_wave_begins_with_the_first_batch_after_a_pause():
+    waves, ranks = Waves(2), [Rank(0), Rank(1)]
+
+    def declare(rank, *, works):
+        return waves.declare(rank, ranks[rank].declare(works=works))
+
+    def take(turn):
+        return [rank.take(turn) for rank in ranks]
+
+    declare(0, works=False)
+    assert not waves.is_paused
+    assert declare(1, works=False) is None
+    assert (waves.is_paused, waves.num_waves) == (True, 0)
+    assert take(declare(1, works=True)) == [False, True]
+    declare(1, works=True)
+    assert take(declare(0, works=True)) == [True, True]
+    assert waves.num_waves == 1
+    declare(0, works=False)
+    declare(1, works=False)
+    assert waves.is_paused
+    assert take(declare(0, works=True)) == [True, False]
+    assert waves.num_waves == 2
+
+
+def test_a_batch_that_comes_too_late_for_a_turn_is_for_the_next():
+    waves, ranks = Waves(2), [Rank(0), Rank(1)]
+    assert waves.declare(1, ranks[1].declare(works=False)) is None
+    late = ranks[1].declare(works=True)
+    turn = waves.declare(0, ranks[0].declare(works=True))
+    assert turn == Turn(0, (True, False))
+    assert waves.declare(1, late) is None
+    assert not ranks[1].take(turn)
+    again = ranks[1].declare(works=True)
+    assert again == Declaration(1, True)
+    assert waves.declare(0, Declaration(1, False)) is None
+    assert waves.declare(1, again) == Turn(1, (False, True))
+
+
+def test_ranks_that_do_not_agree_are_told():
+    waves, rank = Waves(2), Rank(0)
+    with pytest.raises(LockstepError, match="turn 0"):
+        waves.declare(1, Declaration(3, True))
+    waves.declare(1, Declaration(0, True))
+    with pytest.raises(LockstepError):
+        waves.declare(1, Declaration(0, False))
+    with pytest.raises(LockstepError, match="waits for turn 0"):
+        rank.take(Turn(1, (False, True)))
+    rank.declare(works=False)
+    with pytest.raises(LockstepError):
+        rank.take(Turn(0, (True, False)))
+
+
+def test_after_a_loss_no_turn_starts():
+    waves = Waves(2)
+    waves.declare(0, Declaration(0, True))
+    waves.lose(1, "killed")
+    assert waves.declare(1, Declaration(0, True)) is None
+
+
+def test_a_gang_is_drained_when_its_last_rank_is():
+    waves = Waves(2)
+    assert [waves.drain(rank) for rank in (1, 1, 0, 0)] == [False, False, True, False]
+
+
+def test_a_rank_is_silent_after_so_many_looks_and_who_looks_late_accuses_nobody():
+    watch = SilenceWatch(2, max_looks=3)
+    assert [watch.look(), watch.look()] == [[], []]
+    watch.hear(1)
+    assert watch.look() == [0]
+    watch.hear(0)
+    assert watch.look() == []

@@ -1,0 +1,249 @@
+"""All layers in one call give what they give one operation after the other, to the bit."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.generators.torch import generator, pairs, stack
+from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.inputs import PagedBatch
+from tests.replicas.generators.conftest import make_generator
+
+pytestmark = pytest.mark.skipif(
+    not pairs.suit_products(), reason="this processor has no products of pairs, or better ones"
+)
+BLOCK, WIDTH, MOST = 16, 12, 8
+
+
+@pytest.fixture(params=[1, 2, 5], ids="{} threads".format, autouse=True, scope="module")
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "LONG_PRODUCTS", 0)  # no pass is too short for threads
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def made(tiny):
+    """A generator and a cache for it, of each case one."""
+
+    @cache
+    def make(case):
+        config = tiny(case).config
+        found = make_generator(
+            config, torch.bfloat16, max_batch_size=MOST, max_seq_len=BLOCK * WIDTH
+        )
+        return found, cache_for(found)
+
+    return make
+
+
+def cache_for(torch_generator):
+    config = torch_generator._config
+    shape = (MOST * WIDTH + 1, config.num_key_value_heads, BLOCK, config.head_dim)
+    return torch_generator.allocate_kv_cache(shape, torch.bfloat16, config.num_hidden_layers)
+
+
+def batch_of(parts, wanted, seed):
+    """Requests of (tokens before, tokens now), each with blocks of its own in any order."""
+    random = np.random.default_rng(seed)
+    counts = np.array([now for _, now in parts])
+    positions = np.concatenate([np.arange(before, before + now) for before, now in parts])
+    table = random.permutation(MOST * WIDTH)[: len(parts) * WIDTH].reshape(-1, WIDTH) + 1
+    rows = np.repeat(np.arange(len(parts)), counts)
+    blocks = table[rows, positions // BLOCK]
+    return PagedBatch(
+        input_ids=torch.from_numpy(random.integers(0, 100, len(rows))),
+        positions=torch.from_numpy(positions),
+        kv_positions=torch.from_numpy(blocks * BLOCK + positions % BLOCK),
+        query_start_loc=np.concatenate(([0], np.cumsum(counts))),
+        seq_lens=np.array([before + now for before, now in parts]),
+        block_table=table,
+        logits_indices=torch.tensor(wanted(len(rows)), dtype=torch.int64),
+    )
+
+
+def fill(kv_cache, seed):
+    stream = torch.Generator().manual_seed(seed)
+    for planes in kv_cache.planes:
+        for plane in planes:
+            plane.copy_(torch.randn(plane.shape, generator=stream))
+
+
+def run(made, batch, monkeypatch, *, in_one, seed=0):
+    torch_generator, kv_cache = made
+    fill(kv_cache, seed)
+    with monkeypatch.context() as patch:
+        if not in_one:
+            patch.setattr(torch_generator._model, "_stack", None)
+        logits = torch_generator._forward(batch, kv_cache)
+    return logits, [plane.clone() for planes in kv_cache.planes for plane in planes]
+
+
+def assert_equal(found, wanted):
+    assert torch.equal(found[0], wanted[0])
+    assert all(torch.equal(*planes) for planes in zip(found[1], wanted[1], strict=True))
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 100))),
+    min_size=1,
+    max_size=MOST,
+)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
+@settings(max_examples=25)
+@given(requests, st.data(), st.integers(0, 2**20))
+def test_passes_of_any_requests(made, case, parts, data, seed):
+    num_tokens = sum(now for _, now in parts)
+    wanted = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=num_tokens))
+    batch = batch_of(parts, lambda _: wanted, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        one = run(made(case), batch, patch, in_one=True, seed=seed)
+        assert_equal(one, run(made(case), batch, patch, in_one=False, seed=seed))
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
+@settings(max_examples=15)
+@given(st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=2, max_size=6), requests)
+def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_beside_it(
+    made, case, chunks, others
+):
+    length = min(sum(chunks), BLOCK * WIDTH)
+    tokens = np.random.default_rng(length).integers(0, 100, length)
+    torch_generator, kv_cache = made(case)
+
+    def prompt(before, now):
+        """A chunk of it, behind other requests."""
+        parts = [*others[: MOST - 1], (before, now)]
+        batch = batch_of(parts if now < length else parts[-1:], lambda n: [n - 1], 0)
+        batch.input_ids[-now:] = torch.from_numpy(tokens[before : before + now])
+        table = np.arange(WIDTH) + 1 + (MOST - 1) * WIDTH  # its own, and nobody else's
+        batch.block_table[:-1] = np.arange(len(batch.block_table) - 1)[:, None] * WIDTH + 1
+        batch.block_table[:-1] += np.arange(WIDTH)
+        batch.block_table[-1] = table
+        rows = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
+        places = batch.positions.numpy()
+        blocks = batch.block_table[rows, places // BLOCK]
+        batch.kv_positions.copy_(torch.from_numpy(blocks * BLOCK + places % BLOCK))
+        return torch_generator._forward(batch, kv_cache)
+
+    fill(kv_cache, 1)
+    wanted = prompt(0, length)
+    planes = [plane[-WIDTH:].clone() for planes in kv_cache.planes for plane in planes]
+    fill(kv_cache, 1)
+    done = 0
+    for chunk in chunks:
+        if done < length:
+            now = min(chunk, length - done)
+            found = prompt(done, now)
+            done += now
+    assert torch.equal(found, wanted)
+    now = [plane[-WIDTH:] for planes in kv_cache.planes for plane in planes]
+    assert all(torch.equal(*both) for both in zip(now, planes, strict=True))
+
+
+@pytest.mark.parametrize("has", ["before", "after", "both"])
+def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has):
+    parts = [(0, 70), (5, 1), (30, 40)]
+    batch = batch_of(parts, range, 3)
+    wanted = run(made("qwen3"), batch, monkeypatch, in_one=True)
+    torch_generator, kv_cache = made("qwen3")
+    seen = []
+
+    def look(when):
+        return lambda layer: seen.append(
+            (when, layer, [[plane.clone() for plane in planes] for planes in kv_cache.planes])
+        )
+
+    torch_generator.set_layer_callbacks(
+        look("before") if has != "after" else None, look("after") if has != "before" else None
+    )
+    try:
+        assert_equal(run(made("qwen3"), batch, monkeypatch, in_one=True), wanted)
+    finally:
+        torch_generator.set_layer_callbacks(None, None)
+    fill(kv_cache, 0)
+    whole, empty = wanted[1], [plane for planes in kv_cache.planes for plane in planes]
+    order = ["before", "after"] if has == "both" else [has]
+    assert [(when, layer) for when, layer, _ in seen] == [
+        (when, layer) for layer in range(len(kv_cache.planes)) for when in order
+    ]
+    for when, layer, planes in seen:
+        for i, plane in enumerate(planes[layer]):
+            expected = whole if when == "after" else empty
+            assert torch.equal(plane, expected[2 * layer + i])
+
+
+def test_a_cache_is_not_taken_for_another(made, monkeypatch):
+    batch = batch_of([(0, 20)], range, 1)
+    torch_generator, kv_cache = made("llama-gqa")
+    wanted = run(made("llama-gqa"), batch, monkeypatch, in_one=True)
+    other = cache_for(torch_generator)
+    fill(other, 0)
+    fill(kv_cache, 0)
+    before = [plane.clone() for planes in kv_cache.planes for plane in planes]
+    logits = torch_generator._forward(batch, other)
+    assert_equal((logits, [plane for planes in other.planes for plane in planes]), wanted)
+    assert_equal(
+        (logits, [plane for planes in kv_cache.planes for plane in planes]), (logits, before)
+    )
+
+
+def test_passes_over_two_caches_at_once_do_not_meet(made, monkeypatch):
+    batch = batch_of([(0, 90), (40, 1)], range, 1)
+    torch_generator, kv_cache = made("qwen3")
+    wanted = run(made("qwen3"), batch, monkeypatch, in_one=True)
+    caches = kv_cache, cache_for(torch_generator)
+    for one in caches:
+        fill(one, 0)
+
+    def passes(one):
+        return [torch_generator._forward(batch, one) for _ in range(30)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for one, found in zip(caches, pool.map(passes, caches), strict=True):
+            assert all(torch.equal(logits, wanted[0]) for logits in found)
+            now = [plane for planes in one.planes for plane in planes]
+            assert all(torch.equal(*both) for both in zip(now, wanted[1], strict=True))
+
+
+@pytest.mark.parametrize("index", [-1, 20])
+def test_logits_of_no_token_are_refused(made, index):
+    torch_generator, kv_cache = made("llama-gqa")
+    with pytest.raises(IndexError, match="logits of tokens"):
+        torch_generator._forward(batch_of([(0, 20)], lambda _: [index], 1), kv_cache)
+
+
+@given(
+    st.lists(st.one_of(st.just(1), st.integers(0, 300)), min_size=1, max_size=60).filter(any),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_units_are_all_tokens_once_and_know_what_they_need(counts, num_threads, data):
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    num_tokens = int(starts[-1])
+    wanted = np.array(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), dtype=np.int64)
+    units = stack.cut(starts, wanted, num_threads)
+    assert units.cuts[0] == 0
+    assert units.cuts[-1] == num_tokens
+    assert (np.diff(units.cuts) > 0).all()
+    assert (np.diff(units.cuts) < stack.MOST_ROWS + TILE).all()
+    owner = np.repeat(np.arange(len(counts)), counts)
+    for unit, (begin, end) in enumerate(zip(units.cuts[:-1], units.cuts[1:], strict=True)):
+        request = owner[begin]
+        assert units.requests[unit] == request
+        assert (begin - starts[request]) % TILE == 0
+        held = units.cuts[units.needs[unit]], units.cuts[units.needs[unit] + 1]
+        assert held[0] <= starts[request] < held[1]
+        mine = wanted[units.firsts[unit] : units.firsts[unit + 1]]
+        assert mine.tolist() == [token for token in wanted.tolist() if begin <= token < end]
+    assert len(units.firsts) == len(units.cuts)
