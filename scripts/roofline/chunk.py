@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from replicas.generators.ttnn.buckets import TILE
 from replicas.generators.ttnn.profiles import PRODUCTS, TILE_BYTES
 from scripts.roofline.decode import LOCAL_ROWS
-from scripts.roofline.ops import Op, products
+from scripts.roofline.ops import Op, products, sums_over_chips
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -33,7 +33,7 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
         model: The model.
         tp: Chips of the lane.
         precision: Dtypes.
-        design: Programs of the output layer, and collectives.
+        design: Programs of the output layer.
         num_banks: Of a chip's DRAM.
         num_cores: Of a chip.
         num_tokens: S, whole tiles.
@@ -45,16 +45,7 @@ def chunk_ops(  # noqa: PLR0913 - as `decode_ops`
     programs.update(dict.fromkeys(PRODUCTS, "chunk"))
     # A core has whole rows of tiles to norm.
     columns = -(-num_tokens // TILE // num_cores) * hidden
-    sums = [
-        Op(
-            part="sums over chips",
-            calls=(kind,),
-            count=2 * layers + 1,
-            exchanged=(kind, width * hidden),
-        )
-        for kind in design.sums
-        if tp > 1
-    ]
+    sums = sums_over_chips(2 * layers + 1, width * hidden) if tp > 1 else []
     return [
         Op(part="norms", calls=("rms_norm",), count=2 * layers, num_bytes=2 * width * hidden,
            kernel="norm column", columns=columns),

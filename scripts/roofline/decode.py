@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from replicas.generators.ttnn.buckets import TILE, padded_vocab_size
 from replicas.generators.ttnn.profiles import TILE_BYTES
-from scripts.roofline.ops import Op, products
+from scripts.roofline.ops import COLLECTIVES, Op, products, sums_over_chips
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -53,7 +53,7 @@ def decode_ops(
         *_attention(model, tp, precision, design, context),
         Op(part="rest of a layer", calls=("mul",), count=num_layers, kernel="multiply"),
         Op(part="rest of a layer", calls=("add",), count=2 * num_layers, kernel="add"),
-        *_sums(model, tp, design, 2 * num_layers),
+        *_sums(model, tp, 2 * num_layers),
         _norm(model, design, 1),
         *_drawing(model, tp),
         *products(
@@ -71,7 +71,7 @@ def _beginning(model: ModelConfig, tp: int, design: Design) -> list[Op]:
     if not design.is_fused:
         calls += 2 * ["to_memory_config"]  # rotary rows for the cores that have keys
     ops = [Op(part="embedding, rotary rows", calls=(call,), kernel="other") for call in calls]
-    return [*ops, *_sums(model, tp, design, 1)]
+    return [*ops, *_sums(model, tp, 1)]
 
 
 def _norm(model: ModelConfig, design: Design, count: int) -> Op:
@@ -79,14 +79,8 @@ def _norm(model: ModelConfig, design: Design, count: int) -> Op:
     return Op(part="norms", calls=("rms_norm",), count=count, kernel=design.norms, columns=columns)
 
 
-def _sums(model: ModelConfig, tp: int, design: Design, count: int) -> list[Op]:
-    if tp == 1:
-        return []
-    num_bytes = 2.0 * TILE * model.hidden_size
-    return [
-        Op(part="sums over chips", calls=(kind,), count=count, exchanged=(kind, num_bytes))
-        for kind in design.sums
-    ]
+def _sums(model: ModelConfig, tp: int, count: int) -> list[Op]:
+    return sums_over_chips(count, 2.0 * TILE * model.hidden_size) if tp > 1 else []
 
 
 def _attention(
@@ -145,7 +139,7 @@ def _drawing(model: ModelConfig, tp: int) -> list[Op]:
     ]  # fmt: skip
     gathers = [
         Op(
-            part="drawing", calls=("all_gather",), count=2,
+            part="drawing", calls=(COLLECTIVES["all_gather"],), count=2,
             exchanged=("all_gather", 2.0 * TILE * TILE * pieces * tp),
         )
     ]  # fmt: skip

@@ -56,7 +56,7 @@ def timed(
         ops: Of one chip.
         mesh: Its mesh, one lane.
         given: The assumptions.
-        topology: How the lane's chips are joined.
+        topology: How the lane's chips are joined; the usual fabrics of these meshes are lines.
     """
     return [_timed(op, mesh, given, topology) for op in ops]
 

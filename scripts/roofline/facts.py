@@ -217,7 +217,7 @@ def published() -> list[Published]:
     return sorted(found, key=lambda rate: (order[rate.model], order[rate.mesh]))
 
 
-Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective: TypeAlias = Literal["all_gather", "reduce_scatter"]
 Topology: TypeAlias = Literal["line", "ring"]
 
 

@@ -15,6 +15,7 @@ from replicas.generators.ttnn.programs import (
     BankProduct,
     ChipCores,
     bank_columns,
+    bank_readers,
     lane_programs,
     product_sizes,
 )
@@ -97,14 +98,12 @@ class Design:
         products: Product -> program in a decode step.
         norms: How a norm of 32 rows runs.
         is_fused: Queries and keys are rotated by one op.
-        sums: Collectives that add up what the chips have.
         readers: Cores beside each bank that compute a layer's products with weights in stripes.
     """
 
     products: Mapping[Product, Program]
     norms: Literal["norm column", "norm column in shards"]
     is_fused: bool
-    sums: tuple[Collective, ...]
     readers: int = 1
 
 
@@ -112,7 +111,6 @@ UPSTREAM = Design(
     products=dict.fromkeys(ALL_PRODUCTS, "stripes"),
     norms="norm column in shards",
     is_fused=True,
-    sums=("reduce_scatter", "all_gather"),
 )
 """Of tt-metal's models/tt_transformers."""
 
@@ -128,6 +126,21 @@ UPSTREAM_PRECISION = Precision(
     last={"gate": ("bfloat8_b", "HiFi2"), "up": ("bfloat8_b", "HiFi2")},
 )
 """tt_transformers' performance settings for Llama-3.1-8B."""
+
+
+COLLECTIVES: Mapping[Collective, str] = {
+    "reduce_scatter": "experimental.reduce_scatter_minimal_async",
+    "all_gather": "experimental.all_gather_async",
+}
+"""By what ttnn calls them; one after the other, a sum over chips."""
+
+
+def sums_over_chips(count: int, num_bytes: float) -> list[Op]:
+    """So many sums, of a tensor of so many bytes."""
+    return [
+        Op(part="sums over chips", calls=(call,), count=count, exchanged=(kind, num_bytes))
+        for kind, call in COLLECTIVES.items()
+    ]
 
 
 def native_precision(profile: Profile) -> Precision:
@@ -166,7 +179,7 @@ def native_design(model: ModelConfig, profile: Profile, chip: ChipCores, tp: int
         products=products,
         norms="norm column in shards",
         is_fused=False,
-        sums=("all_reduce",),
+        readers=bank_readers(chip.dram_banks),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from replicas.generators.simulated.calibration import CONTEXT
 from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES
-from replicas.generators.ttnn.programs import ChipCores
+from replicas.generators.ttnn.programs import ChipCores, bank_readers
 from replicas.meshes import mesh_spec
 from scripts.roofline.chunk import chunk_ops
 from scripts.roofline.decode import decode_ops
@@ -62,7 +62,7 @@ def native(profile: str, model: str, mesh: str) -> Kind:
 
 def upstream(_model: str, mesh: str) -> Kind:
     """What upstream's performance settings run; two cores beside each of a p150's banks."""
-    readers = 2 if mesh_spec(mesh).arch == "blackhole" else 1
+    readers = bank_readers(mesh_spec(mesh).chip.dram_banks)
     return UPSTREAM_PRECISION, replace(UPSTREAM, readers=readers)
 
 
@@ -160,10 +160,11 @@ def _assumptions() -> str:
 
 None was fitted to a rate below. An op takes the longest of its bytes, its arithmetic, its kernel's
 own time and its way over links; ops run one after another. Times of collectives are lines between
-what was measured on Wormhole (collectives). Times of kernels hold for 32 rows, whatever the width,
-and are shorter on Blackhole as its clock is faster. The host costs nothing: two steps are under
-way. For Blackhole no share of DRAM is published for a product; Wormhole's are taken, which are
-what plain readers get there: 98 % beside the banks, 67 % elsewhere (dram-blackhole).
+what was measured on Wormhole (collectives), a T3K's those of a ring. Times of kernels hold for 32
+rows, whatever the width, and are shorter on Blackhole as its clock is faster. The host costs
+nothing: two steps are under way. For Blackhole no share of DRAM is published for a product;
+Wormhole's are taken, which are what plain readers get there: 98 % beside the banks, 67 % elsewhere
+(dram-blackhole).
 
 {_table(["value", "what", "source", "or"], rows)}"""
 
@@ -348,7 +349,7 @@ could give with the weights of upstream's performance settings and all rows' con
 {_table(header, rows)}
 On a p150 the arithmetic of the cores at its eight banks is the limit, and not DRAM: so it gains by
 LoFi (lofi) and by two cores beside each bank (two-readers; `num_workers_per_dram_bank` of ttnn's
-program, reckoned with in upstream's programs there), of which the native programs have one.
+program), which both upstream's programs and the native ones have there.
 """
 
 

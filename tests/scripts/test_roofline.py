@@ -114,7 +114,7 @@ def test_peaks_are_those_that_tenstorrent_says():
     assert CORES["blackhole"].flops_per_s(1, "HiFi4") == pytest.approx(1.38e12, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(("topology", "chips"), [("line", 2), ("line", 8), ("ring", 8)])
 @given(sizes=st.tuples(st.floats(1, 1e10), st.floats(1, 1e10)))
 def test_a_larger_tensor_never_takes_less(kind, topology, chips, sizes):
@@ -126,8 +126,8 @@ def test_a_larger_tensor_never_takes_less(kind, topology, chips, sizes):
 
 
 def test_collectives_go_through_what_was_measured():
-    assert collective_s("all_reduce", "line", 2, 262144) == pytest.approx(52.30e-6)
-    assert collective_s("all_reduce", "line", 2, 100) == pytest.approx(15.96e-6)
+    assert collective_s("reduce_scatter", "line", 2, 262144) == pytest.approx(26.01e-6)
+    assert collective_s("reduce_scatter", "line", 2, 100) == pytest.approx(6.90e-6)
     half = collective_s("all_gather", "line", 8, (262144 + 1048576) / 2)
     assert half == pytest.approx((39.72e-6 + 101.28e-6) / 2)
 
@@ -289,7 +289,9 @@ def test_every_assumption_counts_somewhere_and_in_its_sense(key):
 def test_a_ring_is_faster_than_a_line():
     ops = page.decode("Llama-3.1-8B", "T3K", (UPSTREAM_PRECISION, UPSTREAM))
     spec = mesh_spec("T3K")
-    assert total_s(timed(ops, spec, topology="ring")) < total_s(timed(ops, spec))
+    line, ring = (total_s(timed(ops, spec, topology=joined)) for joined in ("line", "ring"))
+    assert ring < line
+    assert total_s(timed(ops, spec)) == line
 
 
 # --- beside what is published --------------------------------------------------------------------
