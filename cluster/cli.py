@@ -89,15 +89,16 @@ def environment() -> None:
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:
-    """Check config files: every key, type, model folder, and whether the numbers work together."""
-    from cluster.config.resolve import resolve
+    """Check config files: keys, types, model folder, generator; whether the numbers go together."""
+    from cluster.config.environment import process_environment
+    from cluster.config.resolve import check_generators, resolve
     from cluster.config.serve_file import read_serve_file
     from cluster.errors import ClusterConfigError
 
     def is_good(path: Path) -> bool:
         try:
             file = read_serve_file(path)
-            resolve(file.args)
+            check_generators(resolve(file.args), process_environment())
         except ClusterConfigError as error:
             typer.echo(f"{path}: {error}", err=True)
             return False
@@ -172,7 +173,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         int | None, typer.Option(min=1, help="All pools together, in the file's proportion.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="most_empty_slots or round_robin, instead of the file's.")
+        str | None,
+        typer.Option(help="Placement policy (docs/policies.md), not the file's."),
     ] = None,
     faults: Annotated[Path | None, typer.Option(help="Fault plan, instead of the file's.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder to draw plots in.")] = None,

@@ -63,6 +63,22 @@ class SaturatedError(ServingError):
     code = "saturated"
 
 
+class OverloadedError(ServingError):
+    """The request would miss its objective; nothing was begun for it."""
+
+    status = 429
+    type = "RateLimitError"
+    code = "overloaded"
+
+
+class QuotaError(ServingError):
+    """The tenant has as many requests here as it may."""
+
+    status = 429
+    type = "RateLimitError"
+    code = "quota"
+
+
 class QueueTimeoutError(ServingError):
     """The request waited for a slot longer than its deadline."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
+from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics, render
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineError
+from replicas.generators.plugin.checkpoints import model_name
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
     from cluster.config.resolve import ClusterConfig
     from cluster.edge.openai import Emit
+    from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from cluster.routing.pools import Member
     from kv_transfer.keys import KeyRing
@@ -54,23 +59,32 @@ class Ingress:
 
     Attributes:
         fleet: The engines; whoever makes the ingress lets it follow a discovery.
+        router: What runs requests.
     """
 
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.metrics = RouterMetrics(config.served_model_name)
-        self.fleet = Fleet(partial(AsyncMPClient, keys))
-        self._router = Router(self.fleet, config.router, self.metrics, TicketOffice(keys))
+        self.fleet = Fleet(
+            partial(AsyncMPClient, keys),
+            keys,
+            follows_prefixes=config.router.policy in LOOK_AT_CACHES,
+            learns_steps=config.is_scaled or config.router.policy in LOOK_AT_STEPS,
+        )
+        self.router = Router(
+            self.fleet, config.router, self.metrics, TicketOffice(keys), secrets.randbits(63)
+        )
         self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
+        self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
         self._created_s = int(time.time())
         self._was_complete = False
 
     def models(self) -> Sequence[ModelCard]:
         """The one served model."""
         name = self._config.served_model_name
-        root = self._config.model_folder.name
+        root = model_name(str(self._config.model_folder))
         return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
     async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
@@ -85,7 +99,7 @@ class Ingress:
                     await emit(delta)
                 return not processor.is_finished
 
-            await self._router.run(request, take)
+            await self.router.run(request, take)
             watch.is_finished = True
         return Usage(
             len(request.prompt_token_ids), processor.num_output_tokens, processor.num_cached_tokens
@@ -103,7 +117,8 @@ class Ingress:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._was_complete = True
         if not pools.may_decode:
-            return False, "no replica can decode"
+            draining = f", {pools.num_draining} drain" if pools.num_draining else ""
+            return False, f"no replica can decode{draining}"
         return True, f"replicas that do not move: {pools.num_stalled}" if pools.num_stalled else ""
 
     async def metrics_text(self) -> bytes:
@@ -114,16 +129,33 @@ class Ingress:
         """What moves between the replicas now; one that does not answer soon is silent."""
         return await self._looks.get()
 
+    async def slots(self) -> SlotsView:
+        """What slots are held for, as this ingress knows it."""
+        return await self._slot_looks.get()
+
+    async def _slots(self) -> SlotsView:
+        admission = self.router.admission
+        return slots_view(
+            self.fleet.pools,
+            self.router.parts(),
+            num_queued=len(self.router.queue),
+            num_at_door=0 if admission is None else len(admission),
+            now_s=asyncio.get_running_loop().time(),
+        )
+
     async def close(self) -> None:
         """Close every connection."""
         self._scrapes.close()
         self._looks.close()
+        self._slot_looks.close()
         self.fleet.close()
         await self.fleet.client.close()
 
     async def _scrape(self) -> bytes:
-        self.metrics.num_queued.set(len(self._router.queue))
+        num_at_door = 0 if self.router.admission is None else len(self.router.admission)
+        self.metrics.num_queued.set(len(self.router.queue) + num_at_door)
         self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
+        self.metrics.num_shut.set(self.fleet.pools.breakers.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)

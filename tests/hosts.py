@@ -5,7 +5,20 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from replicas.boards import HUGEPAGES_FILE, HostReport, read_host
+
+
+def take_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process's user have no home folder, as some users of containers."""
+
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
 
 DEVICE_IDS = {"n": "0x401e", "p": "0xb140", "g": "0xfaca"}
 

@@ -3,13 +3,18 @@
 Each raises `ClusterConfigError` with the key at fault.
 """
 
+import math
+import re
 from collections.abc import Collection, Mapping
+from ipaddress import ip_address
 from pathlib import PurePath
 
 from cluster.config.schema import (
     DEMO_MODEL,
     LARGEST_BODY_BYTES,
+    MAX_TENANT_CHARS,
     NODE_HOST,
+    AdmissionConfig,
     ClusterArgs,
     PoolConfig,
 )
@@ -25,9 +30,13 @@ from replicas.kv_sizing import kv_rope, resolve_dtype
 
 _CONNECTORS = ("p2p", *STORE_CONNECTORS)
 _OWN_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
-_OWN_ENGINE_KEYS = ("model", "role", *_OWN_KV_KEYS, "keys")
+_OWN_ENGINE_KEYS = ("model", "role", *_OWN_KV_KEYS, "keys", "gang")
 _OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
 _LEAST_RESOURCE = 0.0001
+# No name at all is that of those who bring no header.
+_TENANT = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
+_LEAST_WEIGHT = 1e-3
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def check_args(args: ClusterArgs) -> None:
@@ -39,6 +48,7 @@ def check_args(args: ClusterArgs) -> None:
         )
     _check_counts(args)
     for role, pool in args.pools.items():
+        _check_gang_counts(args, role, pool)
         _check_resources(f"args.pools.{role}", pool.resources)
     _check_resources("args.ingress", args.ingress.resources)
     if args.model != DEMO_MODEL:
@@ -80,7 +90,8 @@ def check_pools(
 ) -> None:
     """Refuse replicas that would share boards, and pools that cannot use each other's KV."""
     for role, engine in engines.items():
-        _check_boards(role, pools[role].replicas, engine)
+        _check_gang(role, pools[role].gang_size, engine, models[role])
+        _check_boards(role, pools[role].max_replicas or pools[role].replicas, engine)
         if engine.kv_connector is not None and engine.block_size % ROW_TOKENS:
             raise ClusterConfigError(
                 f"block_size {engine.block_size} of pool {role} is no multiple of {ROW_TOKENS}, "
@@ -104,6 +115,12 @@ def _check_counts(args: ClusterArgs) -> None:
     for key, count in counts.items():
         if count < 1:
             raise ClusterConfigError(f"{key} must be at least 1, got {count}")
+    for role, pool in args.pools.items():
+        if pool.max_replicas is not None and pool.max_replicas < pool.replicas:
+            raise ClusterConfigError(
+                f"args.pools.{role}.max_replicas {pool.max_replicas} is less than its replicas, "
+                f"{pool.replicas}, which are the fewest"
+            )
     if args.ingress.max_body_bytes > LARGEST_BODY_BYTES:
         raise ClusterConfigError(
             f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
@@ -115,6 +132,82 @@ def _check_counts(args: ClusterArgs) -> None:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
     if not args.router.queue_timeout_s > 0:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
+    if args.router.admission is not None:
+        _check_admission(args.router.admission)
+
+
+def _check_admission(admission: AdmissionConfig) -> None:
+    where = "args.router.admission"
+    positive: dict[str, float | None] = {
+        f"{where}.ttft_s": admission.ttft_s,
+        f"{where}.tpot_s": admission.tpot_s,
+        f"{where}.max_queued_tokens": admission.max_queued_tokens,
+    }
+    for name, tenant in admission.tenants.items():
+        positive[f"{where}.tenants.{name}.weight"] = tenant.weight
+        positive[f"{where}.tenants.{name}.max_requests"] = tenant.max_requests
+    for key, value in positive.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ClusterConfigError(f"{key} must be more than 0 and finite, got {value}")
+    for name, tenant in admission.tenants.items():
+        if not _TENANT.fullmatch(name):
+            raise ClusterConfigError(
+                f"{where}.tenants.{name!r} is no name that a header can have: up to "
+                f"{MAX_TENANT_CHARS} visible ASCII characters"
+            )
+        if tenant.weight < _LEAST_WEIGHT:
+            raise ClusterConfigError(
+                f"{where}.tenants.{name}.weight must be at least {_LEAST_WEIGHT}, "
+                f"got {tenant.weight}"
+            )
+    header = admission.tenant_header
+    if header is None and admission.tenants:
+        raise ClusterConfigError(
+            f"{where}.tenants names tenants and nothing tells one from another; set "
+            f"{where}.tenant_header to the header that your proxy sets"
+        )
+    if header is not None and not _HEADER.fullmatch(header):
+        raise ClusterConfigError(f"{where}.tenant_header {header!r} is no name of a header")
+
+
+def _check_gang_counts(args: ClusterArgs, role: Role, pool: PoolConfig) -> None:
+    where = f"args.pools.{role}"
+    if pool.gang_size < 1 or pool.replicas % pool.gang_size:
+        raise ClusterConfigError(
+            f"{where}.replicas {pool.replicas} is no multiple of gang_size {pool.gang_size}: "
+            "replicas of a gang start and end together"
+        )
+    if pool.gang_size == 1:
+        return
+    if pool.max_replicas is not None:
+        raise ClusterConfigError(
+            f"{where}.max_replicas and gang_size exclude each other: remove one of them"
+        )
+    is_shared = args.data_host == NODE_HOST or not ip_address(args.data_host).is_loopback
+    if is_shared and args.kv_network != "plain":
+        raise ClusterConfigError(
+            f"{where}.gang_size: replicas of a gang send each other what is neither encrypted nor "
+            f"sealed, over data_host {args.data_host}; where nobody else is on that network set "
+            "args.kv_network: plain"
+        )
+
+
+def _check_gang(role: Role, size: int, engine: EngineConfig, model: ModelConfig) -> None:
+    """Only experts on the CPU are shared out."""
+    if size == 1:
+        return
+    where = f"args.pools.{role}.gang_size"
+    if engine.mesh is not None or engine.simulated_mesh is not None:
+        raise ClusterConfigError(f"{where} is for engines on the CPU: remove it, or the mesh")
+    if model.experts is None:
+        raise ClusterConfigError(
+            f"{where}: the model has no experts to share out, and its replicas need not step "
+            "together; remove gang_size"
+        )
+    if model.experts.num_experts % size:
+        raise ClusterConfigError(
+            f"{where} {size} does not divide the model's {model.experts.num_experts} experts"
+        )
 
 
 def _check_resources(where: str, resources: Mapping[str, float]) -> None:

@@ -24,7 +24,7 @@ from cluster.config.schema import (
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.keys import KeyRing
-from replicas.config import EngineConfig, Role
+from replicas.config import EngineConfig, GangConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
@@ -32,6 +32,7 @@ from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
 from replicas.kv_sizing import longest_sequence
+from replicas.mesh_environment import check_generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,11 @@ class ClusterConfig:
     def is_disaggregated(self) -> bool:
         """Whether prefill and decode have pools of their own."""
         return "both" not in self.pools
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a pool may have more replicas than it begins with."""
+        return any(pool.max_replicas is not None for pool in self.pools.values())
 
 
 def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file held
@@ -114,7 +120,7 @@ def read_args(raw: Any) -> ClusterArgs:  # noqa: ANN401 - as `resolve`
 
 def replica_engine(
     config: ClusterConfig, role: Role, rank: int, *,
-    host: str, keys: KeyRing, environment: Mapping[str, str],
+    host: str, keys: KeyRing, gang: GangConfig | None = None,
 ) -> EngineConfig:  # fmt: skip
     """The engine of one replica: its pool's, with what is the replica's own.
 
@@ -124,17 +130,10 @@ def replica_engine(
         rank: Its number in the pool; a replica that is started again has the same one.
         host: Address on which the engine listens.
         keys: What tickets must be sealed with, and clients prove themselves with.
-        environment: Of the replica's host. Says where a mesh's generator comes from, as it says to
-            Tenstorrent's own tools.
+        gang: Whom it steps with.
     """
     engine = config.engines[role]
-    mesh, simulated = engine.mesh, engine.simulated_mesh
-    if mesh is not None and not engine.uses_native_generator:
-        mesh = msgspec.structs.replace(
-            mesh,
-            tt_metal_home=mesh.tt_metal_home or environment.get("TT_METAL_HOME") or None,
-            extra_models_dir=mesh.extra_models_dir or environment.get("EXTRA_MODELS_DIR") or None,
-        )
+    simulated = engine.simulated_mesh
     faults = config.fault_plan.entries_for(f"{role}/{rank}")
     if simulated is not None and faults:
         simulated = msgspec.structs.replace(
@@ -142,16 +141,39 @@ def replica_engine(
         )
     return msgspec.structs.replace(
         engine,
-        mesh=mesh,
         simulated_mesh=simulated,
         kv_endpoint=f"tcp://{host}:*",
         keys=keys,
+        gang=gang,
     )
+
+
+def check_generators(config: ClusterConfig, environment: Mapping[str, str]) -> None:
+    """Refuse generators of meshes that an engine on this host would not find.
+
+    Not for those who only serve: the classes need be on the replicas' hosts alone.
+
+    Args:
+        config: The cluster's configuration.
+        environment: Of this process, which says where checkouts and bundles are.
+
+    Raises:
+        ClusterConfigError: Names the pool, and what to write.
+    """
+    for role, engine in config.engines.items():
+        _check_generator(role, engine, environment)
 
 
 def demo_model_folder() -> Path:
     """Folder of the bundled model, wherever the package is installed."""
     return Path(configs.__file__).resolve().parent / "demo-model"
+
+
+def _check_generator(role: Role, engine: EngineConfig, environment: Mapping[str, str]) -> None:
+    try:
+        check_generator(engine, environment)
+    except ConfigError as error:
+        raise ClusterConfigError(f"args.pools.{role}: {error}") from error
 
 
 def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
@@ -213,6 +235,8 @@ def _frozen(pool: PoolConfig) -> PoolConfig:
     """A pool whose resources cannot be changed either, without what is written of its engine."""
     return PoolConfig(
         replicas=pool.replicas,
+        max_replicas=pool.max_replicas,
+        gang_size=pool.gang_size,
         num_cpus=pool.num_cpus,
         resources=MappingProxyType(pool.resources),
         drain_timeout_s=pool.drain_timeout_s,

@@ -10,9 +10,27 @@ from kv_transfer.config import KVNetwork
 from kv_transfer.store import StoreConfig
 from replicas.config import Role
 
-PolicyName = Literal["most_empty_slots", "round_robin"]
-"""most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
-round_robin: in turn, whatever the load; a baseline to compare others with."""
+PolicyName = Literal[
+    "least_delay",
+    "most_empty_slots",
+    "round_robin",
+    "random",
+    "least_loaded",
+    "power_of_two",
+    "prefix_aware",
+    "waiting_and_running",
+    "cache_and_load",
+]
+"""least_delay: where it adds the fewest seconds, to itself, to all there and to who will come.
+most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
+round_robin: in turn, whatever the load; a baseline to compare others with.
+random: anywhere that fits, each place as likely.
+least_loaded: where the fewest requests are.
+power_of_two: the less loaded of two that are drawn.
+prefix_aware: where the most of the prompt is cached, unless load is out of balance (SGLang).
+waiting_and_running: least of 4 x waiting + running (vLLM's data parallel balancer).
+cache_and_load: least of tokens to prefill and tokens held (Dynamo's KV router).
+Equal places: most_empty_slots takes the first by name, all others take them in turn."""
 
 OrderName = Literal["decode_first", "prefill_first"]
 """decode_first: a decode slot is reserved with the prompt, and stands idle while that is computed.
@@ -35,13 +53,21 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One pool of equal replicas.
 
     Attributes:
-        replicas: How many.
+        replicas: How many; the fewest where there may be more.
+        max_replicas: The most that there may be; None keeps as many as `replicas`. Who decides is
+            the application's `autoscaling_policy`, see docs/autoscaling.md.
+        gang_size: How many replicas step together as one data-parallel group whose ranks share out
+            the experts of their model: `replicas` is a multiple of it. A replica that is lost ends
+            its gang, and Serve starts that anew. See docs/gangs.md.
         num_cpus: CPUs that Ray sets aside for each replica's actor.
         resources: Further Ray resources of each, for one `{TTNPU: 1}`.
-        drain_timeout_s: How long a replica that is told to stop lets its requests finish.
+        drain_timeout_s: How long a replica that is told to stop lets its requests finish; after
+            three quarters of it they go on elsewhere, where there is room.
     """
 
     replicas: int = 1
+    max_replicas: int | None = None
+    gang_size: int = 1
     num_cpus: float = 0.1
     resources: Mapping[str, float] = {}
     drain_timeout_s: float = 600.0
@@ -57,6 +83,45 @@ class PoolArgs(PoolConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: dict[str, Any] = {}
 
 
+MAX_TENANT_CHARS = 128
+"""Of the name of a tenant, which a header brings."""
+
+
+class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may have.
+
+    Attributes:
+        weight: Slot-seconds that it gets for each that a tenant of weight 1 gets, as long as both
+            have requests that wait.
+        priority: Its requests go before those of tenants with a larger number.
+        max_requests: Requests that it may have at one ingress, waiting or not; more get 429.
+    """
+
+    weight: float = 1.0
+    priority: int = 0
+    max_requests: int | None = None
+
+
+class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is let in, and when; see docs/overload.md.
+
+    Attributes:
+        ttft_s: Seconds that a first token may take; None: no matter. Whoever would have to wait
+            longer gets 429 at once.
+        tpot_s: Seconds that each further token may take in the mean; None: no matter.
+        max_queued_tokens: Prompt tokens of those who wait at one ingress; more get 429.
+        tenant_header: Header that names the tenant, which whoever stands before the ingresses sets
+            and takes from clients; None: there is one tenant.
+        tenants: What tenants may have that are not as the others.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    max_queued_tokens: int | None = None
+    tenant_header: str | None = None
+    tenants: dict[str, TenantConfig] = {}
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests are placed.
 
@@ -66,8 +131,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself.
-        policy: Which DP group a request gets, see `cluster.routing.placement`.
+        policy: Which DP group a request gets, see `cluster.routing.cost`.
         order: Whether a decode slot or the prompt comes first, see `OrderName`.
+        admission: Objectives, and tenants; None lets everybody in who finds room in the queue.
     """
 
     max_queued_requests: int = 256
@@ -76,6 +142,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     min_remote_prefill_tokens: int = 0
     policy: PolicyName = "most_empty_slots"
     order: OrderName = "decode_first"
+    admission: AdmissionConfig | None = None
 
 
 class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

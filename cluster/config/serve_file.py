@@ -57,6 +57,20 @@ class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     logging_config: Any = None
 
 
+class PolicyArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of `cluster.lifecycle.autoscaling.ApplicationPolicy`."""
+
+    ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    tpot_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An application's `autoscaling_policy`; there is one policy."""
+
+    policy_function: Literal["cluster.lifecycle.autoscaling:ApplicationPolicy"]
+    policy_kwargs: PolicyArguments = PolicyArguments()
+
+
 class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The entry of `applications`."""
 
@@ -68,6 +82,7 @@ class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     deployments: list[DeploymentOverride] = []
     logging_config: dict[str, Any] = {}
     external_scaler_enabled: bool = False
+    autoscaling_policy: AutoscalingPolicy | None = None
 
 
 class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +179,32 @@ def read_serve_file(path: str | Path) -> ServeFile:
         raise ClusterConfigError(
             f"applications[0].import_path must be {IMPORT_PATH}, got {import_path!r}"
         )
+    _check_scaling(file.applications[0])
     return file
+
+
+def _check_scaling(application: ApplicationFile) -> None:
+    """Refuse bounds that nobody acts on, and a policy that may do nothing.
+
+    Raises:
+        ClusterConfigError: Says which is missing.
+    """
+    pools = application.args.get("pools")
+    pools = pools if isinstance(pools, Mapping) else {}
+    scaled = [
+        role
+        for role, pool in pools.items()
+        if isinstance(pool, Mapping) and pool.get("max_replicas") is not None
+    ]
+    if scaled and application.autoscaling_policy is None:
+        raise ClusterConfigError(
+            f"applications[0].args.pools.{scaled[0]}.max_replicas needs "
+            "applications[0].autoscaling_policy, see docs/autoscaling.md"
+        )
+    if application.autoscaling_policy is not None and not scaled:
+        raise ClusterConfigError(
+            "applications[0].autoscaling_policy needs a pool with max_replicas"
+        )
 
 
 def read_faults(path: str | Path) -> list[Any]:

@@ -1,4 +1,17 @@
-"""Headers that are Ray Serve's own and that no client may send."""
+"""Headers with a meaning: Ray Serve's own, which no client may send, and those of admission."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from cluster.config.schema import MAX_TENANT_CHARS
+from cluster.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
+    from cluster.config.schema import AdmissionConfig
 
 INTERNAL_HEADERS = (
     "^(x-request-(timeout-seconds|disconnect-disabled)|serve[-_]multiplexed[-_]model[-_]id"
@@ -10,3 +23,47 @@ UTF-8 before anybody can refuse them.
 
 Source: serve/_private/constants.py and http_util.py of Ray 2.60.
 """
+
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+"""What a request says of its own objectives, in milliseconds; the names are llm-d's."""
+
+
+def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
+    """Fields of an `EngineRequest` that headers say: tenant and objectives, where these count.
+
+    Raises:
+        BadRequestError: An objective is no positive number.
+    """
+    if admission is None:
+        return {}
+    fields: dict[str, object] = {}
+    if admission.tenant_header is not None:
+        fields["tenant"] = _tenant(headers, admission.tenant_header)
+    for name, field in ((TTFT_HEADER, "ttft_s"), (TPOT_HEADER, "tpot_s")):
+        text = headers.get(name)
+        if text is not None:
+            fields[field] = _positive(name, text) / 1e3
+    return fields
+
+
+def _tenant(headers: Headers, name: str) -> str:
+    """Who is named; two names, or one that would have to be cut, might be somebody else's."""
+    given = set(headers.getlist(name))
+    if len(given) > 1:
+        raise BadRequestError(f"the header {name} is there more than once", param=name)
+    tenant = given.pop() if given else ""
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise BadRequestError(
+            f"the header {name} may have {MAX_TENANT_CHARS} characters", param=name
+        )
+    return tenant
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise BadRequestError(f"the header {name} must be milliseconds, more than 0", param=name)
+    return value

@@ -189,9 +189,9 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(stop_strings, "stop"),
     **_supported(token_ids, "stop_token_ids"),
     **_supported(salt, "cache_salt"),
-    # Names for the client's own records, and hints about cost that nothing here reads; the
-    # x-request-id header names a request.
-    **_no_effect(string, "user", "request_id", "session_id"),
+    **_supported(string, "session_id"),
+    # Names for the client's own records; the x-request-id header names a request.
+    **_no_effect(string, "user", "request_id"),
     # They only say how to do a thing that is refused below; spaces concern slow tokenizers only.
     **_no_effect(number, "length_penalty"),
     **_no_effect(one_of("left", "right"), "truncation_side"),
@@ -230,7 +230,9 @@ CHAT_FIELDS: dict[str, Field] = {
     **_supported(boolean, "add_generation_prompt"),
     **_supported(object_, "chat_template_kwargs"),
     **_no_effect(string, "service_tier", "safety_identifier"),
-    **_no_effect(string, "prompt_cache_key", "prompt_cache_retention"),
+    **_supported(string, "prompt_cache_key"),
+    # A hint about cost that nothing here reads.
+    **_no_effect(string, "prompt_cache_retention"),
     # A prediction is a guess at the answer, for speed alone.
     **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
     # Without tools there are no calls; reasoning is not told apart from content.

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.edge.answers import error_response, json_response
+from cluster.edge.headers import claims
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -62,9 +63,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from cluster.config.schema import AdmissionConfig
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
+    from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
@@ -122,9 +125,17 @@ class Backend(Protocol):
     async def transfers(self) -> TransfersView:
         """What moves between the replicas now."""
 
+    async def slots(self) -> SlotsView:
+        """What slots are held for, as this ingress knows it."""
+
 
 def create_app(
-    backend: Backend, *, version: str, max_body_bytes: int, request_timeout_s: float
+    backend: Backend,
+    *,
+    version: str,
+    max_body_bytes: int,
+    request_timeout_s: float,
+    admission: AdmissionConfig | None = None,
 ) -> Starlette:
     """Build the ASGI app, which `cluster.edge.door` keeps slow clients from.
 
@@ -133,8 +144,9 @@ def create_app(
         version: What /version says.
         max_body_bytes: Larger request bodies are answered with 413.
         request_timeout_s: A request that is not done by then is aborted: 408, or an error event.
+        admission: Which headers name a tenant and objectives; None: none does.
     """
-    routes = _Routes(backend, version, max_body_bytes, request_timeout_s)
+    routes = _Routes(backend, version, max_body_bytes, request_timeout_s, admission)
     return Starlette(
         routes=[
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -147,6 +159,7 @@ def create_app(
             Route("/live", routes.live),
             Route("/metrics", routes.metrics),
             Route("/kv", routes.kv),
+            Route("/debug/slots", routes.slots),
             Route("/version", routes.version),
         ],
         middleware=[Middleware(_Edge)],
@@ -162,12 +175,18 @@ class _Routes:
     """The handlers; each reads, validates, asks the backend, answers."""
 
     def __init__(
-        self, backend: Backend, version: str, max_body_bytes: int, request_timeout_s: float
+        self,
+        backend: Backend,
+        version: str,
+        max_body_bytes: int,
+        request_timeout_s: float,
+        admission: AdmissionConfig | None,
     ) -> None:
         self._backend = backend
         self._version = version
         self._max_body_bytes = max_body_bytes
         self._request_timeout_s = request_timeout_s
+        self._admission = admission
         self._heavy_work = HeavyWork(_NUM_THREADS, _MAX_JOBS)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
@@ -196,7 +215,8 @@ class _Routes:
             request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
             seed=secrets.randbits(63),
         )
-        request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s)
+        claimed = claims(http_request.headers, self._admission)
+        request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
         spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
         if spec.stream:
             generate = functools.partial(self._backend.generate, request)
@@ -257,6 +277,10 @@ class _Routes:
     async def kv(self, request: Request) -> Response:
         del request
         return json_response(msgspec.to_builtins(await self._backend.transfers()))
+
+    async def slots(self, request: Request) -> Response:
+        del request
+        return json_response(msgspec.to_builtins(await self._backend.slots()))
 
     async def version(self, request: Request) -> Response:
         del request

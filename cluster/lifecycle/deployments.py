@@ -13,6 +13,7 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import time
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import msgspec
 import ray.util
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, GangSchedulingConfig
 from ray.serve.exceptions import RayServeException
 
 from cluster.config.environment import process_environment
@@ -29,11 +31,14 @@ from cluster.config.schema import NODE_HOST
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
+from cluster.lifecycle.autoscaling import ingress_report, replica_report
+from cluster.lifecycle.gangs import find_gang
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
 from replicas.boards import RESOURCE
 from replicas.launch import start_engine, stop_timeout_s
+from replicas.life import Life, LifeState
 from replicas.messages import EngineDescription
 
 if TYPE_CHECKING:
@@ -46,9 +51,8 @@ if TYPE_CHECKING:
 
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
-    from cluster.routing.fleet import Fleet
-    from replicas.async_client import AsyncMPClient
     from replicas.config import EngineConfig, Role
+    from replicas.gang.hub import GangHub
     from replicas.launch import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -88,11 +92,14 @@ class PoolReplica:
     """
 
     _engine: EngineHandle
-    # Serve deletes replicas whose constructor failed too: these have no engine to stop.
-    _is_serving = False
+    # Of the gang, where this replica is its rank 0.
+    _hub: GangHub | None = None
 
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
+        # Serve deletes replicas whose constructor failed too: these have no engine to stop.
+        self._life = Life()
         lose_log_lines()
+        began_s = time.monotonic()
         config = resolve(args)
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
@@ -103,20 +110,26 @@ class PoolReplica:
         context = serve.get_replica_context()
         rank = context.rank.rank if config.fault_plan.faults else 0
         keys = deployment_keys(config, context.app_name)
-        engine = replica_engine(config, role, rank, host=host, keys=keys, environment=environment)
+        gang, self._hub = find_gang(context.gang_context, keys, host)
+        engine = replica_engine(config, role, rank, host=host, keys=keys, gang=gang)
         self._engine = start_engine(
             engine,
             host=host,
             env=engine_environment(engine, environment),
             progress=self._show_progress,
         )
-        self._is_serving = True
+        self._cold_start_s = time.monotonic() - began_s
+        self._life.become(LifeState.READY)
         self._engine.call_at_exit(self._on_engine_exit)
 
     async def describe(self) -> dict[str, Any]:
         """What the engine is, as plain values of `EngineDescription`."""
         description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
         return description
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the application's autoscaling policy is told of this replica."""
+        return replica_report(self._engine.description, self._cold_start_s)
 
     async def check_health(self) -> None:
         """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
@@ -129,12 +142,15 @@ class PoolReplica:
 
     async def __del__(self) -> None:
         """Drain, then stop the engine. Serve awaits this before it ends the replica."""
-        if not self._is_serving:
+        if self._life.state is not LifeState.READY:
             return
-        self._is_serving = False
+        self._life.become(LifeState.DRAINING)
         if not await asyncio.to_thread(self._engine.drain, self._drain_timeout_s):
             logger.warning("stopped with requests running role=%s", self._role)
         await asyncio.to_thread(self._engine.stop)
+        if self._hub is not None:
+            self._hub.close()
+        self._life.become(LifeState.DEAD)
 
     def _show_progress(self, stage: str, fraction: float) -> None:
         """Write one line per stage and quarter; Ray shows a worker's output to its driver."""
@@ -145,7 +161,7 @@ class PoolReplica:
 
     def _on_engine_exit(self, code: int) -> None:
         """End this process with its engine: Serve notices that within a second."""
-        if self._is_serving:
+        if self._life.state is LifeState.READY:
             reason = self._engine.failure or f"the engine process ended with code {code}"
             _tell(f"{self._role}: {reason}")
             os._exit(1)
@@ -170,7 +186,11 @@ class IngressReplica:
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)
-        self._fleet: Fleet[AsyncMPClient] | None = None
+        self._ingress: Ingress | None = None
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the application's autoscaling policy is told of this ingress's requests."""
+        return {} if self._ingress is None else ingress_report(self._ingress.router)
 
     async def check_health(self) -> None:
         """Tell Serve whether this ingress is of use: it knows replicas, or may find some.
@@ -178,22 +198,22 @@ class IngressReplica:
         Raises:
             RuntimeError: It is not; Serve starts another one.
         """
-        if self._fleet is not None and self._fleet.is_lost:
+        if self._ingress is not None and self._ingress.fleet.is_lost:
             raise RuntimeError("no replica is known, and discovery fails all the time")
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        ingress = Ingress(self._config, self._keys)
+        ingress = self._ingress = Ingress(self._config, self._keys)
         app = create_app(
             ingress,
             version=importlib.metadata.version("ttserve"),
             max_body_bytes=self._config.ingress.max_body_bytes,
             request_timeout_s=self._config.ingress.request_timeout_s,
+            admission=self._config.router.admission,
         )
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
-            self._fleet = ingress.fleet
             try:
                 yield
             finally:
@@ -324,13 +344,25 @@ def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
         # The replica's actor takes all of the one bundle.
         placement["placement_group_bundles"] = [{"CPU": pool.num_cpus, **resources}]
         placement["placement_group_strategy"] = "STRICT_PACK"
+    if pool.gang_size > 1:
+        placement["gang_scheduling_config"] = GangSchedulingConfig(gang_size=pool.gang_size)
     return _deployment(
         name=role,
-        num_replicas=pool.replicas,
+        **_scale(pool.replicas, pool.max_replicas),
         ray_actor_options={"num_cpus": pool.num_cpus, "resources": resources},
         graceful_shutdown_timeout_s=_shutdown_timeout_s(config, role),
         **placement,
     )(PoolReplica)
+
+
+def _scale(replicas: int, max_replicas: int | None) -> dict[str, Any]:
+    """How many replicas a deployment has; the policy waits by itself before it changes that."""
+    if max_replicas is None:
+        return {"num_replicas": replicas}
+    bounds = AutoscalingConfig(
+        min_replicas=replicas, max_replicas=max_replicas, upscale_delay_s=0, downscale_delay_s=0
+    )
+    return {"autoscaling_config": bounds}
 
 
 def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
@@ -371,7 +403,11 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
     """The deployment of the HTTP edge."""
     return _deployment(
         name=INGRESS,
-        num_replicas=config.ingress.replicas,
+        **_scale(
+            config.ingress.replicas,
+            # Serve collects reports of deployments that it may scale, and of no other.
+            config.ingress.replicas if config.is_scaled else None,
+        ),
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         max_queued_requests=config.router.max_queued_requests,
         backpressure_config={"status_code": 429, "retry_after_s": 1},

@@ -6,7 +6,7 @@ the sockets; `check_pools` judges a configuration by them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -24,13 +24,18 @@ from replicas.boards import (
     mesh_problem,
     num_devices,
     read_host,
+    visible_number,
 )
 from replicas.errors import ConfigError
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.routes import route_mesh
+from replicas.mesh_environment import check_generator
 from replicas.trace_regions import trace_region_bytes
+from replicas.user_cache import NO_HOME
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
     from replicas.config import EngineConfig, MeshConfig
@@ -86,7 +91,8 @@ class Diagnosis:
 
 def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
     """Look at this host, and at what a configuration wants of it."""
-    report = read_host(process_environment())
+    environment = process_environment()
+    report = read_host(environment)
     listeners = read_listeners()
     return Diagnosis(
         host=report,
@@ -94,16 +100,23 @@ def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
         meshes=mesh_choices(report),
         can_run_mesh=can_run_mesh(report),
         http_front="python" if haproxy.find_script() is None else "haproxy",
-        pools=() if config is None else check_pools(config, report),
+        pools=() if config is None else check_pools(config, report, environment),
         listeners=listeners,
         ray=judge_ray(listeners),
     )
 
 
-def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, ...]:
+def check_pools(
+    config: ClusterConfig, report: HostReport, environment: Mapping[str, str]
+) -> tuple[PoolCheck, ...]:
     """Whether the meshes that a configuration asks for are on this host, pool by pool.
 
     Replicas may be on other hosts too, so a pool fails only if not one of its engines fits here.
+
+    Args:
+        config: What is asked for.
+        report: What is here.
+        environment: Of this process.
     """
     checks = []
     num_left = len(report.usable)
@@ -116,7 +129,7 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
             )
             continue
         spec = engine.mesh.spec
-        problem = mesh_problem(report, spec)
+        problem = _named_problem(engine.mesh, report) or mesh_problem(report, spec)
         devices = num_devices(report, spec)
         if problem is None:
             problem = _count_problem(pool, spec, devices, report)
@@ -126,6 +139,8 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
         num_fitting = min(pool.replicas, num_left // devices)
         num_left -= num_fitting * devices
         if problem is None:
+            problem = _generator_problem(engine, environment)
+        if problem is None:
             problem = _cache_problem(engine, engine.mesh)
         note = _trace_note(engine, engine.mesh)
         if problem is None and report.mock_descriptor is None and num_fitting < pool.replicas:
@@ -133,6 +148,34 @@ def check_pools(config: ClusterConfig, report: HostReport) -> tuple[PoolCheck, .
             note = f"{fits}; {note}" if note else fits
         checks.append(PoolCheck(role, spec.name, problem, note))
     return tuple(checks)
+
+
+def _named_problem(mesh: MeshConfig, report: HostReport) -> str | None:
+    """Why the boards that a mesh names are not those that it is made of, or None."""
+    numbers = mesh.visible_devices
+    if numbers is None or report.mock_descriptor is not None:
+        return None
+    # An engine is bound to these, whatever TT_VISIBLE_DEVICES says.
+    here = replace(report, visible_devices=None).usable
+    seen = sorted(n for d in here if (n := visible_number(report.devices, d)) is not None)
+    strays = [str(number) for number in numbers if number not in seen]
+    if strays:
+        known = ", ".join(map(str, seen)) or "none"
+        return f"visible_devices names {', '.join(strays)}, and the boards here are {known}"
+    named_alone = replace(report, visible_devices=",".join(map(str, numbers)))
+    problem = mesh_problem(named_alone, mesh.spec)
+    return (
+        None if problem is None else f"of the boards in visible_devices {list(numbers)}: {problem}"
+    )
+
+
+def _generator_problem(engine: EngineConfig, environment: Mapping[str, str]) -> str | None:
+    """Why this host has no such generator, or None."""
+    try:
+        check_generator(engine, environment)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _count_problem(
@@ -154,7 +197,11 @@ def _count_problem(
 def _cache_problem(engine: EngineConfig, mesh: MeshConfig) -> str | None:
     """Why a foreign class could not keep what it converts, or None: ours go on without."""
     folder = mesh.weight_cache_folder
-    if engine.uses_native_generator or can_write(folder):
+    if engine.uses_native_generator:
+        return None
+    if folder is None:
+        return f"{NO_HOME}, or weight_cache: its class keeps weights there"
+    if can_write(folder):
         return None
     return f"this user may not write in {folder}, where its class keeps weights: set weight_cache"
 

@@ -103,6 +103,7 @@ def _require_local(file: ServeFile) -> None:
         ("applications[0].route_prefix", file.applications[0].route_prefix != "/"),
         ("applications[0].logging_config", file.applications[0].logging_config),
         ("applications[0].external_scaler_enabled", file.applications[0].external_scaler_enabled),
+        ("applications[0].autoscaling_policy", file.applications[0].autoscaling_policy),
         ("http_options.root_path", file.http_options.root_path),
         ("proxy_location", file.proxy_location == "Disabled"),
         ("logging_config", file.logging_config),

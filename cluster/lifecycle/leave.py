@@ -5,7 +5,8 @@ Ray's drain says that the node goes at a deadline; Ray Serve then does what ther
 - It starts replicas elsewhere for those that are here. Each of these goes once its successor runs,
   or once the deadline is no further away than it may take to drain: where there is no room for
   successors the other replicas do its work.
-- A replica that goes takes nothing new, and ends when its requests have.
+- A replica that goes takes nothing new, and ends when its requests have; those that would outlive
+  its drain go on elsewhere.
 - HAProxy here answers /health with 503 and serves on: load balancers send nothing more, and what
   they have sent goes to any ingress. Serve ends it when its last stream has ended, 30 s after the
   beginning at the earliest.

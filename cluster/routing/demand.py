@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kv_transfer.block_hash import extend_block_hashes, prefix_root
+from kv_transfer.block_hash import block_names, extend_block_hashes, prefix_root
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,9 @@ class Demand:
         priority: Lower ones are placed first.
         tenant: On whose account it runs.
         deadline_s: When nobody waits for it any more, on the event loop's clock; None: never.
+        session: Requests of one session like to be together; "" is none.
+        ttft_s: Its own objective for the time to its first token; None: the configuration's.
+        tpot_s: Its own objective for the time per output token; None: the configuration's.
     """
 
     request_id: str
@@ -39,9 +42,13 @@ class Demand:
     priority: int = 0
     tenant: str = ""
     deadline_s: float | None = None
+    session: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
     _hashes: dict[tuple[int, bytes], list[bytes]] = field(
         default_factory=dict, init=False, repr=False
     )
+    _names: dict[tuple[int, bytes], list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, request: EngineRequest, now_s: float) -> Demand:
@@ -56,6 +63,17 @@ class Demand:
             request.priority,
             request.tenant,
             None if request.timeout_s is None else now_s + request.timeout_s,
+            request.session,
+            request.ttft_s,
+            request.tpot_s,
+        )
+
+    def with_output(self, request: EngineRequest, token_ids: Sequence[int]) -> Demand:
+        """What the same request asks once it has these tokens, and another engine goes on."""
+        return replace(
+            self,
+            prompt_token_ids=[*request.prompt_token_ids, *token_ids],
+            expected_output_tokens=max(request.sampling.max_tokens - len(token_ids), 1),
         )
 
     @property
@@ -88,3 +106,15 @@ class Demand:
             root = prefix_root(key, self.cache_salt)
             extend_block_hashes(hashes, self.prompt_token_ids, block_size, root)
         return hashes
+
+    def block_names(self, block_size: int, key: bytes) -> Sequence[int]:
+        """Names of the blocks that a prefix cache may give it: of all but the last token.
+
+        Computed once, from `block_hashes`.
+        """
+        names = self._names.get((block_size, key))
+        if names is None:
+            num_blocks = (self.num_prompt_tokens - 1) // block_size
+            hashes = self.block_hashes(block_size, key)[:num_blocks]
+            names = self._names[block_size, key] = block_names(hashes)
+        return names

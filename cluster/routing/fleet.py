@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from cluster.routing.leg import EngineClient
 from cluster.routing.pools import PoolState
+from cluster.routing.prefixes import Prefixes
 from replicas.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cluster.routing.pools import Member
+    from kv_transfer.keys import KeyRing
     from replicas.messages import EngineDescription, EngineSnapshot
+    from replicas.streams import OnKVEvents
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +77,17 @@ class Fleet(Generic[ClientT_co]):
 
     Args:
         make_client: Makes the connections, from what to call with (incarnation, snapshot), what to
-            call with (incarnation, reason) once when an engine is lost, and what to call with
-            (incarnation, whether it moves) when that changes.
+            call with (incarnation, reason) once when an engine is lost, what to call with
+            (incarnation, whether it moves) when that changes, and with (incarnation, batches) of
+            its prefix caches' events, which says whether it needs a listing.
+        keys: The deployment's secrets, by which engines hash blocks.
+        follows_prefixes: Whether anybody asks `prefixes`; otherwise no engine has to tell anything.
+        learns_steps: Whether anybody asks what steps cost.
 
     Attributes:
         client: The connections.
         pools: What their snapshots say.
+        prefixes: What their prefix caches hold.
         on_change: Called when there may be more room, or less; whoever places requests sets it.
     """
 
@@ -90,12 +98,23 @@ class Fleet(Generic[ClientT_co]):
                 Callable[[str, EngineSnapshot], None],
                 Callable[[str, str], None],
                 Callable[[str, bool], None],
+                OnKVEvents | None,
             ],
             ClientT_co,
         ],
+        keys: KeyRing,
+        *,
+        follows_prefixes: bool = True,
+        learns_steps: bool = True,
     ) -> None:
-        self.client = make_client(self._take_snapshot, self._lose, self._set_moves)
-        self.pools = PoolState()
+        self.pools = PoolState(learns_steps=learns_steps)
+        self.prefixes = Prefixes(keys, is_asked=follows_prefixes)
+        self.client = make_client(
+            self._take_snapshot,
+            self._lose,
+            self._set_moves,
+            self.prefixes.take if follows_prefixes else None,
+        )
         self.on_change: Callable[[], None] = lambda: None
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._is_complete = False
@@ -122,6 +141,10 @@ class Fleet(Generic[ClientT_co]):
             else:
                 self._failing_since_s, self._num_failures = None, 0
                 wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
+            now_s = asyncio.get_running_loop().time()
+            self.prefixes.expire(now_s)
+            if self.pools.expire(now_s):
+                self.on_change()
             # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
             try:
@@ -169,6 +192,7 @@ class Fleet(Generic[ClientT_co]):
         """Connect to one engine; it takes requests from its first snapshot on."""
         incarnation = member.description.incarnation
         self.pools.add(member)
+        self.prefixes.add(member)
         try:
             await self.client.connect(member.description)
             logger.info("connected replica=%s", member.replica_id)
@@ -206,10 +230,12 @@ class Fleet(Generic[ClientT_co]):
     def _lose(self, incarnation: str, reason: str) -> None:
         member = self.pools.member(incarnation)
         logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
+        self.pools.failed(incarnation, asyncio.get_running_loop().time())
         self._forget(incarnation)
         self._is_complete = False
         self._look.set()
 
     def _forget(self, incarnation: str) -> None:
         self.pools.remove(incarnation)
+        self.prefixes.remove(incarnation)
         self.on_change()

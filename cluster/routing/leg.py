@@ -3,9 +3,9 @@
 A leg owns its hold in the pool state, until the engine has answered, its stream, until it is
 closed, and the timer of what it waits for; closing it gives all back whatever state it is in.
 
-An engine that stalls, as it says itself, is left by whoever waits for its first token, and that is
-no loss: a decode engine only while another one has room, and only so often; else it is waited for,
-as is one that has given tokens, until it moves again, its parent ends it
+An engine that stalls, as it says itself, is left, and that is no loss: a prefill engine by whoever
+waits for its first token, a decode engine only while another one has room, and only so often; else
+it is waited for, until it moves again, its parent ends it
 (`EngineConfig.step_timeout_s`), or the request's own time is over (`EngineRequest.timeout_s`). An
 engine that is busy does not stall, however long its queue is: nobody loses his place there.
 """
@@ -20,10 +20,25 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
 from cluster.routing.slot_queue import RETRY_AFTER_S
-from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
-from replicas.messages import KV_TRANSFER_FAILED, LAPSED, Activate, LoadKV, TokenOutput
+from replicas.errors import (
+    EngineDeadError,
+    EngineLateError,
+    EngineLeavingError,
+    EngineStalledError,
+)
+from replicas.messages import (
+    KV_TRANSFER_FAILED,
+    LAPSED,
+    Accepted,
+    Activate,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.errors import ServingError
     from cluster.routing.demand import Demand
     from cluster.routing.metrics import RouterMetrics
@@ -31,8 +46,14 @@ if TYPE_CHECKING:
     from cluster.routing.pools import PoolState
     from cluster.routing.stalls import Stalls
     from cluster.routing.tickets import Transfer
-    from replicas.messages import AddRequest, ClientMessage, EngineEvent, RequestMode
-    from replicas.streams import EngineStream, Inbox
+    from replicas.messages import (
+        AbortReason,
+        AddRequest,
+        ClientMessage,
+        EngineEvent,
+        RequestMode,
+    )
+    from replicas.streams import EngineStream, Inbox, News
 
 
 ANSWER_S = 60.0
@@ -46,8 +67,17 @@ class DecodeLostError(Exception):
     """The engine that holds the request's decode slot is gone, or does not hear what it is told."""
 
 
-class DecodeStalledError(Exception):
-    """It stalls before it gave a token, and another one has room."""
+class DecodeLeftError(Exception):
+    """It stalls, or hands over what it has, and another one has room; or it has no part in it.
+
+    Args:
+        reason: "stalled", "leaving" or "refused".
+        why: What the engine said.
+    """
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 class EngineClient(Protocol):
@@ -104,6 +134,7 @@ class Leg:
         stream: Its events, as they come into the inbox.
         early: What the engine said while another leg was waited for.
         has_tokens: Whether a token of it has come.
+        asked_s: When the engine was asked, on the event loop's clock.
         offer: As given. Once a decode engine has begun to fetch it, the loss of that engine is the
             transfer's end, which the next one is told of by prefill.
 
@@ -125,6 +156,7 @@ class Leg:
         self.incarnation = placement.incarnation
         self.early: deque[EngineEvent] = deque()
         self.has_tokens = False
+        self.asked_s = asyncio.get_running_loop().time()
         self.offer = offer
         self._client = client
         self._pools = pools
@@ -132,7 +164,7 @@ class Leg:
         try:
             self.stream = client.open_stream(self.incarnation, self._request_id, message, inbox)
         except BaseException:
-            self._pools.release(self._request_id, self.incarnation)
+            self._pools.end(self._request_id, self.incarnation)
             raise
         self._timer = self._wait_for_answer()
 
@@ -144,6 +176,16 @@ class Leg:
         self._timer.cancel()
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the engine has said that it takes the request."""
+        return self.state is not LegState.ASKED
+
+    def is_of_before(self, event: EngineEvent | News) -> bool:
+        """Whether a decode engine said this of its part in the request before it was left."""
+        is_new = self.has_answered or self.mode == "prefill"
+        return isinstance(event, TokenOutput) and not is_new
 
     def keep(self, event: EngineEvent) -> None:
         """Keep an event until it is waited for; whatever prefill says is an answer."""
@@ -161,12 +203,15 @@ class Leg:
         self._go(LegState.ACTIVATED)
         self._send(Activate(self._request_id, token_ids))
 
-    def close(self, *, abort: bool) -> None:
-        """Let go of everything; with `abort`, the engine drops the request too. Idempotent."""
+    def close(self, *, abort: bool, reason: AbortReason = "abort") -> None:
+        """Let go of everything; with `abort`, the engine drops the request too; see `Abort`.
+
+        Idempotent.
+        """
         self._timer.cancel()
         self._go(LegState.CLOSED)
-        self._pools.release(self._request_id, self.incarnation)
-        self.stream.close(abort=abort)
+        self._pools.end(self._request_id, self.incarnation)
+        self.stream.close(abort=abort, reason=reason)
 
     def _wait_for_answer(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(ANSWER_S, self._expire)
@@ -201,12 +246,14 @@ class Legs:
         pools: Where the request is held.
         metrics: Counts the engines that die.
         stalls: Says whether another decode engine has room.
-        demand: What the request needs there.
+        demand: What the request needs there; the prompt and its output, once it has migrated.
         max_leaves: How many decode engines it may leave because they stall.
 
     Attributes:
         decode: The leg that has, or asks for, the decode slot.
         prefill: The leg that computes the prompt, or keeps its KV.
+        demand: See there.
+        on_prompt: Told which engine was asked for the prompt, each time.
     """
 
     def __init__(
@@ -222,11 +269,12 @@ class Legs:
         self._pools = pools
         self._metrics = metrics
         self._stalls = stalls
-        self._demand = demand
+        self.demand = demand
         self._num_leaves_left = max_leaves
         self._inbox: Inbox = asyncio.Queue()
         self.decode: Leg | None = None
         self.prefill: Leg | None = None
+        self.on_prompt: Callable[[str], None] = lambda _engine: None
 
     def __repr__(self) -> str:
         return f"{self.prefill!r}, {self.decode!r}"
@@ -254,7 +302,7 @@ class Legs:
 
         Raises:
             DecodeLostError: The decode engine died, or did not answer in time.
-            DecodeStalledError: It stalls, has given no token, and there is another one.
+            DecodeLeftError: It stalls, or hands over, and there is another one.
             EngineDeadError: The wanted prefill engine died.
             EngineLateError: It did not answer in time.
             EngineStalledError: It stalls.
@@ -264,26 +312,60 @@ class Legs:
             return wanted.early.popleft()
         if wanted is self.prefill:
             # It may have begun to while the decode engine was waited for.
-            self._check_stall(wanted, wanted)
+            self._check_away(wanted, wanted)
         while True:
             stream, event = await self._inbox.get()
             leg = self._leg_of(stream)
-            if leg is None:
+            if leg is None or leg.is_of_before(event):
                 continue  # It was dropped; this was on its way.
+            self._judge(leg, event)
             leg.has_tokens |= isinstance(event, TokenOutput)
             if isinstance(event, EngineDeadError):
                 self._lose(leg, wanted, event)
             elif isinstance(event, EngineLateError):
                 self._lose_late(leg, wanted, event)
-            elif isinstance(event, EngineStalledError):
-                self._check_stall(leg, wanted)
+            elif isinstance(event, EngineStalledError | EngineLeavingError):
+                self._check_away(leg, wanted)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self.decode and wanted is self.prefill
-                raise _error(event.error or "the engine ended the request", is_waiting=is_waiting)
+                raise self._failure(event, is_waiting=is_waiting)
             elif leg is wanted:
                 return event
             else:
                 leg.keep(event)
+
+    async def answer_of(self, leg: Leg) -> Accepted | Refused:
+        """What an engine says to being asked; see `next_of`."""
+        while True:
+            event = await self.next_of(leg)
+            if isinstance(event, Accepted | Refused):
+                return event
+
+    def _judge(self, leg: Leg, event: EngineEvent | Exception) -> None:
+        """Tell the pools what an engine is worth: its first token, or that it failed the request.
+
+        A connection that breaks, which ends many at once, is told by whoever notices it.
+
+        Raises:
+            DecodeLeftError: A decode engine refuses that has answered: what was taken for its
+                answer was that to a question before it was left.
+        """
+        if isinstance(event, Refused) and leg is self.decode and leg.has_answered:
+            raise DecodeLeftError("refused", event.message)
+        if isinstance(event, TokenOutput):
+            if event.finish_reason == "error":
+                if _is_own_fault(event.error or ""):
+                    self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
+            elif not leg.has_tokens:
+                self._pools.succeeded(leg.incarnation)
+        elif isinstance(event, EngineLateError) and leg.state is LegState.ASKED:
+            self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
+
+    def _failure(self, event: TokenOutput, *, is_waiting: bool) -> ServingError:
+        """What a client is told of a request that an engine gave up; see `_error`."""
+        if event.error == LAPSED:
+            self._metrics.lapses.inc()
+        return _error(event.error or "the engine ended the request", is_waiting=is_waiting)
 
     def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError) -> None:
         """Count a leg whose engine died, and drop it if nobody waits for it.
@@ -315,38 +397,46 @@ class Legs:
             raise error
         self.drop_prefill(abort=True)
 
-    def _check_stall(self, leg: Leg, wanted: Leg) -> None:
-        """Leave a leg whose engine stalls, unless it has given tokens or is not waited for.
+    def _check_away(self, leg: Leg, wanted: Leg) -> None:
+        """Leave a leg whose engine stalls, unless it is a prefill leg that is not waited for.
+
+        So is a decode leg left whose engine hands over; a prompt ends there in time.
 
         A decode leg stays while nobody else has room, and once enough engines were left.
 
         Raises:
-            DecodeStalledError: It is the decode leg.
+            DecodeLeftError: It is the decode leg.
             EngineStalledError: It is the prefill leg.
         """
-        error = leg.stream.stalled
+        stalled, error = leg.stream.stalled, leg.stream.away
         if error is None:
             return  # It moves again.
         if leg is self.decode:
-            if leg.has_tokens or not self._num_leaves_left:
+            is_leaving = error is not stalled
+            if not is_leaving and not self._num_leaves_left:
                 return
-            if not self._stalls.has_room(self._demand):
-                self._stalls.stay(leg.stream, self._demand)
+            if not self._stalls.has_room(self.demand):
+                self._stalls.stay(leg.stream, self.demand)
                 return
+            if is_leaving:
+                raise DecodeLeftError("leaving", str(error))
             self._num_leaves_left -= 1
             self._metrics.stalled.labels("decode").inc()
-            raise DecodeStalledError(str(error))
-        if leg is wanted:
+            raise DecodeLeftError("stalled", str(error))
+        if leg is wanted and stalled is not None:
             # Not once it has given its tokens: KV that it still owes has deadlines of its own.
             self._metrics.stalled.labels("prefill").inc()
-            raise error
+            raise stalled
 
     def _ask(self, placement: Placement, message: AddRequest, offer: Transfer | None = None) -> Leg:
         try:
-            return Leg(self._client, self._pools, placement, message, self._inbox, offer)
+            leg = Leg(self._client, self._pools, placement, message, self._inbox, offer)
         except EngineDeadError:
             self._count_lost(message.mode)
             raise
+        if message.mode != "decode":
+            self.on_prompt(placement.incarnation)
+        return leg
 
     def _count_lost(self, mode: RequestMode) -> None:
         self._metrics.lost.labels("prefill" if mode == "prefill" else "decode").inc()
@@ -357,11 +447,11 @@ class Legs:
                 return leg
         return None
 
-    def drop_decode(self, *, abort: bool) -> None:
+    def drop_decode(self, *, abort: bool, reason: AbortReason = "abort") -> None:
         """Let go of the decode leg, if there is one; see `Leg.close`."""
         if self.decode is not None:
             self._stalls.forget(self.decode.stream)
-            self.decode.close(abort=abort)
+            self.decode.close(abort=abort, reason=reason)
             self.decode = None
 
     def drop_prefill(self, *, abort: bool) -> None:
@@ -369,6 +459,11 @@ class Legs:
         if self.prefill is not None:
             self.prefill.close(abort=abort)
             self.prefill = None
+
+
+def _is_own_fault(error: str) -> bool:
+    """Whether an engine that gave a request up so did it for no reason but its own."""
+    return error != LAPSED and not error.startswith(KV_TRANSFER_FAILED)
 
 
 def _error(text: str, *, is_waiting: bool) -> ServingError:

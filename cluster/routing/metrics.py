@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kv_transfer.connector import STAGE_BOUNDS_S
+from kv_transfer.errors import FailureReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from cluster.routing.pools import Member
+    from kv_transfer.connector import TransferStats
     from replicas.messages import EngineMetrics, GroupCounters
 
     _Kind = type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
@@ -62,10 +64,16 @@ class RouterMetrics:
         requests: Requests that ended, by reason; "error" counts those that failed, "abort" those
             whose client left.
         refusals: Placements that an engine refused, by reason.
+        lapses: Reservations that an engine gave up, as nobody had started them in time.
+        turned_away: Requests that were not let in, by the error that they got.
         retries: Parts of requests that were tried again, by reason.
         lost: Engines that died with a part of a request on them, by its leg.
         stalled: Parts of requests that were taken away from an engine that stalled, by leg.
         num_stalled: Replicas that get nothing new because they do not move.
+        migrations: Streams that another decode engine went on with, by what became of the one
+            before.
+        migration_gap: Seconds between the last token of the one and the first of the other.
+        num_shut: Replicas that get nothing new, or a probe, because they failed requests.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -88,13 +96,30 @@ class RouterMetrics:
         self.e2e_latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_BUCKETS
         )
+        self.migration_gap = self._histogram(
+            "ttserve_router_migration_gap_seconds",
+            "Time between the last token of a decode replica and the first of the one that took "
+            "over",
+            _ITL_BUCKETS,
+        )
         self.num_queued = self._gauge(
-            "ttserve_router_queued_requests", "Requests that wait for a decode slot at this ingress"
+            "ttserve_router_queued_requests",
+            "Requests that wait for a decode slot, or to be let in, at this ingress",
         )
         self.num_stalled = self._gauge(
             "ttserve_router_stalled_replicas",
             "Replicas that get nothing new because they stall or are silent",
         )
+        self.num_shut = self._gauge(
+            "ttserve_router_shut_replicas",
+            "Replicas that get one request at a time, or none, because they failed others",
+        )
+        self.lapses: Counter = Counter(
+            "ttserve_router_lapsed_reservations",
+            "Reservations that an engine gave up, as nobody had started them in time",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._add_counters()
 
     def _add_counters(self) -> None:
@@ -103,6 +128,9 @@ class RouterMetrics:
         )
         self.refusals = self._counter(
             "ttserve_router_refusals", "Placements that an engine refused", "reason"
+        )
+        self.turned_away = self._counter(
+            "ttserve_router_turned_away", "Requests that were not let in", "code"
         )
         self.retries = self._counter(
             "ttserve_router_retries", "Parts of requests that were tried again", "reason"
@@ -115,6 +143,16 @@ class RouterMetrics:
             "Parts of requests that were taken away from a replica that stalled",
             "leg",
         )
+        self.migrations = self._counter(
+            "ttserve_router_migrations",
+            "Streams that another decode replica went on with",
+            "reason",
+        )
+
+    def migrated(self, reason: str, gap_s: float) -> None:
+        """Count a stream that another decode engine goes on with."""
+        self.migrations.labels(reason).inc()
+        self.migration_gap.observe(gap_s)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -243,16 +281,24 @@ def _transfers(engine: _Engine) -> _Samples:
     for path, counts in stats.paths.items():
         yield ("producer", path, "ok"), counts.num_sent
         yield ("consumer", path, "ok"), counts.num_received
-    # One that failed may never have had a path.
-    yield ("producer", "", "failed"), sum(stats.send_failures.values())
-    yield ("consumer", "", "failed"), sum(stats.receive_failures.values())
+    # One without success may never have had a path.
+    for role, reasons in _reasons(stats):
+        num_cancelled = reasons.get(FailureReason.CANCELLED.value, 0)
+        yield (role, "", "cancelled"), num_cancelled
+        yield (role, "", "failed"), sum(reasons.values()) - num_cancelled
 
 
 def _failures(engine: _Engine) -> _Samples:
-    stats = engine.metrics.transfer
-    for role, reasons in (("producer", stats.send_failures), ("consumer", stats.receive_failures)):
+    for role, reasons in _reasons(engine.metrics.transfer):
         for reason, count in reasons.items():
-            yield (role, reason), count
+            # Nobody needs the KV any more: the answer was complete, or its client is gone.
+            if reason != FailureReason.CANCELLED.value:
+                yield (role, reason), count
+
+
+def _reasons(stats: TransferStats) -> tuple[tuple[str, dict[str, int]], ...]:
+    """Of each role: what ended without success, by reason."""
+    return ("producer", stats.send_failures), ("consumer", stats.receive_failures)
 
 
 def _transferred_bytes(engine: _Engine) -> _Samples:
@@ -325,6 +371,7 @@ _FAMILIES = (
         ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
         ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
         ("ttserve_step_host_seconds", "Time of steps outside the model", "host_seconds"),
+        ("ttserve_stalls", "Steps that took longer than they should, and ended", "num_stalls"),
     ),
     _Family(
         CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended",

@@ -4,7 +4,8 @@ Owner: the ingress's event loop. Pure. The replicas are the authority; this view
 costs a refusal when it is wrong. A hold counts a request against a view from the moment it is sent
 until the replica's answer, because from then on the replica's snapshots count it: both come in
 order on one socket. What a replica does, and whether it drains, its snapshots say as well. One that
-stalls, or has fallen quiet, is as it was and gets nothing new before it moves again.
+stalls, or has fallen quiet, is as it was and gets nothing new before it moves again; one that fails
+request after request gets one now and then (`breaker`), unless there is nobody else.
 """
 
 from __future__ import annotations
@@ -12,20 +13,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.routing.placement import ANY_GROUP, GroupView
+from cluster.routing.breaker import Breakers
+from cluster.routing.load import engine_load, spread, told_by
+from cluster.routing.placement import ANY_GROUP, Placement, Told
+from cluster.routing.step_time import Pace, StepCosts, StepTimeModel
+from cluster.routing.views import Views
 from replicas.kv_groups import KVGroup
+from replicas.life import LifeState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from cluster.routing.demand import Demand
-    from cluster.routing.placement import Placement
+    from cluster.routing.load import Load
     from replicas.config import Role
     from replicas.messages import EngineDescription, EngineSnapshot
 
 DECODING: frozenset[Role] = frozenset({"decode", "both"})
 PREFILLING: frozenset[Role] = frozenset({"prefill"})
 """Roles whose engines take prompts for others to go on from."""
+FIRST_STEPS = 64
+ONE_IN = 8
+"""The first so many steps of a replica are fitted, and one in so many that follow."""
+MAX_STEPS_APART = 64
+"""After at most so many steps that were fitted costs are worked out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +62,66 @@ class _Replica:
     snapshot: EngineSnapshot | None = None
     holds: dict[str, tuple[int, Demand]] = field(default_factory=dict)
     moves: bool = True
+    pace: Pace = field(default_factory=Pace)
+    costs: StepCosts = field(default_factory=StepCosts)
+
+    @property
+    def state(self) -> LifeState:
+        """Where it is in its life, as far as this ingress has heard; one that is dead is gone."""
+        if self.snapshot is None:
+            return LifeState.STARTING
+        return LifeState.DRAINING if self.snapshot.draining else LifeState.READY
 
     @property
     def is_open(self) -> bool:
         """Whether it takes requests, or will once it moves again: `moves` is another question."""
-        return self.snapshot is not None and not self.snapshot.draining
+        return self.state is LifeState.READY
 
     def is_one_of(self, roles: frozenset[Role]) -> bool:
         return self.snapshot is not None and self.is_open and self.snapshot.role in roles
 
 
+@dataclass(slots=True)
+class _Fit:
+    """What steps of a pool's replicas cost.
+
+    Attributes:
+        model: Learns it.
+        costs: As of some step of late: what places are weighed by.
+        next_step: From how many steps on that is to be looked at anew.
+    """
+
+    model: StepTimeModel = field(default_factory=StepTimeModel)
+    costs: StepCosts = field(default_factory=StepCosts)
+    next_step: int = 1
+
+    def take_over(self, others: StepTimeModel) -> None:
+        """Look at what the model has learned."""
+        self.costs = self.model.costs(others)
+        self.next_step = self.model.num_steps + min(1 + self.model.num_steps // 4, MAX_STEPS_APART)
+
+
 class PoolState:
     """Replicas, their snapshots, and the holds of this ingress.
+
+    Args:
+        learns_steps: Whether anybody asks what steps cost; otherwise nothing is fitted.
 
     Attributes:
         num_snapshots: How many snapshots were taken over so far.
         num_changes: How often there may have been more room since the start.
+        breakers: Of replicas that fail requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, learns_steps: bool = True) -> None:
+        self._learns_steps = learns_steps
         self._replicas: dict[str, _Replica] = {}
-        self._decode = _Views(DECODING, _group_views)
-        self._prefill = _Views(PREFILLING, _engine_view)
+        self.breakers = Breakers()
+        self._decode = _Side(DECODING, self.breakers, is_whole=False)
+        self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
+        # Fitted to the steps of each pool; and to all: what one costs that no pool's have shown.
+        self._fits: dict[str, _Fit] = {}
+        self._common = StepTimeModel()
         self.num_snapshots = 0
         self.num_changes = 0
 
@@ -96,6 +145,8 @@ class PoolState:
         old = replica.snapshot
         if old is not None and snapshot.seq < old.seq:
             return
+        if self._learns_steps:
+            self._learn(replica, snapshot)
         replica.snapshot = snapshot
         self.num_snapshots += 1
         if old is None or (old.draining, old.role) != (snapshot.draining, snapshot.role):
@@ -119,6 +170,31 @@ class PoolState:
             )
             replica.holds[demand.request_id] = placement.dp_group, demand
             self._change(placement.incarnation)
+            if self.breakers.sent(placement.incarnation, demand.request_id):
+                self._relist()
+
+    def succeeded(self, incarnation: str) -> None:
+        """A replica gave a request its first token."""
+        if self.breakers.succeeded(incarnation):
+            self._relist()
+
+    def failed(self, incarnation: str, now_s: float) -> None:
+        """A replica failed a request: an error, or no answer; or its connection broke."""
+        if self.breakers.failed(incarnation, now_s):
+            self._relist()
+
+    def end(self, request_id: str, incarnation: str) -> None:
+        """A request has nothing to do with a replica any more. Idempotent."""
+        self.release(request_id, incarnation)
+        if self.breakers.ended(incarnation, request_id):
+            self._relist()
+
+    def expire(self, now_s: float) -> bool:
+        """Let requests try replicas again that were shut out for long enough; says whether any."""
+        is_changed = self.breakers.expire(now_s)
+        if is_changed:
+            self._relist()
+        return is_changed
 
     def release(self, request_id: str, incarnation: str) -> None:
         """Drop a hold: the replica has answered, or will never. Idempotent."""
@@ -136,6 +212,16 @@ class PoolState:
         replica = self._replicas.get(incarnation)
         return replica.snapshot if replica is not None else None
 
+    def state(self, incarnation: str) -> LifeState:
+        """Where a replica is in its life; dead if it is not known."""
+        replica = self._replicas.get(incarnation)
+        return LifeState.DEAD if replica is None else replica.state
+
+    def moves(self, incarnation: str) -> bool:
+        """Whether a replica gets requests as far as its moving goes."""
+        replica = self._replicas.get(incarnation)
+        return replica is not None and replica.moves
+
     def members(self) -> list[Member]:
         """Every known replica."""
         return [replica.member for replica in self._replicas.values()]
@@ -145,9 +231,19 @@ class PoolState:
         return any(r.is_open and r.member.pool == pool for r in self._replicas.values())
 
     @property
+    def common_costs(self) -> StepCosts:
+        """What parts of steps cost, of all replicas together, as far as they have shown."""
+        return self._common.known_costs
+
+    @property
     def num_open(self) -> int:
         """How many replicas take requests, or will once they move again."""
         return sum(replica.is_open for replica in self._replicas.values())
+
+    @property
+    def num_draining(self) -> int:
+        """How many replicas take no more requests and still have some."""
+        return sum(r.state is LifeState.DRAINING for r in self._replicas.values())
 
     @property
     def num_stalled(self) -> int:
@@ -164,11 +260,11 @@ class PoolState:
         """Whether a replica takes prompts for others to go on from."""
         return bool(self.prefill_views())
 
-    def decode_views(self) -> list[GroupView]:
+    def decode_views(self) -> Views:
         """Every DP group that may decode; not to be changed, and good until something is."""
         return self._decode.get(self._replicas)
 
-    def prefill_views(self) -> list[GroupView]:
+    def prefill_views(self) -> Views:
         """Every engine that prefills for others, as a whole; as `decode_views`."""
         return self._prefill.get(self._replicas)
 
@@ -179,12 +275,40 @@ class PoolState:
     def check_invariants(self) -> None:
         """Kept views are as new ones would be, and none is negative."""
         for views in (self._decode, self._prefill):
-            kept = list(views.get(self._replicas))
+            kept = views.get(self._replicas)
             views.relist()
-            assert kept == views.get(self._replicas)
+            assert kept.equals(views.get(self._replicas))
             for view in kept:
                 assert view.num_empty_slots >= 0
                 assert min(view.num_free_blocks) >= 0
+
+    def _learn(self, replica: _Replica, new: EngineSnapshot) -> None:
+        """Fit what steps cost to those that a snapshot tells of for the first time."""
+        old, pool = replica.snapshot, replica.member.pool
+        fit = self._fits.setdefault(pool, _Fit())
+        is_looked_at = False
+        for step, before in (
+            (new.decode_step, old and old.decode_step),
+            (new.prompt_step, old and old.prompt_step),
+        ):
+            if step is not None and step != before:
+                replica.pace.see(step, fit.costs)
+                if _is_looked_at(replica.pace.num_steps):
+                    is_looked_at = True
+                    usual = replica.pace.usual(step)
+                    fit.model.learn(usual)
+                    self._common.learn(usual)
+        if fit.model.num_steps >= fit.next_step:
+            # All at once: by two states of it, equal replicas would not be equal.
+            fit.take_over(self._common)
+            for other in self._replicas.values():
+                if other.member.pool == pool:
+                    other.costs = other.pace.costs(fit.costs)
+                    self._decode.change(other.member.description.incarnation)
+                    self._prefill.change(other.member.description.incarnation)
+        elif is_looked_at or old is None:
+            usual_costs = fit.costs if fit.model.num_steps else self._common.known_costs
+            replica.costs = replica.pace.costs(usual_costs)
 
     def _change(self, incarnation: str) -> None:
         self.num_changes += 1
@@ -197,25 +321,30 @@ class PoolState:
         self._prefill.relist()
 
 
-class _Views:
+def _is_looked_at(num_steps: int) -> bool:
+    """Whether a replica's step is fitted: all of the first ones, later one more says little."""
+    return num_steps <= FIRST_STEPS or num_steps % ONE_IN == 0
+
+
+class _Side:
     """The views of one side, kept because a thousand replicas change one at a time.
 
     Args:
         roles: Of the engines on this side.
-        make: Makes an engine's views, the first of which has the given index.
+        breakers: Shut out who fails, unless that is everybody.
+        is_whole: Whether a place is an engine as a whole, not a DP group.
     """
 
-    def __init__(
-        self,
-        roles: frozenset[Role],
-        make: Callable[[str, _Replica, EngineSnapshot, int], list[GroupView]],
-    ) -> None:
+    def __init__(self, roles: frozenset[Role], breakers: Breakers, *, is_whole: bool) -> None:
         self._roles = roles
-        self._make = make
-        self._views: list[GroupView] = []
+        self._breakers = breakers
+        self._is_whole = is_whole
+        self._views = Views()
         self._first: dict[str, int] = {}
         self._stale: dict[str, None] = {}
         self._is_listed = False
+        # Nobody else does.
+        self._computes_prompts = True
 
     def change(self, incarnation: str) -> None:
         """An engine's load has changed."""
@@ -225,83 +354,139 @@ class _Views:
         """Engines came, went, changed sides, or began or ceased to move."""
         self._is_listed = False
 
-    def get(self, replicas: Mapping[str, _Replica]) -> list[GroupView]:
+    def get(self, replicas: Mapping[str, _Replica]) -> Views:
         """The views as of now."""
         if not self._is_listed:
-            self._list(replicas.items())
-        for incarnation in self._stale:
-            first = self._first.get(incarnation)
-            if first is not None:
-                replica = replicas[incarnation]
-                assert replica.snapshot is not None
-                views = self._make(incarnation, replica, replica.snapshot, first)
-                self._views[first : first + len(views)] = views
-        self._stale.clear()
+            self._list(replicas)
+        if self._stale:
+            write = _write_engine if self._is_whole else _write_groups
+            for incarnation in self._stale:
+                first = self._first.get(incarnation)
+                if first is not None:
+                    replica = replicas[incarnation]
+                    assert replica.snapshot is not None
+                    write(
+                        self._views,
+                        first,
+                        replica,
+                        replica.snapshot,
+                        computes_prompts=self._computes_prompts,
+                    )
+            self._stale.clear()
         return self._views
 
-    def _list(self, replicas: Iterable[tuple[str, _Replica]]) -> None:
-        self._views, self._first = [], {}
-        for incarnation, replica in replicas:
-            if replica.moves and replica.is_one_of(self._roles):
-                assert replica.snapshot is not None
-                first = self._first[incarnation] = len(self._views)
-                self._views += self._make(incarnation, replica, replica.snapshot, first)
-        self._stale.clear()
+    def _list(self, replicas: Mapping[str, _Replica]) -> None:
+        placements: list[Placement] = []
+        self._first = {}
+        self._computes_prompts = self._is_whole or not any(
+            replica.moves and replica.is_one_of(PREFILLING) for replica in replicas.values()
+        )
+        moving = {i: r for i, r in replicas.items() if r.moves and r.is_one_of(self._roles)}
+        admitted = {i: r for i, r in moving.items() if self._breakers.admits(i)}
+        for incarnation, replica in (admitted or moving).items():
+            assert replica.snapshot is not None
+            self._first[incarnation] = len(placements)
+            groups = [ANY_GROUP] if self._is_whole else range(len(replica.snapshot.groups))
+            placements += [Placement(incarnation, group) for group in groups]
+        self._views = Views(placements)
+        self._stale = dict.fromkeys(self._first)
         self._is_listed = True
 
 
-def _group_views(
-    incarnation: str, replica: _Replica, snapshot: EngineSnapshot, first: int
-) -> list[GroupView]:
-    """One view for each DP group."""
-    kv_groups = replica.member.description.kv_groups
-    slots = [0] * len(snapshot.groups)
-    free_blocks = [group.num_free_blocks for group in snapshot.groups]
+def _write_groups(
+    views: Views, first: int, replica: _Replica, snapshot: EngineSnapshot, *, computes_prompts: bool
+) -> None:
+    """Each DP group is a place."""
+    description, costs, told = replica.member.description, replica.costs, told_by(snapshot.groups)
+    load = engine_load(
+        told,
+        replica.holds.values(),
+        costs,
+        description.max_num_batched_tokens,
+        computes_prompts=computes_prompts,
+    )
+    free_blocks: list[list[int]] = list(told["num_free_blocks"])
+    waiting = list(told["num_waiting"])
     for dp_group, demand in replica.holds.values():
         if dp_group != ANY_GROUP:
-            slots[dp_group] += demand.num_choices
-            free = zip(free_blocks[dp_group], kv_groups, strict=True)
-            free_blocks[dp_group] = [n - demand.num_blocks(kv_group) for n, kv_group in free]
+            waiting[dp_group] += demand.num_choices
+            free = zip(free_blocks[dp_group], description.kv_groups, strict=True)
+            free_blocks[dp_group] = [
+                max(n - demand.num_blocks(kv_group), 0) for n, kv_group in free
+            ]
+    running = zip(told["num_running"], told["num_reserved"], waiting, strict=True)
+    of_places = [
+        *[max(empty - n, 0) for empty, n in zip(told["num_empty_slots"], waiting, strict=True)],
+        *_room(description.kv_groups, free_blocks, 1),
+        *map(sum, running),
+        *waiting,
+        *load.spare_rows,
+        *load.spare_context_tokens,
+    ]
+    prompt_costs = costs[4:] if computes_prompts else (0.0, 0.0, 0.0)
+    of_engine = _of_engine(load, costs, prompt_costs, snapshot.num_waiting_tokens)
+    said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
+    views.write(first, said, free_blocks, of_places, of_engine)
+
+
+def _write_engine(
+    views: Views, first: int, replica: _Replica, snapshot: EngineSnapshot, *, computes_prompts: bool
+) -> None:
+    """The engine as a whole is one place."""
+    assert computes_prompts, "that is what it is for"
+    groups, description = snapshot.groups, replica.member.description
+    sent = [demand for _, demand in replica.holds.values()]
+    load = engine_load(
+        told_by(groups),
+        spread(len(groups), sent),
+        replica.costs,
+        description.max_num_batched_tokens,
+        computes_prompts=True,
+    )
+    free_blocks = [[sum(n) for n in zip(*(g.num_free_blocks for g in groups), strict=True)]]
+    num_waiting = snapshot.num_waiting + len(sent)
+    of_places = [
+        sum(group.num_empty_slots for group in groups),
+        *_room(description.kv_groups, free_blocks, len(groups)),
+        sum(group.num_running for group in groups) + num_waiting,
+        num_waiting,
+        max(load.spare_rows),
+        max(load.spare_context_tokens),
+    ]
+    num_queued_tokens = snapshot.num_waiting_tokens + sum(d.num_prompt_tokens for d in sent)
+    of_engine = _of_engine(load, replica.costs, replica.costs[4:], num_queued_tokens)
+    said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
+    views.write(first, said, free_blocks, of_places, of_engine)
+
+
+def _of_engine(
+    load: Load, costs: StepCosts, prompt_costs: Iterable[float], num_queued_tokens: int
+) -> list[float]:
+    """What all places of an engine have, in the order of the columns."""
     return [
-        GroupView(
-            incarnation,
-            index,
-            snapshot.role,
-            kv_groups,
-            max(group.num_empty_slots - group.num_waiting - slots[index], 0),
-            *_room(kv_groups, free_blocks[index]),
-            group.num_running + group.num_reserved + group.num_waiting + slots[index],
-            snapshot.num_waiting_tokens,
-            snapshot.step_s,
-            first + index,
-        )
-        for index, group in enumerate(snapshot.groups)
+        load.max_context_tokens,
+        *costs[1:4],
+        *prompt_costs,
+        load.num_rows,
+        num_queued_tokens,
+        load.queue_s,
+        load.step_s,
     ]
 
 
-def _room(kv_groups: Iterable[KVGroup], free_blocks: Iterable[int]) -> tuple[list[int], int]:
-    """A view's free blocks of each KV group, and the longest sequence that has room in them."""
-    free = [max(num_free, 0) for num_free in free_blocks]
-    return free, min(map(KVGroup.num_tokens_in, kv_groups, free))
+def _room(
+    kv_groups: tuple[KVGroup, ...], free_blocks: list[list[int]], num_pools: int
+) -> list[int]:
+    """Of each place the longest sequence that has room there; then of each the tokens it holds.
 
-
-def _engine_view(
-    incarnation: str, replica: _Replica, snapshot: EngineSnapshot, first: int
-) -> list[GroupView]:
-    """One view of the engine as a whole."""
-    groups, kv_groups = snapshot.groups, replica.member.description.kv_groups
-    held = sum(demand.num_prompt_tokens for _, demand in replica.holds.values())
-    return [
-        GroupView(
-            incarnation,
-            ANY_GROUP,
-            snapshot.role,
-            kv_groups,
-            sum(group.num_empty_slots for group in groups),
-            *_room(kv_groups, map(sum, zip(*(g.num_free_blocks for g in groups), strict=True))),
-            sum(group.num_running for group in groups) + snapshot.num_waiting + len(replica.holds),
-            snapshot.num_waiting_tokens + held,
-            snapshot.step_s,
-            first,
-        )
-    ]
+    Args:
+        kv_groups: Of the model.
+        free_blocks: Of each place, of each of these.
+        num_pools: How many DP groups' blocks a place has.
+    """
+    first, size = kv_groups[0], kv_groups[0].block_size
+    most = num_pools * first.num_usable_blocks
+    held = [(most - free[0]) * size for free in free_blocks]
+    if len(kv_groups) == 1:
+        return [*[free[0] * size for free in free_blocks], *held]
+    return [*[min(map(KVGroup.num_tokens_in, kv_groups, free)) for free in free_blocks], *held]

@@ -6,22 +6,24 @@ another ticket and another engine.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.routing.leg import LegState
-from cluster.routing.placement import ANY_GROUP, Placement, place
+from cluster.routing.placement import ANY_GROUP, Placement
 from replicas.errors import EngineDeadError, EngineLateError, EngineStalledError
 from replicas.messages import AddRequest, Refused, TokenOutput
 
 if TYPE_CHECKING:
     from cluster.config.schema import RouterConfig
+    from cluster.routing.cost import Policies
     from cluster.routing.demand import Demand
     from cluster.routing.leg import Leg, Legs
     from cluster.routing.metrics import RouterMetrics
-    from cluster.routing.placement import Policies
     from cluster.routing.pools import PoolState
+    from cluster.routing.prefixes import Prefixes
     from cluster.routing.tickets import TicketOffice
     from replicas.messages import EngineRequest
 
@@ -47,6 +49,7 @@ class Means(Protocol):
     config: RouterConfig
     metrics: RouterMetrics
     policies: Policies
+    prefixes: Prefixes
     tickets: TicketOffice
 
 
@@ -108,7 +111,7 @@ class Prompt:
 
         Raises:
             DecodeLostError: The consumer's engine died.
-            DecodeStalledError: It stalls, and there is another one.
+            DecodeLeftError: It stalls, or hands over, and there is another one.
             ServingError: An engine gave the request up.
         """
         tried: set[Placement] = set()
@@ -143,6 +146,8 @@ class Prompt:
         offer = None if consumer else transfer
         with contextlib.suppress(EngineDeadError):
             asked.leg = self._legs.ask_to_prefill(placement, message, offer)
+            now_s = asyncio.get_running_loop().time()
+            self._means.prefixes.note_routed(self._demand, placement, now_s)
         return asked
 
     def _place(self, consumer: str, tried: set[Placement]) -> Placement | None:
@@ -150,9 +155,9 @@ class Prompt:
         # An engine that changed its role meanwhile may be on both sides.
         tried = tried | {Placement(consumer, ANY_GROUP)}
         policy = self._means.policies.prefill
-        found = place(policy, self._demand, views, tried | self._unheard)
+        found = policy.place(self._demand, views, tried | self._unheard)
         if found is None and self._unheard:
-            found = place(policy, self._demand, views, tried)
+            found = policy.place(self._demand, views, tried)
         return found
 
     async def _wait(self, asked: _Asked, consumer: Leg | None) -> list[TokenOutput]:

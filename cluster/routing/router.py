@@ -6,34 +6,39 @@ from top to bottom: `decode_first`, in which a finished prefill never waits for 
 
 A prefill engine that refuses, dies or stalls before the first token costs another ticket, at last a
 local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
-engine that dies, or is left because it stalls, costs a new reservation as long as it has generated
-nothing: the story begins again, and what the client has stays. Losses count against
-`max_attempts`, stalls do not: they have as many of their own, less one, and the last engine is
-waited for. Its KV stays only if it was offered to whichever decode
-engine comes and none has begun to fetch it: the end of a consumer ends its transfer, and the next
-decode engine computes the prompt again, or ends the request where its configuration forbids that.
+engine that dies, or is left because it stalls, costs a new reservation: the story begins again,
+what the client has stays, and another engine goes on from there (the request *migrates*, if it had
+tokens of the one that was left). Losses count against `max_attempts`, stalls do not: they have as
+many of their own, less one, and the last engine is waited for. The prompt's KV stays only if it was
+offered to whichever decode engine comes and none has begun to fetch it: the end of a consumer ends
+its transfer, and the next decode engine computes prompt and tokens again, or ends the request where
+its configuration forbids that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.errors import (
     BadRequestError,
     ReplicaLostError,
     SaturatedError,
+    ServingError,
 )
+from cluster.routing.admission import Admission
+from cluster.routing.admission_waits import AdmissionWaits
+from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.leg import DecodeLostError, DecodeStalledError, Leg, Legs, LegState
-from cluster.routing.placement import make_policies
+from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
+from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
+from cluster.routing.traffic import Traffic
 from replicas.errors import EngineDeadError
 from replicas.messages import (
-    Accepted,
     AddRequest,
     KVLoaded,
     Refused,
@@ -41,9 +46,10 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from cluster.config.schema import RouterConfig
+    from cluster.routing.admission_waits import Pass
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
@@ -58,6 +64,16 @@ _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
 """Refusals that mean that somebody else was faster: the request waits on, where it stood."""
 
 
+class Part(NamedTuple):
+    """What one engine does for one request; times on the event loop's clock."""
+
+    demand: Demand
+    incarnation: str
+    mode: RequestMode
+    state: str
+    asked_s: float
+
+
 class Router:
     """Places requests and runs them; see the module docstring.
 
@@ -66,6 +82,10 @@ class Router:
         config: Bounds and thresholds.
         metrics: Counts what is decided.
         tickets: Seals what lets a decode engine fetch from a prefill engine.
+        seed: Of what its policies draw.
+
+    Attributes:
+        traffic: What was asked so far.
     """
 
     def __init__(
@@ -74,23 +94,33 @@ class Router:
         config: RouterConfig,
         metrics: RouterMetrics,
         tickets: TicketOffice,
+        seed: int = 0,
     ) -> None:
         self.fleet = fleet
         self.config = config
         self.metrics = metrics
         self.tickets = tickets
-        self.policies = make_policies(config.policy)
+        self.prefixes = fleet.prefixes
+        self.policies = make_policies(config.policy, fleet.prefixes.cached_tokens, seed)
         self.queue = SlotQueue(
             fleet.pools, self.policies.decode, config.max_queued_requests, config.queue_timeout_s
         )
         self.waits = SlotWaits(self.queue, fleet.pools)
         self.stalls = Stalls(self.queue)
+        self.traffic = Traffic()
+        self.admission: AdmissionWaits | None = None
+        if config.admission is not None:
+            core = Admission(config.admission, config.max_queued_requests, config.queue_timeout_s)
+            self.admission = AdmissionWaits(core, fleet.pools)
+        self._runs: dict[Run, None] = {}
         fleet.on_change = self.capacity_changed
 
     def capacity_changed(self) -> None:
         """Call when a slot may be free: whoever waits for one goes first."""
         self.waits.capacity_changed()
         self.stalls.capacity_changed()
+        if self.admission is not None:
+            self.admission.capacity_changed()
 
     async def run(self, request: EngineRequest, emit: Emit) -> None:
         """Run a request; its outputs go to `emit` in order, each choice's last with its reason.
@@ -102,7 +132,20 @@ class Router:
             ServingError: It cannot run, or stopped midway.
         """
         run = Run(self, request, emit)
+        self.traffic.come(len(request.prompt_token_ids))
+        try:
+            await self._live(run)
+        finally:
+            self.traffic.end(len(request.prompt_token_ids), sum(map(len, run.progress.tokens)))
+
+    async def _live(self, run: Run) -> None:
         story = prefill_first if self.config.order == "prefill_first" else decode_first
+        try:
+            await run.enter()
+        except ServingError as error:
+            self.metrics.turned_away.labels(error.code).inc()
+            raise
+        self._runs[run] = None
         try:
             while run.num_lost < self.config.max_attempts:
                 if await run.survives(story):
@@ -112,8 +155,13 @@ class Router:
                 retry_after_s=RETRY_AFTER_S,
             )
         finally:
+            del self._runs[run]
             run.close()
             self.capacity_changed()
+
+    def parts(self) -> list[Part]:
+        """What engines do now for the requests of this ingress."""
+        return [part for run in self._runs for part in run.parts()]
 
 
 async def decode_first(run: Run) -> None:
@@ -150,8 +198,7 @@ class Run:
         emit: Gets its outputs.
 
     Attributes:
-        tokens: For each choice, the tokens that the client has, or gets next: with them another
-            engine can go on from where a lost one was.
+        progress: What the client has, or gets next.
         is_over: Whether there is nothing left to do.
         num_lost: Decode engines that were lost; those that were left because they stall are none.
     """
@@ -171,12 +218,14 @@ class Run:
             max_leaves=router.config.max_attempts - 1,
         )
         self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
-        self._num_unfinished = request.sampling.n
-        # Decode engines that gave no token: the last resort of the next reservation.
+        # Decode engines that were lost or left: the last resort of the next reservation.
         self._left: set[str] = set()
-        self.tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        # Its place among those who wait for a slot: whoever lost one comes back to it.
+        self._order: int | None = None
+        self.progress = Progress(request.sampling.n)
         self.is_over = False
         self.num_lost = 0
+        self._pass: Pass | None = None
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -186,13 +235,23 @@ class Run:
     @property
     def has_tokens(self) -> bool:
         """Whether the prompt has been computed, and the client has something."""
-        return any(self.tokens)
+        return self.progress.has_tokens
 
     @property
     def is_remote(self) -> bool:
         """Whether a prefill engine takes prompts, and this one is long enough to move."""
         is_long = self._demand.num_prompt_tokens >= self._router.config.min_remote_prefill_tokens
         return is_long and self._pools.can_prefill
+
+    async def enter(self) -> None:
+        """Wait to be let in, where there is somebody who decides that.
+
+        Raises:
+            ServingError: See `AdmissionWaits.enter`.
+        """
+        if self._router.admission is not None:
+            self._pass = await self._router.admission.enter(self._demand)
+            self._legs.on_prompt = self._pass.asked
 
     def check_open(self) -> None:
         """Raise, before any work is done, if there will be no decode slot.
@@ -212,12 +271,16 @@ class Run:
         """
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
-        waiter = self._router.queue.new_waiter(self._demand, is_promised=self.has_tokens)
-        views = self._pools.decode_views()
-        waiter.refused |= {view.placement for view in views if view.incarnation in self._left}
+        waiter = self._router.queue.new_waiter(
+            self._demand, is_promised=self.has_tokens, order=self._order
+        )
+        self._order = waiter.order
+        waiter.refused |= self._avoided()
         num_failures = 0
         while True:
             placement = await self._router.waits.wait(waiter)
+            if self._pass is not None:
+                self._pass.placed()
             answer = await self._ask_to_decode(placement)
             if isinstance(answer, Leg):
                 self._router.metrics.queue_time.observe(now_s() - started_s)
@@ -229,20 +292,20 @@ class Run:
                     raise BadRequestError(answer.message, param="prompt")
                 if answer.reason in _NO_ROOM:
                     continue
-            if isinstance(answer, DecodeStalledError):
+            if isinstance(answer, DecodeLeftError):
                 continue
             num_failures += 1
             if num_failures < self._router.config.max_attempts:
                 continue
-            kind, why = (
-                (SaturatedError, answer.message)
-                if isinstance(answer, Refused)
-                else (ReplicaLostError, answer)
-            )
-            raise kind(
-                f"{num_failures} placements were refused or lost; the last: {why}",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise _no_place(num_failures, answer)
+
+    def _avoided(self) -> set[Placement]:
+        """Places that are the last resort."""
+        avoided = self._pass.to_spare() if self._pass is not None else set()
+        if self._left:
+            places = self._pools.decode_views().placements
+            avoided |= {place for place in places if place.incarnation in self._left}
+        return avoided
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
         """Have the prompt computed by the prefill pool; see `Prompt.tokens`."""
@@ -262,7 +325,7 @@ class Run:
         if offer is not None:
             ticket = self._router.tickets.seal(offer, decode.incarnation)
             decode.load(ticket, offer.epoch)
-        decode.activate(self.tokens if self.has_tokens else [])
+        decode.activate(self.progress.tokens if self.has_tokens else [])
 
     async def start(self, decode: Leg, first: Sequence[TokenOutput]) -> None:
         """Pass on what prefill gave, then `activate`: at once for a client that does not read."""
@@ -285,16 +348,17 @@ class Run:
 
         Raises:
             DecodeLostError: The decode engine died.
-            DecodeStalledError: It stalls before its first token, and there is another one.
+            DecodeLeftError: It stalls, or hands over, and there is another one.
             ServingError: It says that the request failed.
         """
         while not self.is_over:
             event = await self._legs.next_of(decode)
             if isinstance(event, TokenOutput):
+                self._heard()
                 if self._note(event):
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
-                    return
+                    self.is_over = True
             elif isinstance(event, KVLoaded) and event.epoch == self._prompt.epoch:
                 self._legs.drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
@@ -308,39 +372,57 @@ class Run:
         """
         try:
             await story(self)
-        except DecodeStalledError:
-            self._leave_decode()
-            self._router.metrics.retries.labels("decode_stalled").inc()
+        except DecodeLeftError as error:
+            self._leave_decode(error.reason, error)
             return False
         except DecodeLostError as error:
             self.num_lost += 1
-            if self._leave_decode().has_tokens:
-                raise ReplicaLostError(
-                    f"the decode replica was lost mid-request: {error}"
-                ) from None
-            self._router.metrics.retries.labels("decode_lost").inc()
+            self._leave_decode("lost", error)
             return False
+        except ServingError as error:
+            seam = self.progress.seam
+            if seam is None or self._legs.decode is not None:
+                raise
+            raise ReplicaLostError(
+                f"the decode replica was lost mid-request ({seam.why}), and nobody can go on: "
+                f"{error}",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
         return True
 
-    def _leave_decode(self) -> Leg:
+    def _leave_decode(self, reason: str, error: Exception) -> None:
         """Drop the decode engine, and the transfer that only it could fetch."""
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
         self._left.add(decode.incarnation)
         self._drop_decode(abort=True)
-        return decode
+        if not decode.has_tokens:
+            self._router.metrics.retries.labels(f"decode_{reason}").inc()
+            return
+        self.progress.break_off(reason, str(error))
+        demand = self._demand.with_output(self._request, self.progress.longest)
+        self._demand = self._legs.demand = demand
 
     def _drop_decode(self, *, abort: bool) -> None:
         """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
         self._legs.drop_decode(abort=abort)
         self._prompt.drop()
 
-    def close(self) -> None:
-        """Abort what is still open and drop every hold. Idempotent."""
-        self._legs.drop_decode(abort=True)
-        self._legs.drop_prefill(abort=True)
+    def parts(self) -> Iterator[Part]:
+        """What engines do for it now."""
+        for leg in (self._legs.prefill, self._legs.decode):
+            if leg is not None:
+                yield Part(self._demand, leg.incarnation, leg.mode, leg.state.value, leg.asked_s)
 
-    # --- questions to engines ------------------------------------------------------------------
+    def close(self) -> None:
+        """Abort what is still open, drop every hold, and be under way no more. Idempotent."""
+        self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
+        self._legs.drop_prefill(abort=True)
+        if self._pass is not None:
+            # What another engine went on with says nothing of how fast they are.
+            is_usual = self.is_over and not self._left
+            self._pass.end(len(self.progress.tokens[0]) if is_usual else 0)
+        self._router.prefixes.end(self._demand)
 
     async def _ask_to_decode(self, placement: Placement) -> Leg | Refused | Exception:
         """Send the request to a decode engine, and wait for its answer: or why there is none.
@@ -354,18 +436,22 @@ class Run:
         try:
             message = AddRequest(self._request, mode, placement.dp_group)
             leg = self._legs.ask_to_decode(placement, message)
-            answer = await self._answer(leg)
-        except (EngineDeadError, DecodeLostError, DecodeStalledError) as error:
+            answer = await self._legs.answer_of(leg)
+        except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
             if not isinstance(error, EngineDeadError):  # the others took their time
                 self._prompt.passes_over_unheard()
             # It may still live, and get on some time.
             self._drop_decode(abort=True)
             return error
         if isinstance(answer, Refused):
-            # Nobody else is placed there before this request stands in the queue again.
-            self._drop_decode(abort=False)
+            # It may be the answer to a question before it was left, and this one be taken yet.
+            self._drop_decode(abort=True)
             return answer
         leg.answered()
+        dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
+        self._router.prefixes.note_routed(
+            self._demand, placement._replace(dp_group=dp_group), asyncio.get_running_loop().time()
+        )
         self._router.capacity_changed()
         return leg
 
@@ -373,26 +459,37 @@ class Run:
         """Whether a decode engine waits to be activated or computes the prompt at once."""
         if self.has_tokens:
             return "decode"
+        if self._pass is not None and self._pass.helper == placement:
+            return "local"
         snapshot = self._pools.snapshot(placement.incarnation)
         is_decode = snapshot is not None and snapshot.role == "decode"
         # In the other order prefill engines have been asked, and gave nothing.
         is_first = self._router.config.order == "decode_first"
         return "decode" if is_decode and is_first and self.is_remote else "local"
 
-    async def _answer(self, leg: Leg) -> Accepted | Refused:
-        while True:
-            event = await self._legs.next_of(leg)
-            if isinstance(event, Accepted | Refused):
-                return event
-
-    # --- events --------------------------------------------------------------------------------
+    def _heard(self) -> None:
+        """The decode engine has given tokens; of one that goes on with a stream, the first."""
+        now_s = asyncio.get_running_loop().time()
+        seam = self.progress.heard(now_s)
+        if seam is not None:
+            self._router.metrics.migrated(seam.reason, now_s - seam.heard_s)
 
     def _note(self, output: TokenOutput) -> bool:
         """Keep what the client gets; says whether that was all."""
-        tokens = self.tokens[output.choice]
-        assert output.index <= len(tokens), f"tokens before index {output.index} are missing"
-        tokens += output.token_ids[len(tokens) - output.index :]
-        if output.finish_reason is not None:
-            self._num_unfinished -= 1
-            self.is_over = not self._num_unfinished
+        if output.token_ids and not self.has_tokens:
+            self._router.traffic.begin(self._demand.num_prompt_tokens, output.num_cached_tokens)
+        self.progress.note(output)
+        if self._pass is not None:
+            self._pass.saw_token()
+        self.is_over = self.progress.is_finished
         return self.is_over
+
+
+def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:
+    """What a request ends with that so many decode engines did not take."""
+    kind = SaturatedError if isinstance(last, Refused) else ReplicaLostError
+    why = last.message if isinstance(last, Refused) else last
+    return kind(
+        f"{num_failures} placements were refused or lost; the last: {why}",
+        retry_after_s=RETRY_AFTER_S,
+    )

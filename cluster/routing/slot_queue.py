@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.errors import NotReadyError, SaturatedError
-from cluster.routing.placement import fits, place
+from cluster.routing.placement import fits
 
 if TYPE_CHECKING:
+    from cluster.routing.cost import PlacementPolicy
     from cluster.routing.demand import Demand
-    from cluster.routing.placement import Placement, PlacementPolicy
+    from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
 
 RETRY_AFTER_S = 1
@@ -101,8 +102,7 @@ class SlotQueue:
 
     def has_room(self, demand: Demand) -> bool:
         """Whether a request that came now would be placed at once."""
-        views = self._pools.decode_views()
-        return not self._waiters and any(fits(demand, view) for view in views)
+        return not self._waiters and bool(self._pools.decode_views().fitting(demand).any())
 
     def check_open(self) -> None:
         """Whether a request that will want a slot later should be let in.
@@ -115,9 +115,17 @@ class SlotQueue:
         if self._waiters:
             self._check_room()
 
-    def new_waiter(self, demand: Demand, *, is_promised: bool = False) -> Waiter:
-        """A place behind everybody who came before; see `Waiter`."""
-        return Waiter(demand, next(self._orders), is_promised)
+    def new_waiter(
+        self, demand: Demand, *, is_promised: bool = False, order: int | None = None
+    ) -> Waiter:
+        """A place behind everybody who came before; see `Waiter`.
+
+        Args:
+            demand: The request.
+            is_promised: See `Waiter`.
+            order: The place that it had already, if it lost the slot that it had got.
+        """
+        return Waiter(demand, next(self._orders) if order is None else order, is_promised)
 
     def enter(self, waiter: Waiter, now_s: float) -> Placement | None:
         """Place a request at once if it is its turn and there is room, else let it wait.
@@ -191,10 +199,10 @@ class SlotQueue:
 
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()
-        placement = place(self._policy, waiter.demand, views, waiter.refused)
+        placement = self._policy.place(waiter.demand, views, waiter.refused)
         if placement is None and waiter.refused and self._pools.num_changes != waiter.num_changes:
             waiter.refused.clear()
-            placement = place(self._policy, waiter.demand, views)
+            placement = self._policy.place(waiter.demand, views)
         if placement is not None:
             self._pools.hold(waiter.demand, placement)
             waiter.num_snapshots = self._pools.num_snapshots

@@ -55,7 +55,7 @@ class SlotWaits:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 # It was assigned a place in the moment in which its client left.
-                self._pools.release(waiter.demand.request_id, future.result().incarnation)
+                self._pools.end(waiter.demand.request_id, future.result().incarnation)
             raise
         finally:
             timer.cancel()

@@ -1,6 +1,6 @@
-"""Who waits for a decode engine that stalls, as nobody else has room, and is told of room. Pure.
+"""Who stays with a decode engine that stalls, or hands over, as nobody else has room. Pure.
 
-Owner: one ingress's event loop; of who stays.
+Owner: one ingress's event loop; of who stays, and is told as soon as there is room.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stalls:
         return self._queue.has_room(demand)
 
     def stay(self, stream: EngineStream, demand: Demand) -> None:
-        """Tell this stream once more that its engine stalls as soon as another one has room."""
+        """Tell this stream once more to go as soon as another engine has room."""
         self._staying[stream] = demand
 
     def forget(self, stream: EngineStream) -> None:
@@ -40,8 +40,8 @@ class Stalls:
         """Tell whoever has stayed longest, and the next, as long as there is room."""
         while self._staying:
             stream, demand = next(iter(self._staying.items()))
-            if stream.stalled is not None:
+            if stream.away is not None:
                 if not self._queue.has_room(demand):
                     return
-                stream.put(stream.stalled)
+                stream.put(stream.away)
             del self._staying[stream]

@@ -11,7 +11,9 @@ def as_replica(monkeypatch):
     from cluster.lifecycle import deployments
 
     def arrange(keys, rank=0):
-        context = SimpleNamespace(app_name="default", rank=SimpleNamespace(rank=rank))
+        context = SimpleNamespace(
+            app_name="default", rank=SimpleNamespace(rank=rank), gang_context=None
+        )
         monkeypatch.setattr(deployments.serve, "get_replica_context", lambda: context)
         monkeypatch.setattr(deployments, "deployment_keys", lambda _config, _application: keys)
 

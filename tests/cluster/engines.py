@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from replicas.config import Role
     from replicas.launch import EngineHandle
     from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
+    from replicas.streams import OnKVEvents
 
 KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 BLOCK_SIZE = 32
@@ -197,7 +198,7 @@ class Rig:
 
     def __init__(self, **router: object) -> None:
         self.lost: list[str] = []
-        self.fleet = Fleet(self._make_client)
+        self.fleet = Fleet(self._make_client, KEYS)
         self.pools = self.fleet.pools
         self.client = self.fleet.client
         self.metrics = RouterMetrics("tiny")
@@ -210,12 +211,13 @@ class Rig:
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
         on_moves: Callable[[str, bool], None],
+        on_kv_events: OnKVEvents | None,
     ) -> AsyncMPClient:
         def on_lost(incarnation: str, reason: str) -> None:
             self.lost.append(incarnation)
             on_dead(incarnation, reason)
 
-        return AsyncMPClient(KEYS, on_snapshot, on_lost, on_moves)
+        return AsyncMPClient(KEYS, on_snapshot, on_lost, on_moves, on_kv_events)
 
     async def connect(self, *members: Member) -> None:
         """Take members in, one after the other."""
@@ -418,12 +420,19 @@ class ScriptedEngine:
         return [message for message in self.messages if isinstance(message, kind)]
 
     def snapshot(
-        self, num_empty_slots: int, num_free_blocks: int = 64, *, draining: bool = False
+        self,
+        num_empty_slots: int,
+        num_free_blocks: int = 64,
+        *,
+        draining: bool = False,
+        hands_over: bool = False,
     ) -> EngineSnapshot:
         """The next snapshot of one group."""
         self._seq += 1
         group = GroupSnapshot(num_empty_slots, [num_free_blocks], 0, 0, 0)
-        return EngineSnapshot(self._seq, draining, 0, 0, 0, [group], self.role)
+        return EngineSnapshot(
+            self._seq, draining, 0, 0, 0, [group], self.role, hands_over=hands_over
+        )
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
         """Send a frame to every client."""

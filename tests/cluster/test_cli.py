@@ -68,6 +68,26 @@ def test_validate_names_every_bad_file_and_its_key(run, tmp_path):
     assert "poools" in result.output
 
 
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ("tt-mettal", "no generator class for 'tt-mettal'"),
+        ("tt-metal", "set TT_METAL_HOME or mesh.tt_metal_home"),
+    ],
+)
+def test_a_generator_of_a_mesh_that_is_not_here_is_refused(
+    run, tmp_path, monkeypatch, generator, message
+):
+    monkeypatch.delenv("TT_METAL_HOME", raising=False)
+    path = tmp_path / "mesh.yaml"
+    engine = f"engine: {{block_size: 64, mesh: {{name: N150}}, generator: {generator}}}"
+    path.write_text(GOOD.format(model="demo").replace("pools:", f"{engine}, pools:"))
+    result = run("validate", path)
+    assert result.exit_code == 2
+    assert f"{path}: args.pools.both: " in result.output
+    assert message in result.output
+
+
 def test_serve_refuses_a_bad_config_before_anything_starts(run, tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(GOOD.format(model="relative/folder"))

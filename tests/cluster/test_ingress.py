@@ -141,6 +141,24 @@ def finished(service, reason):
 # --- requests ----------------------------------------------------------------------------------
 
 
+def test_a_snapshot_is_named_by_its_repository_not_by_its_revision(tmp_path):
+    snapshot = tmp_path / "models--some-org--Some-1B" / "snapshots" / "b968826d9c46"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model_folder(), target_is_directory=True)
+    engine = {"dtype": "float32", "num_blocks": 300}
+    config = resolve({"model": str(snapshot), "engine": engine, "pools": {"both": {}}})
+
+    async def ask_for_models():
+        service = Ingress(config, KEYS)
+        try:
+            return service.models()
+        finally:
+            await service.close()
+
+    [card] = asyncio.run(ask_for_models())
+    assert (card.id, card.root) == ("Some-1B", "Some-1B")
+
+
 def test_text_and_tokens_are_those_of_a_local_engine(pool):
     (prompt,) = prompts(1, lengths=(40,))
 
@@ -169,14 +187,16 @@ def test_stop_string_ends_the_request_and_frees_what_it_held(pool):
         async with serving(prefill.member, decode.member) as service:
             whole = text_of((await collect(service, ask(prompt, sampling(200), "whole")))[0])
             stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
-            num_whole = await ended(service, decode, "length")
+            reasons = ("length", "stop", "abort")
+            before = [await ended(service, decode, reason) for reason in reasons]
             events, _ = await collect(service, ask(prompt, sampling(1900, stop=(stop,)), "stopped"))
             await until_idle(service, prefill)
             await until_idle(service, decode)
-            return whole, stop, events, await ended(service, decode, "length") - num_whole
+            after = [await ended(service, decode, reason) for reason in reasons]
+            return whole, stop, events, [b - a for a, b in zip(before, after, strict=True)]
 
-    whole, stop, events, num_whole = asyncio.run(run())
-    assert num_whole == 0, "the engine was told to stop"
+    whole, stop, events, counts = asyncio.run(run())
+    assert counts == [0, 1, 0], "the engine was told to stop, and that all is well"
     assert text_of(events) == whole[: whole.index(stop)]
     assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", stop)
 
@@ -346,10 +366,16 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             assert f"ttserve_router_stalled_replicas{{{own}}} 1.0" in metrics
             service.fleet._set_moves(decode.incarnation, moves=False)
             assert service.is_ready() == (True, "replicas that do not move: 2")
-            service._router.queue.check_open()  # As /health says.
+            service.router.queue.check_open()  # As /health says.
             for engine in (prefill, decode):
                 service.fleet._set_moves(engine.incarnation, moves=True)
             assert service.is_ready() == (True, "")
+            snapshot = service.fleet.pools.snapshot(decode.incarnation)
+            drains = msgspec.structs.replace(snapshot, seq=snapshot.seq + 1, draining=True)
+            service.fleet._take_snapshot(decode.incarnation, drains)
+            assert service.is_ready() == (False, "no replica can decode, 1 drain")
+            opens = msgspec.structs.replace(snapshot, seq=snapshot.seq + 2)
+            service.fleet._take_snapshot(decode.incarnation, opens)
             service.fleet._lose(prefill.incarnation, "test")
             assert service.is_ready() == (True, ""), "the decode pool can do without"
             service.fleet._lose(decode.incarnation, "test")

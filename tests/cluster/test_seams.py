@@ -18,8 +18,7 @@ from cluster.config.serve_file import read_serve_file
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.routing import router as router_module
-from cluster.routing.demand import Demand
-from cluster.routing.placement import GroupView, Policies
+from cluster.routing.cost import Policies
 from kv_transfer.block_hash import PREFIX_CACHE
 from replicas.messages import (
     Accepted,
@@ -84,7 +83,8 @@ class Reader:
     def __init__(self):
         self.seen = []
 
-    def score(self, demand: Demand, view: GroupView):
+    def place(self, demand, views, refused=()):
+        view = next(view for view in views if view.placement not in refused)
         fields = {f.name: getattr(demand, f.name) for f in dataclasses.fields(demand)}
         fields |= {
             "num_prompt_tokens": demand.num_prompt_tokens,
@@ -94,15 +94,12 @@ class Reader:
             ),
         }
         self.seen.append((fields, {f: getattr(view, f) for f in view.__struct_fields__}))
-        return (view.index,)
-
-    def placed(self, demand, view):
-        self.seen[-1][0]["placed"] = view.placement
+        return view.placement
 
 
 def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
     decode, prefill = Reader(), Reader()
-    monkeypatch.setattr(router_module, "make_policies", lambda _name: Policies(decode, prefill))
+    monkeypatch.setattr(router_module, "make_policies", lambda *_: Policies(decode, prefill))
 
     async def run():
         async with (
@@ -117,6 +114,7 @@ def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
             request = EngineRequest(
                 "r", [7] * 43, SamplingParams(max_tokens=9, seed=1, ignore_eos=True),
                 cache_salt="pepper", adapter="poet", priority=-1, tenant="acme", timeout_s=30.0,
+                session="of two",
             )  # fmt: skip
             now_s = asyncio.get_running_loop().time()
 
@@ -132,7 +130,7 @@ def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
     assert (asked["num_blocks"], len(asked["block_hashes"])) == (2, 1)
     assert (asked["num_choices"], asked["expected_output_tokens"]) == (1, 9)
     assert (asked["cache_salt"], asked["adapter"], asked["tenant"]) == ("pepper", "poet", "acme")
-    assert asked["priority"] == -1
+    assert (asked["priority"], asked["session"]) == (-1, "of two")
     assert now_s + 30.0 <= asked["deadline_s"] <= now_s + 31.0
     assert (view["incarnation"], view["dp_group"], view["role"]) == ("d", 0, "decode")
     assert [kv_group.block_size for kv_group in view["kv_groups"]] == [32]

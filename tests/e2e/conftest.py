@@ -30,7 +30,7 @@ def interrupted_server():
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory):
-    """One prefill engine and one decode engine with two lanes, behind HAProxy and Serve.
+    """One prefill engine and two decode engines with two lanes, behind HAProxy and Serve.
 
     It is that of `test_serving*.py`, which come one after the other as a host has room for one
     cluster: what clients get, then clients that mean harm, then deaths, the server's own at last.
@@ -41,6 +41,7 @@ def server(tmp_path_factory):
     server = harness.LocalServer(["--config", str(path)], port)
     try:
         server.wait_ready()
+        tiny_server.wait_whole(server)
         yield server
     finally:
         server.close()

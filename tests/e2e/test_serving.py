@@ -76,7 +76,8 @@ def test_every_listener_is_on_loopback(server):
     # Serve gives every replica one port of its own on every interface, whatever it is told.
     reached = [x for x in listeners if x.verdict != "this host only"]
     assert {(x.socket, x.level) for x in reached} <= {("ray", "ok")}
-    assert len(reached) <= 3
+    # One prefill replica, two that decode, and the ingress.
+    assert len(reached) <= 4
     tcp = [x for x in listeners if x.socket in {"engine", "http", "http-behind", "ray"}]
     ports = {int(x.address.rpartition(":")[2]) for x in tcp}
     # None of ours is without a name.
@@ -102,7 +103,7 @@ def test_server_says_what_it_serves(server, client):
 def test_replicas_tell_of_their_transfers_and_none_is_silent(server):
     with urllib.request.urlopen(f"{server.url}/kv", timeout=10) as reply:
         replicas = json.load(reply)["replicas"]
-    assert [replica["pool"] for replica in replicas] == ["decode", "prefill"]
+    assert [replica["pool"] for replica in replicas] == ["decode", "decode", "prefill"]
     assert not any(replica["is_silent"] for replica in replicas)
     result = CliRunner().invoke(cli, ["kv", "--url", server.url])
     assert result.exit_code == 0
@@ -238,7 +239,7 @@ def check_counts(before, after, cases):
         ("decode", "0"),
         ("decode", "1"),
     }
-    assert len(labels_of(after, "ttserve_slots", "replica")) == 2
+    assert len(labels_of(after, "ttserve_slots", "replica")) == 3
     num_rows = sum(-(-len(prompt) // ROW_TOKENS) for prompt, _ in cases)
     (block_bytes,) = {v for (name, _), v in after.items() if name == "ttserve_kv_block_bytes"}
     for pool, role in (("prefill", "producer"), ("decode", "consumer")):
@@ -248,7 +249,8 @@ def check_counts(before, after, cases):
         assert added(before, after, "ttserve_kv_transfer_bytes_total", **where) == (
             num_rows * block_bytes * ROW_TOKENS // BLOCK_SIZE
         )
-    assert added(before, after, "ttserve_kv_transfers_total", outcome="failed") == 0
+    for outcome in ("failed", "cancelled"):
+        assert added(before, after, "ttserve_kv_transfers_total", outcome=outcome) == 0
     num_prompt = sum(len(prompt) for prompt, _ in cases)
     num_output = sum(params.max_tokens for _, params in cases)
     assert added(before, after, "vllm:prompt_tokens_total", pool="prefill") == num_prompt

@@ -1,29 +1,100 @@
-"""What a death costs the server of `test_serving.py`: its decode engine, then its supervisor."""
+"""What a death costs the server of `test_serving.py`: one decode engine, all, its supervisor."""
 
+import itertools
 import json
 import os
 import signal
+import threading
+import time
 
 import harness
 import pytest
-from tiny_server import GREEDY, LONG, MODEL, labels_of, wait_idle
+from tiny_server import LONG, MODEL, labels_of, total, wait_idle, wait_whole
 
 pytestmark = pytest.mark.ray
 
+NUM_STREAMS, NUM_TOKENS = 32, 200
+SEEDED = {"temperature": 0.9, "top_p": 0.95}
 
-def decode_engine(server):
-    """Process id of the decode pool's engine: the child of its replica."""
+
+def decode_engines(server):
+    """Process ids of the decode pool's engines: the children of its replicas."""
     table = harness.process_table()
-    (found,) = [
+    return [
         process_id
         for process_id in server.footprint.look()
         if "replicas.engine" in table[process_id].command
         and ":decode" in table[table[process_id].parent_id].command
     ]
-    return found
 
 
-def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
+class Stream(threading.Thread):
+    """One streamed answer, read to its end.
+
+    Attributes:
+        token_ids: What came.
+        times_s: When each event with tokens came.
+        usage: What the stream says of it at its end.
+        error: What ended it early.
+    """
+
+    def __init__(self, server, number):
+        super().__init__()
+        draws = SEEDED | {"seed": 40 + number} if number % 2 else {"temperature": 0}
+        self._url = server.url
+        self._body = {
+            "model": MODEL, "prompt": [2 + (number + 7 * i) % 250 for i in range(20 + number)],
+            "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, **draws,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        self.token_ids, self.times_s, self.usage, self.error = [], [], None, "it broke off"
+        self.start()
+
+    def run(self):
+        for event in harness.stream_events(self._url, "/v1/completions", self._body):
+            if event == "[DONE]":
+                self.error = None
+                return
+            chunk = json.loads(event)
+            if "error" in chunk:
+                self.error = chunk["error"]
+                return
+            self.usage = chunk.get("usage") or self.usage
+            for choice in chunk["choices"]:
+                self.token_ids += choice["token_ids"]
+                self.times_s.append(time.monotonic())
+
+    @property
+    def longest_gap_s(self):
+        """The longest wait for a next token."""
+        return max(later - earlier for earlier, later in itertools.pairwise(self.times_s))
+
+
+def read_all(streams):
+    """What all of them got; none may have failed, or have counted a token twice."""
+    for stream in streams:
+        stream.join()
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert {stream.usage["completion_tokens"] for stream in streams} == {NUM_TOKENS}
+    return [stream.token_ids for stream in streams]
+
+
+def test_streams_of_a_killed_decode_engine_go_on_with_the_tokens_of_an_undisturbed_run(server):
+    wait_whole(server)
+    expected = read_all([Stream(server, number) for number in range(NUM_STREAMS)])
+    assert {len(token_ids) for token_ids in expected} == {NUM_TOKENS}
+    streams = [Stream(server, number) for number in range(NUM_STREAMS)]
+    harness.wait_for(lambda: all(len(s.token_ids) > 2 for s in streams), 20, "all have tokens")
+    os.kill(decode_engines(server)[0], signal.SIGKILL)
+    assert read_all(streams) == expected
+    num_migrated = total(wait_idle(server), "ttserve_router_migrations_total", reason="lost")
+    assert 0 < num_migrated < NUM_STREAMS
+    print(f"\n{num_migrated:.0f} of {NUM_STREAMS} streams migrated; the longest gap is "
+          f"{max(stream.longest_gap_s for stream in streams):.2f} s")  # fmt: skip
+
+
+def test_killing_every_decode_engine_is_one_typed_error_and_they_come_back(server):
+    wait_whole(server)
     before = wait_idle(server)
     body = {"model": MODEL, "prompt": "fate", "max_tokens": LONG, "temperature": 0}
     events = harness.stream_events(
@@ -31,7 +102,8 @@ def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
     )
     for _ in range(3):
         assert "error" not in json.loads(next(events))
-    os.kill(decode_engine(server), signal.SIGKILL)
+    for process_id in decode_engines(server):
+        os.kill(process_id, signal.SIGKILL)
     # The socket's timeout is what "within 5 s" means; the stream ends by itself.
     rest = [*events]
     assert "[DONE]" not in rest
@@ -39,12 +111,12 @@ def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
     assert [error["type"] for error in errors] == ["ReplicaLostError"]
     assert "error" in json.loads(rest[-1])
 
-    def is_back():
-        return harness.get_json(f"{server.url}/health")[0] == 200
-
-    harness.wait_for(is_back, 40, "healthy again")
-    answer = client.completions.create(model=MODEL, prompt="again", **GREEDY)
-    assert answer.usage.completion_tokens == 12
+    wait_whole(server)
+    status, answer = harness.post_json(
+        f"{server.url}/v1/completions",
+        {"model": MODEL, "prompt": "again", "max_tokens": 12, "temperature": 0, "ignore_eos": True},
+    )
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 12)
     after = wait_idle(server)
     replicas = [
         {replica for pool, replica in labels_of(s, "ttserve_slots", "pool", "replica") if pool == p}
@@ -52,8 +124,7 @@ def test_killed_decode_engine_is_one_typed_error_and_comes_back(server, client):
         for s in (before, after)
     ]
     assert replicas[0] == replicas[1], "the prefill replica is the same"
-    assert len(replicas[3]) == 1
-    assert replicas[2] != replicas[3], "the decode replica is a new one"
+    assert replicas[2].isdisjoint(replicas[3]), "the decode replicas are new ones"
 
 
 def test_killed_supervisor_takes_its_cluster_along(server):

@@ -32,7 +32,7 @@ def serve_file(port):
         },
         "pools": {
             "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
-            "decode": {"engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
+            "decode": {"replicas": 2, "engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
         },
     }
     application = {"name": "ttserve", "import_path": "cluster.app:build", "args": args}
@@ -77,6 +77,15 @@ def is_idle(samples):
         and total(samples, "ttserve_kv_leased_blocks") == 0
         and total(samples, "ttserve_kv_inflight_transfers") == 0
     )
+
+
+def wait_whole(server):
+    """Wait until every replica serves: an ingress is ready with one of each pool."""
+
+    def is_whole():
+        return len(labels_of(metrics(server), "ttserve_slots", "replica")) == 3
+
+    harness.wait_for(is_whole, 60, "every replica serves")
 
 
 def wait_idle(server):

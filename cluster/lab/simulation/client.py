@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.network import Channel
 from replicas.dealer import CONNECT_S, NOT_GREETED
 from replicas.errors import EngineDeadError
-from replicas.messages import PROTOCOL_VERSION, Hello, TokenOutput
+from replicas.messages import TokenOutput
 from replicas.streams import StreamTable
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         EngineFrame,
         EngineSnapshot,
     )
-    from replicas.streams import EngineStream, Inbox
+    from replicas.streams import EngineStream, Inbox, OnKVEvents
 
 NOTICE_S = 0.25
 """An engine finds within a heartbeat that a client is gone."""
@@ -55,7 +55,11 @@ class VirtualLink:
         self.is_heard_of = asyncio.Event()
         self.newest: EngineSnapshot | None = None
         self.table = StreamTable(
-            host.engine.description, self.send, client.take_snapshot, client.take_moves
+            host.engine.description,
+            self.send,
+            client.take_snapshot,
+            client.take_moves,
+            client.take_kv_events,
         )
         self._client = client
         self._client_id = client_id
@@ -64,7 +68,7 @@ class VirtualLink:
         self._up = Channel(network, lambda: host.is_deaf)
         self._down = Channel(network, lambda: host.is_mute)
         host.links[client_id] = self.send_frame
-        self.send(Hello(PROTOCOL_VERSION))
+        self.table.greet()
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; lost if the link is."""
@@ -125,6 +129,7 @@ class VirtualClient:
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost.
         on_moves: Called with (incarnation, whether it gets on) when that changes.
+        on_kv_events: See `StreamTable`.
 
     Attributes:
         token_times_s: For requests whose last output has several tokens: when the steps ended
@@ -141,10 +146,12 @@ class VirtualClient:
         on_snapshot: Callable[[str, EngineSnapshot], None],
         on_dead: Callable[[str, str], None],
         on_moves: Callable[[str, bool], None],
+        on_kv_events: OnKVEvents | None,
     ) -> None:
         self.observer = observer
         self.take_snapshot = on_snapshot
         self.take_moves = on_moves
+        self.take_kv_events = on_kv_events
         self.token_times_s: dict[str, list[float]] = {}
         self._name = name
         self._network = network

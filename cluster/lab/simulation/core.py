@@ -113,8 +113,12 @@ class VirtualCore:
 
     # --- turns ---------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Something has come: begin a turn soon, or end the present one at its next step."""
+    def wake(self, gather_s: float = 0.0) -> None:
+        """Something has come: begin a turn soon, or end the present one at its next step.
+
+        Args:
+            gather_s: How long to wait for more of it before a turn begins.
+        """
         self.idle_since_s = None
         if self.is_stepping:
             self._is_woken = True
@@ -122,7 +126,10 @@ class VirtualCore:
             self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
         elif not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._process.do, self._begin)
+            if gather_s:
+                self._process.call_at(self._loop.time() + gather_s, self._begin)
+            else:
+                self._loop.call_soon(self._process.do, self._begin)
 
     def _begin(self) -> None:
         self._is_due = False

@@ -136,6 +136,11 @@ class VirtualHost:
         self.engine.drain()
         self.core.wake()
 
+    def hand_over(self) -> None:
+        """Ask clients to go elsewhere with what they have here; its parent's word."""
+        self.engine.hand_over()
+        self.core.wake()
+
     def kill(self) -> None:
         """End the process at once; nothing that it had to do happens any more."""
         self._count_slots(0)
@@ -191,7 +196,7 @@ class VirtualHost:
     def _put(self, client: bytes, message: ClientMessage) -> None:
         is_clogged = self._faults.is_clogged(self._loop.time())
         self.inbox.bring(client, message, is_clogged=is_clogged)
-        self.core.wake()
+        self.core.wake(self.engine.gather_s(message))
 
     def _note_gone(self, client: bytes) -> None:
         self.links.pop(client, None)

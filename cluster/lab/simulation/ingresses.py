@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kv_transfer.config import TransferConfig
     from replicas.faults import ReplicaFaults
     from replicas.messages import EngineSnapshot
+    from replicas.streams import OnKVEvents
 
     OnSnapshot = Callable[[str, EngineSnapshot], None]
     OnDead = Callable[[str, str], None]
@@ -128,7 +129,10 @@ class Ingresses:
         observer = self._invariants.monitor(name) if self._invariants else self._recorder
 
         def make_client(
-            on_snapshot: OnSnapshot, on_dead: OnDead, on_moves: OnMoves
+            on_snapshot: OnSnapshot,
+            on_dead: OnDead,
+            on_moves: OnMoves,
+            on_kv_events: OnKVEvents | None,
         ) -> VirtualClient:
             def on_dead_or_lost(incarnation: str, reason: str) -> None:
                 on_dead(incarnation, reason)
@@ -143,6 +147,7 @@ class Ingresses:
                 on_snapshot=on_snapshot,
                 on_dead=on_dead_or_lost,
                 on_moves=on_moves,
+                on_kv_events=on_kv_events,
             )
 
         faults = self._faults(rank)
@@ -151,7 +156,7 @@ class Ingresses:
             """The wall clock, wrong where the plan says so."""
             return UNIX_S + self._loop.time() + faults.clock_shift_s(self._loop.time())
 
-        fleet = Fleet(make_client)
+        fleet = Fleet(make_client, KEYS)
         tickets = TicketOffice(KEYS, self._transfer, self._new_transfer_id, unix_now_s)
         router = Router(fleet, self._options.router, RouterMetrics("simulated"), tickets)
         ingress = VirtualIngress(name, fleet, router)

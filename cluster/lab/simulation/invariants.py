@@ -7,6 +7,7 @@ that every request ended once, in a way that what happened to it allows.
 
 from __future__ import annotations
 
+import bisect
 import gc
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING
@@ -14,9 +15,12 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.monitors import ProtocolMonitor
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
 from cluster.lab.simulation.waits import WaitMonitor
+from cluster.routing.placement import Placement
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
+from replicas.launch import HAND_OVER_SHARE
+from replicas.messages import BlockStored
 
 if TYPE_CHECKING:
     import asyncio
@@ -129,6 +133,8 @@ class Invariants:
         now_s = self._loop.time()
         for ingress in self._ingresses:
             ingress.router.queue.check_invariants()
+            if ingress.router.admission is not None:
+                ingress.router.admission.admission.check_invariants()
             for link in ingress.fleet.client.links:
                 believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
@@ -152,6 +158,9 @@ class Invariants:
         for ingress in self._ingresses:
             ingress.fleet.pools.check_invariants()
             assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
+            if ingress.router.admission is not None:
+                ingress.router.admission.admission.check_empty()
+            assert not ingress.fleet.prefixes.num_counted, f"{ingress.name}: {ingress.fleet!r}"
             for host in self._hosts:
                 if host.is_answering:
                     assert host.incarnation in ingress.fleet.client.incarnations, (
@@ -205,7 +214,25 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
         ]
     if snapshot.draining:
         truth = []
+    if pools.breakers.state(host.incarnation) != "closed":
+        believed = truth  # one that has failed requests is not always looked at
     assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
+    _check_prefixes(ingress, host)
+
+
+def _check_prefixes(ingress: VirtualIngress, host: VirtualHost) -> None:
+    """An ingress knows every block that an idle engine could find, and no other."""
+    prefixes = ingress.fleet.prefixes
+    prefixes.check_invariants()
+    for listing in host.engine.listing():
+        [stored] = listing.events
+        assert isinstance(stored, BlockStored)
+        group = Placement(host.incarnation, listing.data_parallel_rank)
+        told, truth = set(prefixes.told(group)), set(stored.block_hashes)
+        assert told == truth, (
+            f"{ingress.name} believes in {len(told - truth)} blocks that {group} has not, and does "
+            f"not know {len(truth - told)} that it has"
+        )
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:
@@ -238,6 +265,11 @@ class Expectations:
     ) -> None:
         self._longest_s = longest.request_s
         self._most_queued = options.router.max_queued_requests
+        admission = options.router.admission
+        self._has_objective = admission is not None and admission.ttft_s is not None
+        tenants = {} if admission is None else admission.tenants
+        self._has_quotas = any(t.max_requests is not None for t in tenants.values())
+        self._bounds_tokens = admission is not None and admission.max_queued_tokens is not None
         reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
@@ -254,6 +286,9 @@ class Expectations:
             min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
             for lost_s, (entries, _) in zip(self._lost_s, decoding, strict=True)
         ]
+        # Each trouble costs a request one engine at most, and a request may lose so many.
+        self._max_attempts = options.router.max_attempts
+        self._troubles_s = sorted(f.at_s for entries, _ in decoding for f in entries)
         self._first_ingress_s = min(
             (f.at_s for f in faults.faults if f.kind == "kill" and f.target.startswith(INGRESS)),
             default=float("inf"),
@@ -280,6 +315,9 @@ class Expectations:
         assert heard_s <= self._longest_s, f"{record.request_id} heard nothing for {heard_s:.1f} s"
         lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
         closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
+        has_waited = record.finished_s - record.arrival_s >= self._patience_s - _TINY_S
+        num_troubles = bisect.bisect_right(self._troubles_s, record.finished_s)
+        is_stranded = all(closed) or has_waited or num_troubles >= self._max_attempts
         # One that has just come knows of no engine yet.
         has_new_ingress = self._first_ingress_s <= record.finished_s
         may = {
@@ -288,10 +326,15 @@ class Expectations:
             INGRESS_LOST: has_new_ingress,
             NO_INGRESS: has_new_ingress,
             "BadRequestError": not has_room,
-            "QueueTimeoutError": record.finished_s - record.arrival_s >= self._patience_s - _TINY_S,
-            "SaturatedError": any(closed) or self._num_beside(record, records) > self._most_queued,
+            "QueueTimeoutError": has_waited,
+            "SaturatedError": any(closed)
+            or self._bounds_tokens
+            or self._num_beside(record, records) > self._most_queued,
+            "OverloadedError": self._has_objective,
+            "QuotaError": self._has_quotas,
             "NotReadyError": all(closed) or has_new_ingress,
-            "ReplicaLostError": lost,
+            # With somebody else to go on it would have migrated.
+            "ReplicaLostError": lost and is_stranded,
         }
         assert may.get(record.outcome, False), (
             f"{record.request_id} ended with {record.outcome} after "
@@ -311,7 +354,8 @@ def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     silent_s = sum(map(_length_s, silences))
     # Connections that live through lost messages break when they come through again.
     losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
-    losses_s += [f.at_s + spec.drain_timeout_s for f in faults if f.kind == "replace"]
+    handed_over_s = HAND_OVER_SHARE * spec.drain_timeout_s
+    losses_s += [f.at_s + handed_over_s for f in faults if f.kind == "replace"]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
     # One that hangs for so long says so, and whoever has no token yet goes elsewhere.

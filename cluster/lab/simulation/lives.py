@@ -21,6 +21,7 @@ from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
 from kv_transfer.keys import KeyRing
 from replicas.dealer import QUIET_S, SILENCE_S
+from replicas.life import LifeState
 from replicas.virtual_engine import VirtualDevice
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.network import Network
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
+    from replicas.config import Role
 
 KEYS = KeyRing((b"one secret for all that is virtual",))
 """What every ticket of a simulated cluster is sealed with."""
@@ -36,15 +38,29 @@ KEYS = KeyRing((b"one secret for all that is virtual",))
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A place in a pool, and the host that fills it now."""
+    """A place in a pool, and the host that fills it now.
+
+    Attributes:
+        taken_s: Since when it costs a machine.
+        given_back_s: Since when it does not, and nothing starts there.
+        is_leaving: Whether nothing is to follow on who is there.
+    """
 
     name: str
     spec: PoolSpec
+    taken_s: float
+    given_back_s: float | None = None
+    is_leaving: bool = False
     host: VirtualHost | None = None
     parent: VirtualParent | None = None
     silent_since_s: float | None = None
     # What waits until its frozen process goes on.
     at_thaw: list[Callable[[_Place], None]] = field(default_factory=list)
+
+    @property
+    def state(self) -> LifeState:
+        """Of who is there, or who comes."""
+        return LifeState.STARTING if self.parent is None else self.parent.life.state
 
 
 class Lives:
@@ -75,9 +91,14 @@ class Lives:
         self._lose = lose
         self._hush = hush
         self._incarnations = itertools.count(1)
+        self._specs: dict[Role, PoolSpec] = {spec.role: spec for spec in pools}
+        self._ranks = {spec.role: itertools.count(spec.replicas) for spec in pools}
         self._places = [
-            _Place(f"{spec.role}/{rank}", spec) for spec in pools for rank in range(spec.replicas)
+            _Place(f"{spec.role}/{rank}", spec, self._loop.time())
+            for spec in pools
+            for rank in range(spec.replicas)
         ]
+        self._left: list[_Place] = []
         self.hosts: list[VirtualHost] = []
         self.living: dict[str, VirtualHost] = {}
         # What a process does itself, and a frozen one does later.
@@ -91,7 +112,7 @@ class Lives:
     @property
     def unsettled(self) -> list[str]:
         """Places where no replica runs now, or one that is to be replaced."""
-        return [p.name for p in self._places if p.parent is None or p.parent.is_draining]
+        return [place.name for place in self._places if place.state is not LifeState.READY]
 
     async def find(self) -> list[Member]:
         """See `Discovery`: an actor answers although its engine stands still, but not if cut off.
@@ -102,7 +123,7 @@ class Lives:
         listed = [
             place.host
             for place in self._places
-            if place.host is not None and place.parent is not None and not place.parent.is_draining
+            if place.host is not None and place.state is LifeState.READY
         ]
         answering = [host for host in listed if not host.is_cut]
         is_whole = len(answering) == len(listed)
@@ -117,7 +138,57 @@ class Lives:
 
     async def num_wanted(self) -> int:
         """See `Discovery`."""
-        return len(self._places)
+        return sum(not place.is_leaving for place in self._places)
+
+    # --- how many there are --------------------------------------------------------------------
+
+    @property
+    def roles(self) -> list[Role]:
+        """Of the pools."""
+        return list(self._specs)
+
+    def num_replicas(self, role: Role) -> int:
+        """Places of a pool that are to stay, whether somebody is there yet or not."""
+        return len(self._staying(role))
+
+    def scale(self, role: Role, count: int) -> None:
+        """Let a pool have so many replicas, as Serve does.
+
+        One more is there after its start and warm-up. Of those that are too many the ones that have
+        not started go first, then those with the fewest requests; these drain.
+        """
+        staying = self._staying(role)
+        for _ in range(count - len(staying)):
+            spec = self._specs[role]
+            place = _Place(f"{role}/{next(self._ranks[role])}", spec, self._loop.time())
+            self._places.append(place)
+            self._start_later(place)
+        for place in sorted(staying, key=_num_requests)[: max(len(staying) - count, 0)]:
+            self._recorder.event("leave", place.name)
+            place.is_leaving = True
+            if place.host is None:
+                self._give_back(place)
+            else:
+                self._replace(place)
+
+    def replica_seconds(self, until_s: float) -> float:
+        """Seconds of all places so far, from being wanted to being given back."""
+        return sum(
+            min(until_s, until_s if place.given_back_s is None else place.given_back_s)
+            - max(place.taken_s, 0.0)
+            for place in (*self._places, *self._left)
+        )
+
+    def _staying(self, role: Role) -> list[_Place]:
+        return [p for p in self._places if p.spec.role == role and not p.is_leaving]
+
+    def _give_back(self, place: _Place) -> None:
+        """Nobody comes to a place any more."""
+        place.given_back_s = self._loop.time()
+        self._places.remove(place)
+        self._left.append(place)
+
+    # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Bring up every replica."""
@@ -149,6 +220,8 @@ class Lives:
 
     def _start(self, place: _Place) -> None:
         """Bring up an engine in a place; it is ready at once."""
+        if place.given_back_s is not None:
+            return
         spec, options = place.spec, self._options
         faults = options.faults.for_target(place.name)
         run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
@@ -208,6 +281,8 @@ class Lives:
         if place.host is not host:
             return
         host.kill()
+        assert place.parent is not None
+        place.parent.life.become(LifeState.DEAD)
         self._network.detach(host)
         del self.living[host.incarnation]
         place.host = place.parent = None
@@ -215,6 +290,12 @@ class Lives:
         self._loop.call_later(
             last_words_s + latency_s, self._lose, host.incarnation, "its connection broke"
         )
+        if place.is_leaving:
+            self._give_back(place)
+        else:
+            self._start_later(place)
+
+    def _start_later(self, place: _Place) -> None:
         down_s = self._options.restart_s + place.spec.timing.warm_up_s()
         self._loop.call_later(down_s, self._start, place)
 
@@ -277,6 +358,11 @@ class Lives:
         if host.is_frozen:
             # The heartbeats of its KV connections have stopped as well.
             self._network.break_kv_connections(host)
+
+
+def _num_requests(place: _Place) -> int:
+    """Requests of a place's engine; of one that has not started fewer than any."""
+    return -1 if place.host is None else place.host.engine.num_live
 
 
 def _name(action: Callable[[_Place], None]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.launch import LOOK_S, HangWatch, stop_timeout_s
+from replicas.launch import HAND_OVER_SHARE, LOOK_S, HangWatch, stop_timeout_s
+from replicas.life import Life, LifeState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ class VirtualParent:
         end: Called when the engine ends, with the host and how long its connections outlive it.
 
     Attributes:
-        is_draining: Whether the engine is to be replaced, and takes nothing new.
+        life: Of the replica.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class VirtualParent:
         spec: PoolSpec,
         end: Callable[[VirtualHost, float], None],
     ) -> None:
-        self.is_draining = False
+        self.life = Life()
+        self.life.become(LifeState.READY)
         self._host = host
         self._loop = network.loop
         self._longest_delay_s = network.longest_delay_s
@@ -72,11 +74,16 @@ class VirtualParent:
 
     def replace(self) -> None:
         """Drain the engine, wait for its requests, end it. Idempotent."""
-        if self.is_draining:
+        if self.life.state is not LifeState.READY:
             return
-        self.is_draining = True
+        self.life.become(LifeState.DRAINING)
         self._host.do(self._host.drain)
+        self._loop.call_later(HAND_OVER_SHARE * self._drain_timeout_s, self._hand_over)
         self._loop.call_later(_POLL_S, self._await_idle, self._loop.time() + self._drain_timeout_s)
+
+    def _hand_over(self) -> None:
+        if self._host.is_alive:
+            self._host.do(self._host.hand_over)
 
     def _await_idle(self, deadline_s: float) -> None:
         host = self._host

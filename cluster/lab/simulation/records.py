@@ -110,6 +110,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     Attributes:
         policy: How requests were placed: "least_loaded", "round_robin".
         duration_s: Virtual seconds from the start to the end of the last request.
+        num_replicas: At the end.
+        replica_seconds: Of all replicas, from being wanted to being given back.
         replicas: One for each life of a replica, in the order of their start.
         events: What happened, if the run kept it; else empty.
         num_events: Events that the loop handled, kept or not.
@@ -128,5 +130,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     events: Sequence[EventRecord] = ()
     num_events: int = 0
     wall_s: float = 0.0
+    replica_seconds: float = 0.0
     speed_up: float = 1.0
     config: Mapping[str, str | int | float | bool] = msgspec.field(default_factory=dict)

@@ -11,12 +11,18 @@ import hashlib
 import traceback
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
-from cluster.config.schema import IngressConfig, RouterConfig
+from cluster.config.schema import (
+    AdmissionConfig,
+    IngressConfig,
+    PolicyName,
+    RouterConfig,
+    TenantConfig,
+)
 from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import PoolSpec, SimulationOptions
 from cluster.lab.simulation.simulator import Simulation
@@ -45,6 +51,7 @@ _KINDS: tuple[FaultKind, ...] = (
     "hang", "hang", "deaf", "mute", "clog", "clock", "replace", "replace",
 )  # fmt: skip
 _INGRESS_KINDS: tuple[FaultKind, ...] = ("kill", "kill", "clock")
+_TENANTS = ("a", "b", "b")
 _INSTANTS = frozenset({"kill", "drop_link", "replace"})
 _STUCK_KINDS: tuple[FaultKind, ...] = (
     "hang", "hang", "deaf", "deaf", "mute", "clog",
@@ -258,8 +265,10 @@ def build(scenario: Scenario) -> Simulation:
         aborts={i: r.abort_s for i, r in enumerate(scenario.requests) if r.abort_s is not None},
     )
     requests = tuple(
-        TraceRequest(r.arrival_s, r.num_prompt_tokens, r.num_output_tokens, r.block_ids)
-        for r in scenario.requests
+        TraceRequest(
+            r.arrival_s, r.num_prompt_tokens, r.num_output_tokens, r.block_ids, _TENANTS[i % 3]
+        )
+        for i, r in enumerate(scenario.requests)
     )
     specs = [_pool_spec(pool, scenario) for pool in scenario.pools]
     return Simulation(specs, Workload("chaos", requests, BLOCK_TOKENS), options)
@@ -368,7 +377,7 @@ class _Dice:
             requests=requests,
             restart_s=self._pick(0.1, 1.0, 4.0),
         )
-        return self._with_troubles(scenario, is_calm=is_calm)
+        return self._with_admission(self._with_troubles(scenario, is_calm=is_calm))
 
     def _with_troubles(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
         """Choose the order of the legs, and for some what goes wrong in more places than one."""
@@ -387,6 +396,25 @@ class _Dice:
             longest_s = IngressConfig().request_timeout_s
             scenario = msgspec.structs.replace(scenario, deadline_s=longest_s)
         return self._with_set_clocks(scenario) if self._happens(0.2) else scenario
+
+    def _with_admission(self, scenario: Scenario) -> Scenario:
+        """Let some decide at the door who is let in; drawn after everything else."""
+        if not self._happens(0.3):
+            return scenario
+        admission = AdmissionConfig(
+            ttft_s=self._pick(None, 0.3, 3.0, 30.0),
+            tpot_s=self._pick(None, 0.02, 0.2),
+            max_queued_tokens=self._pick(None, None, 1000),
+            tenants={
+                _TENANTS[0]: TenantConfig(
+                    weight=self._pick(0.5, 1.0, 3.0),
+                    priority=self._pick(-1, 0, 0),
+                    max_requests=self._pick(None, 3),
+                )
+            },
+        )
+        router = msgspec.structs.replace(scenario.router, admission=admission)
+        return msgspec.structs.replace(scenario, router=router)
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)
@@ -417,7 +445,7 @@ class _Dice:
             queue_timeout_s=self._pick(1.0, 10.0, 60.0),
             max_attempts=self._pick(1, 3, 3),
             min_remote_prefill_tokens=self._pick(0, 0, 40),
-            policy=self._pick("most_empty_slots", "round_robin"),
+            policy=self._pick(*get_args(PolicyName)),
         )
 
     def _network(self) -> NetworkConfig:

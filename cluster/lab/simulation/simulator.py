@@ -26,6 +26,7 @@ from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
+from cluster.lab.simulation.scaling import Scaling
 from cluster.lab.simulation.waits import longest_waits
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+    from cluster.lab.simulation.scaling import Scaler
     from cluster.lab.workloads.request import Workload
 
 _SETTLE_S = 1.0
@@ -51,6 +53,7 @@ class Simulation:
 
     Args:
         progress: Called with (virtual seconds, requests done, events) now and then.
+        scaler: Says how many replicas there are; None keeps those of the pools.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Simulation:
         workload: Workload,
         options: SimulationOptions,
         progress: Callable[[float, int, int], None] = lambda _now_s, _done, _events: None,
+        scaler: Scaler | None = None,
     ) -> None:
         self._pools = list(pools)
         self._workload = workload
@@ -93,6 +97,9 @@ class Simulation:
         self.ingresses = Ingresses(
             options, self.network, self.recorder, self.lives, longest, self._invariants
         )
+        self._scaling: Scaling | None = None
+        if scaler is not None:
+            self._scaling = Scaling(scaler, self.lives, self.ingresses, self.loop)
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
         # Which ingress has taken a request, by number.
@@ -125,6 +132,7 @@ class Simulation:
             workload=self._workload.name,
             policy=options.router.policy,
             num_replicas=len(self.lives.names),
+            replica_seconds=self.lives.replica_seconds(end_s),
             seed=options.seed,
             duration_s=end_s,
             records=self.recorder.records(),
@@ -142,6 +150,8 @@ class Simulation:
         await asyncio.sleep(-self.loop.time())
         self.lives.schedule_faults()
         self.ingresses.schedule_faults()
+        if self._scaling is not None:
+            self._scaling.start()
         tasks: list[asyncio.Task[None]] = []
         for i, request in enumerate(self._workload.requests):
             await asyncio.sleep(request.arrival_s - self.loop.time())
@@ -192,7 +202,10 @@ class Simulation:
 
     def _held(self) -> list[VirtualHost]:
         running = [h for h in self.lives.hosts if h.is_alive and not h.is_frozen]
-        return [h for h in running if h.engine.num_live or h.num_open_transfers]
+        # One that hangs has not heard what waits for it.
+        return [
+            h for h in running if h.engine.num_live or h.num_open_transfers or not h.inbox.is_empty
+        ]
 
     # --- checks --------------------------------------------------------------------------------
 
@@ -282,4 +295,4 @@ class Simulation:
             seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
             ignore_eos=True,
         )
-        return EngineRequest(request_id, prompt, sampling)
+        return EngineRequest(request_id, prompt, sampling, tenant=self._workload.requests[i].tenant)

@@ -43,7 +43,7 @@ class Waits(NamedTuple):
     """Seconds that a request waits at most, each time that it waits.
 
     Attributes:
-        slot_s: For a decode slot, before an engine is asked.
+        slot_s: To be let in and for a decode slot, before an engine is asked.
         answer_s: For an engine that was asked to say yes or no: it may stall meanwhile.
         hand_over_s: For KV that is computed to be where it is decoded from, or given up.
         request_s: For everything, what an engine computes or has before it in its queue included.
@@ -71,12 +71,20 @@ def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
     )
     request_s = IngressConfig().request_timeout_s
     return Waits(
-        slot_s=min(router.queue_timeout_s, request_s),
+        # Let in, it may still find that somebody else was faster.
+        slot_s=min(_entry_s(router) + router.queue_timeout_s, request_s),
         # Asked anew how long it took when it stalled at the end of the first time.
         answer_s=min(2 * ANSWER_S + stuck_s, request_s),
         hand_over_s=min(stuck_s + transfer_s, request_s),
         request_s=request_s,
     )
+
+
+def _entry_s(router: RouterConfig) -> float:
+    """How long one waits to be let in."""
+    if router.admission is None:
+        return 0.0
+    return router.queue_timeout_s if router.admission.ttft_s is None else router.admission.ttft_s
 
 
 class WaitMonitor:

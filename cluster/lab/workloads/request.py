@@ -39,12 +39,14 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
         block_ids: What the prompt begins with, in blocks of the workload's `block_tokens` tokens:
             equal ids at equal positions are equal tokens. The last block may be cut off by the end
             of the prompt. Tokens after the last block are the request's own; with `()` all are.
+        tenant: On whose account it runs.
     """
 
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 import configs
 from cluster.cli import app as cli
-from cluster.config.resolve import demo_model_folder, resolve
+from cluster.config.resolve import demo_model_folder, replica_engine, resolve
 from cluster.config.serve_file import HttpOptions, ServeFile, read_serve_file
 from cluster.errors import ClusterConfigError
+from kv_transfer.keys import KeyRing
+from replicas.config import GangConfig
 
 CONFIGS = sorted(
     path
@@ -182,6 +184,41 @@ FILE_MISTAKES = [
     ("applications[0].args.router.max_attempts", 0, "args.router.max_attempts must be at least 1"),
     ("applications[0].args.router.max_queued_requests", -1, "args.router.max_queued_requests must"),
     ("applications[0].args.router.queue_timeout_s", 0, "args.router.queue_timeout_s must be pos"),
+    (
+        "applications[0].args.router.admission",
+        {"ttft_s": 0},
+        "args.router.admission.ttft_s must be more than 0",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenants": {"a": {}}},
+        "args.router.admission.tenants names tenants and nothing tells one from another",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenant_header": "x-t", "tenants": {"a": {"weight": 0}}},
+        "args.router.admission.tenants.a.weight must be more than 0",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenant_header": "x-t", "tenants": {"a": {"weight": 1e-320}}},
+        "args.router.admission.tenants.a.weight must be at least 0.001",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenant_header": "x-t", "tenants": {"m\u00fcller": {}}},
+        "args.router.admission.tenants.'m\u00fcller' is no name that a header can have",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenant_header": "x-t", "tenants": {"a" * 129: {}}},
+        "up to 128 visible ASCII characters",
+    ),
+    (
+        "applications[0].args.router.admission",
+        {"tenant_header": "x: t"},
+        "args.router.admission.tenant_header 'x: t' is no name",
+    ),
     ("applications[0].args.model", "models/tiny", "args.model 'models/tiny' is a relative path"),
     ("applications[0].args.model", "Demo", "args.model 'Demo' is a relative path"),
     ("applications[0].args.model", "/no/such/model", "/no/such/model"),
@@ -206,6 +243,10 @@ FILE_MISTAKES = [
     ("applications[0].args.key_file", "keys", "args.key_file 'keys' is a relative path"),
     ("applications[0].args.engine.keys", ["x" * 16], "engine.keys is set by the cluster"),
     ("applications[0].args.pools.decode.engine.kv_store", STORE, "kv_store is set by the cluster"),
+    ("applications[0].args.engine.gang", {"rank": 0}, "engine.gang is set by the cluster"),
+    ("applications[0].args.pools.decode.gang_size", 0, "2 is no multiple of gang_size 0"),
+    ("applications[0].args.pools.prefill.gang_size", 2, "1 is no multiple of gang_size 2"),
+    ("applications[0].args.pools.decode.gang_size", 2, "the model has no experts to share out"),
     ("applications[0].args.engine.num_blocks", 1, "num_blocks must be at least 2"),
     ("applications[0].args.engine.num_blocks", 5, "max_model_len 256 .* holds 128 tokens"),
     ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 holds no KV .* 16384 b"),
@@ -422,3 +463,30 @@ def test_demo_model_is_found_wherever_the_process_runs(monkeypatch, tmp_path):
     config = resolve({"pools": {"both": {}}})
     assert config.model_folder == Path(configs.__file__).resolve().parent / "demo-model"
     assert config.served_model_name == "demo"
+
+
+def test_a_gang_needs_experts_that_divide_and_a_network_of_its_own(tmp_path):
+    folder = tmp_path / "experts"
+    folder.mkdir()
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = {**MODEL, "architectures": ["MixtralForCausalLM"], **settings}
+    (folder / "config.json").write_text(json.dumps(model))
+
+    def resolved(size, max_replicas=None, **changes):
+        pool = {"replicas": size, "gang_size": size, "max_replicas": max_replicas}
+        pools = {"both": pool}
+        return resolve({"model": str(folder), "pools": pools, **changes})
+
+    assert resolved(2).pools["both"].gang_size == 2
+    with pytest.raises(ClusterConfigError, match="gang_size 3 does not divide the model's 4"):
+        resolved(3)
+    with pytest.raises(ClusterConfigError, match="kv_network: plain"):
+        resolved(2, data_host="node")
+    with pytest.raises(ClusterConfigError, match="max_replicas and gang_size exclude each other"):
+        resolved(2, max_replicas=4)
+    assert resolved(2, data_host="node", kv_network="plain").data_host == "node"
+    place = GangConfig(name="g", rank=1, size=2, hub="127.0.0.1:1")
+    engine = replica_engine(
+        resolved(2), "both", 1, host="127.0.0.1", keys=KeyRing(), gang=place
+    )  # fmt: skip
+    assert engine.gang == place

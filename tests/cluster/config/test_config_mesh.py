@@ -7,11 +7,9 @@ import pytest
 import yaml
 
 import configs
-from cluster.config.environment import process_environment
-from cluster.config.resolve import replica_engine, resolve
+from cluster.config.resolve import check_generators, resolve
 from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
-from kv_transfer.keys import KeyRing
 from replicas.config import NATIVE_TT_GENERATOR
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget
@@ -230,18 +228,13 @@ def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
         resolve(args(llama, generator="tt-metal", num_blocks=100))
 
 
-@pytest.mark.parametrize("generator", [None, "tt-metal"])
-def test_a_plugins_class_is_looked_for_where_the_environment_says(monkeypatch, generator):
-    monkeypatch.setenv("TT_METAL_HOME", "/opt/tt-metal")
-    monkeypatch.setenv("EXTRA_MODELS_DIR", "/opt/models")
-    asked = {"name": "N150"}
-    if generator is not None:
-        asked["extra_models_dir"] = "/srv/models"
-    config = resolve(args(generator=generator, mesh=asked))
-    own = {"host": "127.0.0.1", "keys": KeyRing(), "environment": process_environment()}
-    mesh = replica_engine(config, "both", 0, **own).mesh
-    assert mesh.tt_metal_home == (generator and "/opt/tt-metal")
-    assert mesh.extra_models_dir == asked.get("extra_models_dir")
+def test_a_class_that_is_not_here_is_for_those_who_start_engines_to_refuse():
+    config = resolve(args(generator="tt-mettal"))
+    with pytest.raises(
+        ClusterConfigError, match=r"^args\.pools\.both: no generator class for 'tt-m"
+    ):
+        check_generators(config, {})
+    check_generators(resolve(args()), {})
 
 
 CPU = {"mesh": None, "block_size": 32}

@@ -27,6 +27,7 @@ def args(**engine):
     [
         ("sim-n150x4", {"both": (4, "n150", 1, 32)}),
         ("sim-t3k-2p2d", {"prefill": (2, "T3K", 1, 16), "decode": (2, "T3K", 8, 64)}),
+        ("sim-t3k-long", {"prefill": (2, "T3K", 1, 4), "decode": (1, "T3K", 1, 16)}),
         ("sim-galaxy", {"both": (1, "Galaxy", 4, 128)}),
     ],
 )

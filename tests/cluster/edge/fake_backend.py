@@ -6,6 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.slots import SlotsView
 from cluster.edge.transfers import ReplicaView, TransfersView
 from replicas.messages import TokenLogprob, TokenOutput
 from replicas.output_processor import OutputDelta, OutputProcessor
@@ -90,6 +91,9 @@ class FakeBackend:
 
     async def metrics_text(self):
         return b"vllm:num_requests_running 0\n"
+
+    async def slots(self):
+        return SlotsView(num_queued=3, num_at_door=1, replicas=[])
 
     async def transfers(self):
         return TransfersView(replicas=[ReplicaView(replica="decode-d", pool="decode")])

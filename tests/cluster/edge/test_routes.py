@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cluster.config.schema import AdmissionConfig
 from cluster.edge import routes
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
@@ -85,6 +86,57 @@ def make_app(service, max_body_bytes=MAX_BODY_BYTES):
 def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
     app = make_app(service, max_body_bytes)
     return asyncio.run(Client(app).request(method, path, body, headers))
+
+
+# --- tenants and objectives ----------------------------------------------------------------------
+
+CLAIMS = [("x-account", "alice"), ("x-slo-ttft-ms", "1500"), ("x-slo-tpot-ms", "80.5")]
+
+
+def claimed(admission, headers):
+    service = FakeBackend()
+    app = create_app(
+        service, version="1", max_body_bytes=2**20, request_timeout_s=60, admission=admission
+    )
+    client = Client(app)
+    asyncio.run(client.request("POST", "/v1/completions", {"prompt": "hi"}, headers))
+    return client, service.requests
+
+
+def test_headers_name_a_tenant_and_objectives_where_that_is_configured():
+    client, [request] = claimed(AdmissionConfig(tenant_header="X-Account"), CLAIMS)
+    assert client.status == 200
+    assert (request.tenant, request.ttft_s, request.tpot_s) == ("alice", 1.5, 0.0805)
+    _, [request] = claimed(AdmissionConfig(), CLAIMS)
+    assert (request.tenant, request.ttft_s) == ("", 1.5)
+
+
+def test_headers_claim_nothing_where_it_is_not():
+    _, [request] = claimed(None, CLAIMS)
+    assert (request.tenant, request.ttft_s, request.tpot_s) == ("", None, None)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
+def test_an_objective_that_is_none_is_refused_with_its_name(value):
+    client, requests = claimed(AdmissionConfig(ttft_s=1.0), [("x-slo-ttft-ms", value)])
+    assert client.status == 400
+    assert client.body["error"]["param"] == "x-slo-ttft-ms"
+    assert not requests
+
+
+@pytest.mark.parametrize("names", [["a" * 129], ["alice", "bob"]])
+def test_a_tenant_that_might_be_another_is_refused(names):
+    admission = AdmissionConfig(tenant_header="x-account")
+    client, requests = claimed(admission, [("x-account", name) for name in names])
+    assert client.status == 400
+    assert client.body["error"]["param"] == "x-account"
+    assert not requests
+
+
+def test_the_longest_tenant_counts_and_one_named_twice_is_one():
+    admission = AdmissionConfig(tenant_header="x-account")
+    _, [request] = claimed(admission, [("x-account", "a" * 128)] * 2)
+    assert request.tenant == "a" * 128
 
 
 def generate(service, path, **fields):
@@ -457,6 +509,12 @@ def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, pat
     assert "x-request-id" in response.headers
 
 
+def test_debug_slots_says_what_waits_and_what_is_held():
+    client = call(FakeBackend(), "GET", "/debug/slots")
+    assert client.status == 200
+    assert client.body == {"num_queued": 3, "num_at_door": 1, "replicas": []}
+
+
 def test_kv_says_what_moves_between_the_replicas():
     client = call(FakeBackend(), "GET", "/kv")
     assert client.status == 200
@@ -516,6 +574,25 @@ def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
     client = call(FakeBackend(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
     assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
     assert "secret" not in client.body["error"]["message"]
+
+
+def test_requests_of_one_session_have_a_short_name_in_common():
+    service = FakeBackend()
+    completions, chat = GENERATE
+    for path, fields in (
+        (completions, {}),
+        (completions, {"session_id": "s"}),
+        (chat, {"session_id": "s"}),
+        (chat, {"prompt_cache_key": "s"}),
+        (chat, {"prompt_cache_key": "k" * 9000, "session_id": "s"}),
+        (chat, {"prompt_cache_key": "", "session_id": ""}),
+    ):
+        generate(service, path, **fields)
+    none, first, *same, other, empty = [request.session for request in service.requests]
+    assert none == empty == ""
+    assert set(same) == {first}
+    assert other not in {"", first}, "the key of the cache counts before the session"
+    assert len(other) == len(first) == 32
 
 
 @pytest.mark.parametrize("path", GENERATE)

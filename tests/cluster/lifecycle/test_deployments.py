@@ -8,8 +8,10 @@ import pytest
 ENGINE_ENDS = """
 import threading, types
 from cluster.lifecycle.deployments import PoolReplica
+from replicas.life import Life, LifeState
 replica = PoolReplica.__new__(PoolReplica)
-replica._role, replica._is_serving = "decode", True
+replica._role, replica._life = "decode", Life()
+replica._life.become(LifeState.READY)
 replica._engine = types.SimpleNamespace(failure=None)
 watch = threading.Thread(target=replica._on_engine_exit, args=(-9,))
 watch.start()

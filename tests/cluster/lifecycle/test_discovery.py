@@ -59,7 +59,7 @@ def test_one_that_knows_nobody_and_cannot_ask_for_long_is_replaced(replica, monk
     monkeypatch.setattr(fleet, "LOST_S", 0.2)
 
     async def scenario():
-        await until(lambda: replica._fleet.is_lost, "lost")
+        await until(lambda: replica._ingress.fleet.is_lost, "lost")
         with pytest.raises(RuntimeError, match="no replica is known"):
             await replica.check_health()
 

@@ -13,7 +13,7 @@ from cluster.lifecycle.doctor import check_pools
 from cluster.lifecycle.findings import can_run_mesh, findings
 from replicas.boards import HUGEPAGES_FILE
 from replicas.meshes import mesh_spec
-from tests.hosts import FakeHost
+from tests.hosts import FakeHost, take_home
 
 
 @pytest.fixture
@@ -301,6 +301,12 @@ def test_a_host_whose_only_board_is_hidden_runs_no_mesh(run, host):
     assert "replica" not in output
 
 
+def check_pool_on(host, config):
+    """The check of a configuration's one pool."""
+    (check,) = check_pools(config, host.report(), host.environment)
+    return check
+
+
 def pools(mesh, replicas=1, resources=None):
     lanes = mesh_spec(mesh).num_chips
     engine = {"mesh": {"name": mesh}, "block_size": 64}
@@ -311,10 +317,10 @@ def pools(mesh, replicas=1, resources=None):
 
 def test_a_pool_fits_if_one_of_its_replicas_does(host):
     host.add_everything(*["n300"] * 4)
-    (check,) = check_pools(pools("T3K", replicas=3), host.report())
+    check = check_pool_on(host, pools("T3K", replicas=3))
     assert (check.pool, check.mesh, check.problem) == ("both", "T3K", None)
     assert check.note == "1 of 3 replicas fit here; others need further hosts"
-    assert check_pools(pools("N300", replicas=4), host.report())[0].note == ""
+    assert check_pool_on(host, pools("N300", replicas=4)).note == ""
 
 
 @pytest.mark.parametrize(
@@ -332,28 +338,28 @@ def test_a_pool_fits_if_one_of_its_replicas_does(host):
 )  # fmt: skip
 def test_a_grid_takes_as_many_devices_as_its_pool_asks_ray_for(host, cards, resources, problem):
     host.add_everything(*cards)
-    (check,) = check_pools(pools("(1,2)", resources=resources), host.report())
+    check = check_pool_on(host, pools("(1,2)", resources=resources))
     assert check.problem == problem
     host.environment["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(host.write("n150.yaml"))
-    assert check_pools(pools("(1,2)", resources=resources), host.report())[0].problem is None
+    assert check_pool_on(host, pools("(1,2)", resources=resources)).problem is None
 
 
 def test_replicas_on_a_grid_fit_by_the_boards_that_they_take(host):
     host.add_everything(*["n150"] * 4)
     config = pools("(1,2)", replicas=3, resources={"TTNPU": 2})
-    (check,) = check_pools(config, host.report())
+    check = check_pool_on(host, config)
     assert check.note == "2 of 3 replicas fit here; others need further hosts"
 
 
 def test_a_pool_whose_mesh_is_not_here_cannot_run(host):
     host.add_everything("n150")
-    (check,) = check_pools(pools("T3K"), host.report())
+    check = check_pool_on(host, pools("T3K"))
     assert "needs 4 of n300" in check.problem
 
 
 def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
     host.add_board("n150")
-    (check,) = check_pools(pools("n150"), host.report())
+    check = check_pool_on(host, pools("n150"))
     assert check.problem == "first mend: hugepages, ttnn"
 
 
@@ -374,7 +380,7 @@ def mesh_pool(**engine):
 )  # fmt: skip
 def test_a_trace_region_is_held_against_the_table(host, mesh, note):
     host.add_everything("n150")
-    (check,) = check_pools(mesh_pool(mesh={"name": "N150", **mesh}), host.report())
+    check = check_pool_on(host, mesh_pool(mesh={"name": "N150", **mesh}))
     assert (check.problem, check.note) == (None, note)
 
 
@@ -386,7 +392,7 @@ def test_a_trace_region_is_held_against_what_a_galaxys_classes_get(host, size, i
     config = mesh_pool(
         mesh=mesh, generator="llama3_70b_galaxy", tt_data_parallel=4, max_batch_size=32
     )
-    (check,) = check_pools(config, host.report())
+    check = check_pool_on(host, config)
     assert ("200000000 is less than the 216580672 that" in check.note) == is_noted
     assert ("trace_region_size" in check.note) == is_noted
 
@@ -394,11 +400,69 @@ def test_a_trace_region_is_held_against_what_a_galaxys_classes_get(host, size, i
 def test_a_foreign_class_needs_a_folder_that_can_be_written(host):
     host.add_everything("n150")
     mesh = {"name": "N150", "weight_cache": "/dev/null/weights"}
-    (check,) = check_pools(mesh_pool(mesh=mesh), host.report())
+    check = check_pool_on(host, mesh_pool(mesh=mesh))
     assert check.problem is None, "ours go on without"
-    (check,) = check_pools(mesh_pool(mesh=mesh, generator="tt-metal"), host.report())
+    make_checkout(host)
+    check = check_pool_on(host, mesh_pool(mesh=mesh, generator="tt-metal"))
     assert "may not write in /dev/null/weights" in check.problem
     assert "set weight_cache" in check.problem
+
+
+def make_checkout(host):
+    """A tt-metal that has the class's file, and that TT_METAL_HOME names."""
+    host.write("metal/models/tt_transformers/tt/generator_vllm.py")
+    host.environment["TT_METAL_HOME"] = str(host.root / "metal")
+
+
+def test_a_foreign_class_is_looked_for_before_an_engine_starts(host):
+    host.add_everything("n150")
+    config = mesh_pool(mesh={"name": "N150"}, generator="tt-metal")
+    assert "set TT_METAL_HOME or mesh.tt_metal_home" in check_pool_on(host, config).problem
+    make_checkout(host)
+    assert check_pool_on(host, config).problem is None
+    misspelt = mesh_pool(mesh={"name": "N150"}, generator="tt-mettal")
+    assert "no generator class for 'tt-mettal'" in check_pool_on(host, misspelt).problem
+
+
+def test_a_user_without_a_home_is_told_what_to_set(host, monkeypatch):
+    host.add_everything("n150")
+    make_checkout(host)
+    del host.environment["HOME"]
+    take_home(monkeypatch)
+    assert "set HOME" in found(host, "caches")[1]
+    foreign = {"generator": "tt-metal", "mesh": {"name": "N150"}}
+    assert "set HOME, or weight_cache" in check_pool_on(host, mesh_pool(**foreign)).problem
+    kept = {"generator": "tt-metal", "mesh": {"name": "N150", "weight_cache": str(host.root)}}
+    assert check_pool_on(host, mesh_pool(**kept)).problem is None
+
+
+@pytest.mark.parametrize(
+    ("cards", "mesh", "problem"),
+    [
+        (["n150"] * 2, {"name": "N150", "visible_devices": [1]}, None),
+        (["n150"] * 2, {"name": "N150", "visible_devices": [2]},
+         "visible_devices names 2, and the boards here are 0, 1"),
+        (["n150", "n300"], {"name": "N150", "visible_devices": [1]},
+         "of the boards in visible_devices [1]: it needs 1 of n150 under /dev/tenstorrent, and "
+         "this host has 0"),
+        (["n300"] * 4, {"name": "T3K", "visible_devices": [0, 1, 2, 3]}, None),
+        (["n300"] * 4, {"name": "(1,4)", "visible_devices": [0]},
+         "of the boards in visible_devices [0]: it needs 4 wormhole chips, and this host has 2"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bound", [None, "0"])
+def test_named_boards_are_looked_for(host, cards, mesh, problem, bound):
+    """What an engine is bound to is the configuration's choice, whatever the environment says."""
+    host.add_everything(*cards)
+    lanes = mesh_spec(mesh["name"]).num_chips
+    config = mesh_pool(mesh=mesh, tt_data_parallel=lanes, max_batch_size=lanes)
+    if bound is not None:
+        host.environment["TT_VISIBLE_DEVICES"] = bound
+    check = check_pool_on(host, config)
+    if problem is not None:
+        assert check.problem == problem
+    else:
+        assert "visible_devices" not in (check.problem or "")
 
 
 def test_pools_without_a_mesh_run_anywhere(host):
@@ -408,7 +472,7 @@ def test_pools_without_a_mesh_run_anywhere(host):
     config = dataclasses.replace(
         config, engines=dict(zip(("prefill", "decode"), both, strict=True))
     )
-    checks = check_pools(config, host.report())
+    checks = check_pools(config, host.report(), host.environment)
     assert [(c.pool, c.mesh, c.problem) for c in checks] == [
         ("prefill", "simulated T3K", None),
         ("decode", "CPU", None),

@@ -155,7 +155,7 @@ def test_a_replica_gets_its_own_faults_and_no_others(args):
     config = resolve({**args, "fault_epoch_unix_s": 1e9})
 
     def engine(role, rank):
-        own = {"host": "127.0.0.1", "keys": KeyRing(), "environment": {}}
+        own = {"host": "127.0.0.1", "keys": KeyRing()}
         return replica_engine(config, role, rank, **own)
 
     mesh = engine("decode", 1).simulated_mesh

@@ -9,14 +9,15 @@ from cluster.routing import fleet as fleet_module
 from cluster.routing.fleet import Fleet
 from replicas.errors import EngineDeadError
 from replicas.messages import EngineSnapshot, GroupSnapshot
-from tests.cluster.engines import make_member, until
+from tests.cluster.engines import KEYS, make_member, until
 
 
 class Connections:
     """Connects to whoever is not in `dead`, and says one snapshot of each."""
 
-    def __init__(self, on_snapshot, on_dead, on_moves):
+    def __init__(self, on_snapshot, on_dead, on_moves, on_kv_events):
         self.on_snapshot, self.on_dead, self.on_moves = on_snapshot, on_dead, on_moves
+        self.on_kv_events = on_kv_events
         self.incarnations = frozenset()
         self.dead = {}
 
@@ -63,7 +64,7 @@ def _quick(monkeypatch):
 
 def following(scenario, *names, wanted=None):
     async def run():
-        fleet, discovery = Fleet(Connections), Discovery(*names, wanted=wanted)
+        fleet, discovery = Fleet(Connections, KEYS), Discovery(*names, wanted=wanted)
         task = asyncio.ensure_future(fleet.follow(discovery))
         try:
             await scenario(fleet, discovery)
@@ -152,7 +153,7 @@ def test_a_member_that_cannot_be_reached_is_forgotten_and_tried_again():
 
 def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
     async def run():
-        fleet = Fleet(Connections)
+        fleet = Fleet(Connections, KEYS)
         fleet.client.dead["a"] = RuntimeError("a bug")
         with pytest.raises(RuntimeError):
             await fleet.connect(make_member("both", "a"))
@@ -230,3 +231,8 @@ def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing,
         assert not fleet.is_lost, "replicas that start slowly will be found"
 
     following(scenario, "a")
+
+
+def test_engines_have_to_tell_nothing_where_nobody_asks():
+    assert Fleet(Connections, KEYS).client.on_kv_events is not None
+    assert Fleet(Connections, KEYS, follows_prefixes=False).client.on_kv_events is None

@@ -68,7 +68,7 @@ def samples():
             "inline": PathCounters(num_sent=6, bytes_sent=13 * ROW_BYTES),
             "shared": PathCounters(num_sent=2, bytes_sent=5 * ROW_BYTES),
         },
-        send_failures={"expired": 1, "peer_dead": 2},
+        send_failures={"expired": 1, "peer_dead": 2, "cancelled": 5},
         stages={"handover": histogram(0.03, 0.04, 70.0)},
         leases={"granted": 9, "late_fetch": 1},
         num_inflight_sends=2,
@@ -84,7 +84,7 @@ def samples():
             "inline": PathCounters(num_received=6, bytes_received=13 * ROW_BYTES),
             "pool": PathCounters(num_received=1, bytes_received=ROW_BYTES),
         },
-        receive_failures={"stalled": 1},
+        receive_failures={"stalled": 1, "cancelled": 4},
         num_inflight_loads=1,
         num_reserved_blocks=7,
         num_quarantined_blocks=8,
@@ -177,9 +177,11 @@ def test_transfers_are_counted_at_both_ends_by_path_and_outcome(samples):
         ("ok", "inline", *PREFILL, "producer"): 6,
         ("ok", "shared", *PREFILL, "producer"): 2,
         ("failed", "", *PREFILL, "producer"): 3,
+        ("cancelled", "", *PREFILL, "producer"): 5,
         ("ok", "inline", *DECODE, "consumer"): 6,
         ("ok", "pool", *DECODE, "consumer"): 1,
         ("failed", "", *DECODE, "consumer"): 1,
+        ("cancelled", "", *DECODE, "consumer"): 4,
     }
     num_bytes = of(samples, "ttserve_kv_transfer_bytes_total", model_name="tiny", path="inline")
     assert num_bytes[(*PREFILL, "producer")] == num_bytes[(*DECODE, "consumer")] == 13 * ROW_BYTES

@@ -1,26 +1,24 @@
 """Placement is a pure choice: valid or none, the same for equal views, the emptiest first."""
 
+import collections
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS, PRESETS, make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.placement import (
-    ANY_GROUP,
-    GroupView,
-    LeastQueued,
-    MostEmptySlots,
-    Placement,
-    RoundRobin,
-    make_policies,
-    place,
-)
-from tests.kv_groups import one_kv_group
+from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told, fits
+from cluster.routing.step_time import StepCosts
+from cluster.routing.views import NUM_OF_PLACE, Column, Views
 
 INCARNATIONS = st.sampled_from(["a", "b", "c"])
 COUNTS = st.integers(0, 2)
 BLOCK_SIZE = 4
-KV_GROUPS = one_kv_group(9, BLOCK_SIZE)
+FIRST_COLUMN = len(GroupView.__struct_fields__) - len(Column)
 
 
 def needs(num_blocks):
@@ -28,29 +26,74 @@ def needs(num_blocks):
     return Demand("r", [7] * (num_blocks * BLOCK_SIZE - 1))
 
 
-def group_view(incarnation, dp_group, slots, blocks, active=0, index=0):
-    """A DP group of a decode engine."""
-    room = [blocks], blocks * BLOCK_SIZE
+class Load(NamedTuple):
+    """What a request finds at a place; `spare_rows` and `spare_context_tokens` are of its group."""
+
+    queue_s: float = 0.0
+    step_s: float = 0.0
+    num_rows: int = 0
+    spare_rows: int = 0
+    spare_context_tokens: int = 0
+    max_context_tokens: int = 0
+    costs: StepCosts = StepCosts()
+
+
+def a_view(placement, index, blocks, slots, room, active, waiting, queued, load):
     return GroupView(
-        incarnation, dp_group, "decode", KV_GROUPS, slots, *room, active, 0, 0.0, index
-    )
+        *placement, *TOLD, index, blocks, slots, *room, active, waiting,
+        load.spare_rows, load.spare_context_tokens, load.max_context_tokens, *load.costs[1:],
+        load.num_rows, queued, load.queue_s, load.step_s,
+    )  # fmt: skip
 
 
-def prefill_view(incarnation, queued_tokens, active, index=0):
+IDLE = Load()
+TOLD = Told("both", (), 0.0)
+
+
+def group_view(
+    incarnation, dp_group, slots, blocks, active=0, index=0, *, waiting=0, queued=0, load=IDLE
+):
+    """A DP group of a decode engine, which computes prompts, too."""
+    room = blocks * BLOCK_SIZE, (8 - blocks) * BLOCK_SIZE
+    place = Placement(incarnation, dp_group)
+    return a_view(place, index, [blocks], slots, room, active, waiting, queued, load)
+
+
+def prefill_view(incarnation, queued_tokens, active, index=0, *, load=IDLE):
     """A prefill engine as a whole."""
-    return GroupView(
-        incarnation, ANY_GROUP, "prefill", KV_GROUPS, 0, [0], 0, active, queued_tokens, 0.0, index
-    )
+    place = Placement(incarnation, ANY_GROUP)
+    return a_view(place, index, [0], 0, (0, 0), active, 0, queued_tokens, load)
+
+
+def listed(views):
+    """As the pools list them: each as an engine of one place."""
+    made = Views(view.placement for view in views)
+    for i, view in enumerate(views):
+        values = msgspec.structs.astuple(view)[FIRST_COLUMN:]
+        made.write(i, TOLD, [view.num_free_blocks], values[:NUM_OF_PLACE], values[NUM_OF_PLACE:])
+    return made
+
+
+def place(policy, demand, views, refused=()):
+    """Listed anew."""
+    return policy.place(demand, listed(views), refused)
+
+
+def most_empty_slots():
+    return make_policies("most_empty_slots").decode
+
+
+def round_robin():
+    return make_policies("round_robin").decode
 
 
 def place_decode(num_blocks, views, refused=()):
-    return place(MostEmptySlots(), needs(num_blocks), views, refused)
+    return place(most_empty_slots(), needs(num_blocks), views, refused)
 
 
 def place_prefill(views, refused=(), policy=None):
-    placement = place(
-        policy or LeastQueued(), needs(1), views, {Placement(i, ANY_GROUP) for i in refused}
-    )
+    policy = policy or make_policies("most_empty_slots").prefill
+    placement = place(policy, needs(1), views, {Placement(i, ANY_GROUP) for i in refused})
     return placement and placement.incarnation
 
 
@@ -140,25 +183,25 @@ def decode_turns(policy, views, count, **options):
 
 def test_round_robin_takes_the_groups_in_their_order():
     views = groups(1, 5, 2)
-    assert decode_turns(RoundRobin(), views, 7) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
+    assert decode_turns(round_robin(), views, 7) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
     keys = [("a", 0), ("a", 1), ("b", 0)]
     lanes = [group_view(name, group, 1, 9, 0, i) for i, (name, group) in enumerate(keys)]
-    policy = RoundRobin()
+    policy = round_robin()
     found = [place(policy, needs(1), lanes) for _ in range(3)]
     assert found == [Placement("a", 0), Placement("a", 1), Placement("b", 0)]
 
 
 def test_round_robin_passes_over_groups_that_cannot_take_the_request():
-    policy = RoundRobin()
+    policy = round_robin()
     assert decode_turns(policy, groups(0, 1, 1), 3) == ["e1", "e2", "e1"]
     refused = {Placement("e2", 0)}
     assert decode_turns(policy, groups(1, 1, 1), 2, refused=refused) == ["e0", "e1"]
     views = [group_view("small", 0, 1, 2, 0, 0), group_view("large", 0, 1, 3, 0, 1)]
-    assert place(RoundRobin(), needs(3), views) == Placement("large", 0)
+    assert place(round_robin(), needs(3), views) == Placement("large", 0)
 
 
 def test_a_round_robin_that_finds_nothing_keeps_its_turn():
-    policy = RoundRobin()
+    policy = round_robin()
     assert decode_turns(policy, groups(1, 1, 1), 1) == ["e0"]
     assert decode_turns(policy, groups(0, 0, 0), 2) == [None, None]
     assert decode_turns(policy, [], 1) == [None]
@@ -166,7 +209,7 @@ def test_a_round_robin_that_finds_nothing_keeps_its_turn():
 
 
 def test_a_round_robin_goes_on_when_groups_have_gone():
-    policy = RoundRobin()
+    policy = round_robin()
     assert decode_turns(policy, groups(1, 1, 1, 1), 4)[-1] == "e3"
     assert decode_turns(policy, groups(1, 1), 2) == ["e0", "e1"]
 
@@ -185,7 +228,7 @@ def test_round_robin_of_prefill_engines_has_a_turn_of_its_own():
 
 @given(st.lists(st.tuples(st.integers(1, 3), group_views(), REFUSED), max_size=8))
 def test_whatever_it_remembers_round_robin_finds_a_group_exactly_if_one_fits(calls):
-    policy = RoundRobin()
+    policy = round_robin()
     for num_blocks, views, refused in calls:
         placement = place(policy, needs(num_blocks), views, refused)
         assert (placement is None) == (place_decode(num_blocks, views, refused) is None)
@@ -198,23 +241,255 @@ def test_whatever_it_remembers_round_robin_finds_a_group_exactly_if_one_fits(cal
 
 @given(st.integers(1, 6), st.integers(0, 20))
 def test_a_round_robin_over_equal_groups_is_even(num_groups, num_before):
-    policy, views = RoundRobin(), groups(*[3] * num_groups)
+    policy, views = round_robin(), groups(*[3] * num_groups)
     decode_turns(policy, views, num_before)
     assert sorted(decode_turns(policy, views, num_groups)) == [v.incarnation for v in views]
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("most_empty_slots", (MostEmptySlots, LeastQueued)),
-        ("round_robin", (RoundRobin, RoundRobin)),
-    ],
-)
-def test_policies_have_names_and_memories_of_their_own(name, kinds):
+@pytest.mark.parametrize("name", PRESETS)
+def test_policies_have_memories_of_their_own(name):
     one, other = make_policies(name), make_policies(name)
-    assert tuple(map(type, one)) == tuple(map(type, other)) == kinds
-    views = groups(1, 1)
-    assert decode_turns(one.decode, views, 1) == decode_turns(other.decode, views, 1) == ["e0"]
+    views = groups(*[3] * 7)
+    assert decode_turns(one.decode, views, 9) == decode_turns(other.decode, views, 9)
+    again = make_policies(name)
+    decode_turns(again.prefill, views, 5)
+    assert decode_turns(again.decode, views, 9) == decode_turns(
+        make_policies(name).decode, views, 9
+    )
+
+
+# --- the rules, said again ----------------------------------------------------------------------
+
+
+@st.composite
+def loaded_views(draw):
+    """DP groups of several engines, each with a load of its own."""
+    keys = draw(st.lists(st.tuples(INCARNATIONS, st.integers(0, 2)), unique=True, max_size=9))
+    count, cost = st.integers(0, 200), st.sampled_from([0.0, 0.25, 0.5, 2.0])
+    costs = st.builds(StepCosts, *[cost] * 7)
+    load = st.builds(Load, cost, cost, *[count] * 4, costs)
+    return [
+        group_view(
+            *key, draw(COUNTS), draw(st.integers(0, 8)), draw(count), i,
+            waiting=draw(count), queued=draw(count), load=draw(load),
+        )
+        for i, key in enumerate(keys)
+    ]  # fmt: skip
+
+
+@st.composite
+def calls_of(draw):
+    """Requests one after the other, each before views of its own."""
+    call = st.tuples(st.integers(1, 5), loaded_views(), REFUSED, st.integers(0, 20))
+    return draw(st.lists(call, min_size=1, max_size=5))
+
+
+def in_turn(key):
+    """Those with the least key, from the one on whose turn it is."""
+
+    def rule(demand, views, turn, cached):
+        least = min(key(demand, v, cached) for v in views)
+        best = [v for v in views if key(demand, v, cached) == least]
+        return [next((v for v in best if v.index >= turn), best[0])]
+
+    return rule
+
+
+def missed(demand, view, cached):
+    return demand.num_prompt_tokens - cached.get(view.placement, 0)
+
+
+def follow_the_prefix(demand, views, turn, cached):
+    loads = [v.num_active for v in views]
+    is_out_of_balance = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
+    most = max(cached.get(v.placement, 0) for v in views)
+    if not is_out_of_balance and most / demand.num_prompt_tokens > 0.3:
+        views = [v for v in views if cached.get(v.placement, 0) == most]
+    return in_turn(lambda _d, v, _c: v.num_active)(demand, views, turn, cached)
+
+
+def less_loaded_of_any_two(_demand, views, _turn, _cached):
+    """Whatever pair is drawn: nobody who is busier than all others but one."""
+    if len(views) < 3:
+        return [v for v in views if v.num_active == min(v.num_active for v in views)]
+    most = max(v.num_active for v in views)
+    busiest = [v for v in views if v.num_active == most]
+    return views if len(busiest) > 1 else [v for v in views if v is not busiest[0]]
+
+
+def added_seconds(demand, view, cached, crowd):
+    """A first token's, and less of all that is spread over outputs or over those who will come."""
+    length = demand.num_prompt_tokens
+    missing = missed(demand, view, cached)
+    pairs = (length**2 - (length - missing) ** 2) / 2
+    prompt_s = view.prompt_s + missing * view.prompt_token_s + pairs * view.prompt_pair_s
+    longer_s = (
+        view.row_s * max(1 - view.spare_rows, 0)
+        + view.context_token_s * max(length + 1 - view.spare_context_tokens, 0)
+        + view.longest_token_s * max(length + 1 - view.max_context_tokens, 0)
+    )
+    output_s = demand.expected_output_tokens * (view.next_step_s + longer_s)
+    harm_s = view.num_rows * (prompt_s + demand.expected_output_tokens * longer_s)
+    return view.queue_s + prompt_s + 0.1 * (output_s + harm_s) + 0.3 * crowd * prompt_s
+
+
+def least_delay(demand, views, _turn, cached, crowd):
+    """Whoever is within rounding of the least."""
+    costs = [added_seconds(demand, view, cached, crowd) for view in views]
+    return [v for v, c in zip(views, costs, strict=True) if c <= min(costs) * (1 + 1e-9)]
+
+
+RULES = {
+    "least_delay": least_delay,
+    "most_empty_slots": lambda _d, views, _t, _c: [
+        min(views, key=lambda v: (-v.num_empty_slots, -v.num_free_tokens, v.placement))
+    ],
+    "round_robin": in_turn(lambda *_: 0),
+    "random": lambda _d, views, _t, _c: views,
+    "least_loaded": in_turn(lambda _d, v, _c: v.num_active),
+    "power_of_two": less_loaded_of_any_two,
+    "prefix_aware": follow_the_prefix,
+    "waiting_and_running": in_turn(
+        lambda _d, v, _c: 4 * v.num_waiting + (v.num_active - v.num_waiting)
+    ),
+    "cache_and_load": in_turn(
+        lambda d, v, c: (v.num_queued_tokens + missed(d, v, c)) + v.num_held_tokens
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(calls_of(), st.randoms())
+def test_a_policy_follows_its_rule(name, calls, random):
+    cached = {}
+    policy, turn = make_policies(name, lambda _demand: cached).decode, 0
+    for num_blocks, views, refused, most_cached in calls:
+        demand = needs(num_blocks)
+        cached.clear()
+        most = min(most_cached, demand.num_prompt_tokens)
+        cached |= {v.placement: random.randint(0, most) for v in views}
+        allowed = [v for v in views if fits(demand, v) and v.placement not in refused]
+        placement = place(policy, demand, views, refused)
+        if not allowed:
+            assert placement is None
+            continue
+        rule = RULES[name]
+        if name == "least_delay":
+            rule = partial(rule, crowd=sum(v.num_rows for v in views) / len(views))
+        may_have = rule(demand, allowed, turn, cached)
+        assert placement in [v.placement for v in may_have]
+        turn = next(v.index for v in views if v.placement == placement) + 1
+
+
+def test_random_takes_each_place_as_often():
+    policy = make_policies("random").decode
+    counts = collections.Counter(decode_turns(policy, groups(*[1] * 8), 4000))
+    assert len(counts) == 8
+    assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
+
+
+def test_two_ingresses_draw_differently_and_a_simulation_again_the_same():
+    views = groups(*[1] * 8)
+
+    def turns(seed):
+        policy = make_policies("random", seed=seed).decode
+        return list(decode_turns(policy, views, 20))
+
+    assert turns(1) == turns(1)
+    assert turns(1) != turns(2)
+
+
+def test_two_that_are_drawn_are_each_pair_as_often():
+    """Of equal places the one is taken whose turn is next: the busier one of a pair never is."""
+    policy = make_policies("power_of_two").decode
+    views = [group_view(f"e{i}", 0, 1, 9, 10 * i, i) for i in range(5)]
+    counts = collections.Counter(decode_turns(policy, views, 5000))
+    for i in range(5):
+        expected = 5000 * (4 - i) / 10
+        assert abs(counts[f"e{i}"] - expected) < 5 * max(expected, 1) ** 0.5
+
+
+COSTS = StepCosts(0.04, 0.0, 1e-6, 0.0, 0.02, 2e-4, 0.0)
+
+
+def loaded(queue_s=0.0, num_rows=0, spare=0, step_s=0.04):
+    return Load(queue_s, step_s, num_rows, 0, spare, 0, COSTS)
+
+
+def test_a_request_goes_to_the_lane_that_makes_no_step_longer():
+    """Both lanes have room; in the one that reads least it costs nobody anything."""
+    full, light = loaded(num_rows=9), loaded(num_rows=9, spare=100_000)
+    views = [
+        group_view("e", 0, 30, 8, 4, 0, load=full),
+        group_view("e", 1, 2, 8, 5, 1, load=light),
+    ]
+    demand = Demand("r", [7] * 7, expected_output_tokens=100)
+    assert place(make_policies("least_delay").decode, demand, views) == Placement("e", 1)
+    assert place(most_empty_slots(), demand, views) == Placement("e", 0)
+
+
+def test_slots_are_not_work():
+    """The emptiest replica has minutes of prompts before a new one."""
+    views = [
+        group_view("long", 0, 30, 8, 2, 0, load=loaded(queue_s=60.0, num_rows=2)),
+        group_view("short", 0, 10, 8, 22, 1, load=loaded(queue_s=0.5, num_rows=22)),
+    ]
+    assert place(make_policies("least_delay").decode, needs(1), views).incarnation == "short"
+    assert place_decode(1, views).incarnation == "long"
+
+
+def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more():
+    demand = Demand("r", [7] * 31)
+    cached = {Placement("e0", 0): 28}
+    for queue_s, expected in ((0.0, "e0"), (0.001, "e0"), (0.1, "e1")):
+        views = [
+            group_view("e0", 0, 4, 8, 0, 0, load=loaded(queue_s)),
+            group_view("e1", 0, 4, 8, 0, 1, load=loaded()),
+        ]
+        policy = make_policies("least_delay", lambda _demand: cached).decode
+        assert place(policy, demand, views).incarnation == expected, queue_s
+
+
+def test_a_cached_prefix_is_worth_more_of_a_queue_where_many_are_about():
+    """Computed once more it costs everybody who comes."""
+    demand = Demand("r", [7] * 31)
+    cached = {Placement("e0", 0): 28}
+    for num_rows, expected in ((0, "e1"), (40, "e0")):
+        views = [
+            group_view("e0", 0, 4, 8, 0, 0, load=loaded(queue_s=0.01, num_rows=num_rows)),
+            group_view("e1", 0, 4, 8, 0, 1, load=loaded(num_rows=num_rows)),
+        ]
+        for policy in make_policies("least_delay", lambda _demand: cached):
+            assert place(policy, demand, views).incarnation == expected, num_rows
+
+
+def test_equal_places_get_their_requests_in_turn():
+    policy = make_policies("least_delay").decode
+    assert decode_turns(policy, groups(3, 3, 3), 4) == ["e0", "e1", "e2", "e0"]
+
+
+def test_an_engine_as_a_whole_has_what_its_groups_have_cached():
+    cached = {Placement("p1", 0): 2, Placement("p1", 1): 3, Placement("p0", 0): 1}
+    policy = make_policies("prefix_aware", lambda _demand: cached).prefill
+    engines = [prefill_view(f"p{i}", 0, 0, i) for i in range(3)]
+    assert place_prefill(engines, policy=policy) == "p1"
+
+
+@pytest.mark.parametrize("name", ["prefix_aware", "cache_and_load"])
+def test_a_session_stays_together_on_every_ingress_where_nothing_else_decides(name):
+    views = groups(*[4] * 8)
+    homes = collections.Counter()
+    for i in range(32):
+        demand = Demand("r", [7], session=f"session {i}")
+        asked = {place(make_policies(name).decode, demand, views[k:] + views[:k]) for k in (0, 3)}
+        [home] = asked
+        homes[home] += 1
+        others = [view for view in views if view.placement != home]
+        assert place(make_policies(name).decode, demand, others) in {v.placement for v in others}
+        cached = {others[0].placement: 1}
+        follows = make_policies(name, lambda _demand, cached=cached: cached).decode
+        assert place(follows, demand, views) == others[0].placement, "what is cached counts first"
+    assert len(homes) > 4
 
 
 # --- what is measured with what ------------------------------------------------------------------
@@ -222,5 +497,33 @@ def test_policies_have_names_and_memories_of_their_own(name, kinds):
 
 def test_every_choice_takes_a_slot():
     three = Demand("r", [7], num_choices=3)
-    assert place(MostEmptySlots(), three, groups(1, 2)) is None
-    assert place(MostEmptySlots(), three, groups(1, 3)) == Placement("e1", 0)
+    assert place(most_empty_slots(), three, groups(1, 2)) is None
+    assert place(most_empty_slots(), three, groups(1, 3)) == Placement("e1", 0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_who_looks_at_steps_is_listed(name):
+    """Nobody else places otherwise where prompts, queues and steps cost something."""
+    costs = StepCosts(*[0.5] * 7)
+    slow, fast = (Load(s, s, 3, 0, 0, 0, costs) for s in (9.0, 1.0))
+
+    def chosen(*loads):
+        policy = make_policies(name).decode
+        views = [group_view("a", i, 4, 9, load=load) for i, load in enumerate(loads)]
+        return place(policy, needs(1), views).dp_group
+
+    assert (chosen(slow, fast) != chosen(fast, slow)) == (name in LOOK_AT_STEPS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_who_looks_at_caches_is_listed(name):
+    asked = []
+
+    def cached_tokens(demand):
+        asked.append(demand)
+        return {}
+
+    policies = make_policies(name, cached_tokens)
+    place(policies.decode, needs(1), [group_view("a", 0, 4, 9), group_view("b", 0, 4, 9)])
+    place(policies.prefill, needs(1), [prefill_view("a", 0, 0), prefill_view("b", 0, 0)])
+    assert bool(asked) == (name in LOOK_AT_CACHES)

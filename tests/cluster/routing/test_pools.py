@@ -4,8 +4,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from cluster.routing.breaker import FIRST_OPEN_S, THRESHOLD
+from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.placement import ANY_GROUP, MostEmptySlots, Placement, place
+from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
 from replicas.messages import EngineSnapshot, GroupSnapshot
 from tests.cluster.engines import make_member
@@ -138,8 +140,8 @@ class PoolStateMachine(RuleBasedStateMachine):
         ]
         views = self.pools.decode_views()
         assert [
-            (v.incarnation, v.dp_group, v.role, v.num_empty_slots, v.num_free_blocks, v.num_active,
-             v.num_queued_tokens)
+            (v.incarnation, v.dp_group, self.pools.snapshot(v.incarnation).role, v.num_empty_slots,
+             v.num_free_blocks, v.num_active, v.num_queued_tokens)
             for v in views
         ] == decode, "also in the order of adding"  # fmt: skip
         prefill = [
@@ -188,7 +190,7 @@ def test_replica_without_a_snapshot_takes_no_requests():
     pools = PoolState()
     pools.add(make_member("decode", "d0"))
     assert not pools.has_open("decode")
-    assert pools.decode_views() == []
+    assert not pools.decode_views()
 
 
 def test_stale_snapshot_does_not_replace_a_newer_one():
@@ -355,8 +357,8 @@ def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
         pools.add(make_member("decode", incarnation, kv_groups=one_kv_group(9, block_size)))
         pools.take_snapshot(incarnation, idle())
         pools.hold(Demand("r", [7] * 127), Placement(incarnation, 0))
-    assert [(v.kv_groups[0].block_size, v.num_free_blocks) for v in pools.decode_views()] == [
-        (32, [4]), (32, [8]), (64, [6]), (64, [8]),
+    assert [(v.incarnation, v.num_free_blocks) for v in pools.decode_views()] == [
+        ("small", [4]), ("small", [8]), ("large", [6]), ("large", [8]),
     ]  # fmt: skip
 
 
@@ -371,7 +373,9 @@ def pool_of(**engines):
 
 
 def placed(demand, **engines):
-    placement = place(MostEmptySlots(), demand, pool_of(**engines).decode_views())
+    placement = make_policies("most_empty_slots").decode.place(
+        demand, pool_of(**engines).decode_views()
+    )
     return placement and placement.incarnation
 
 
@@ -404,7 +408,7 @@ def test_a_replica_that_changes_its_role_changes_sides():
     pools = three_replicas()
     assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
     pools.take_snapshot("p0", idle(seq=1, role="decode"))
-    assert pools.prefill_views() == []
+    assert not pools.prefill_views()
     assert not pools.can_prefill
     assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
     pools.take_snapshot("d0", idle(seq=1, role="prefill"))
@@ -426,3 +430,64 @@ def test_views_that_are_out_of_date_are_noticed():
     pools._replicas["d0"].snapshot = idle(num_slots=1)
     with pytest.raises(AssertionError):
         pools.check_invariants()
+
+
+def in_views(pools):
+    return {view.incarnation for view in (*pools.decode_views(), *pools.prefill_views())}
+
+
+def with_replicas(*incarnations):
+    pools = PoolState()
+    for incarnation in incarnations:
+        pools.add(make_member(role_of(incarnation), incarnation))
+        pools.take_snapshot(incarnation, idle(role=role_of(incarnation)))
+    return pools
+
+
+def fail(pools, incarnation, now_s=0.0):
+    for _ in range(THRESHOLD):
+        pools.failed(incarnation, now_s)
+
+
+def test_a_replica_that_fails_requests_gets_no_more_and_then_one_to_try_it():
+    pools = with_replicas("d0", "d1")
+    fail(pools, "d0")
+    assert in_views(pools) == {"d1"}
+    assert not pools.expire(FIRST_OPEN_S / 2)
+    assert pools.expire(FIRST_OPEN_S)
+    assert in_views(pools) == {"d0", "d1"}
+    hold_decode(pools, "probe", Placement("d0", 0), 1)
+    assert in_views(pools) == {"d1"}
+    pools.release("probe", "d0")  # it has answered, and has yet to give a token
+    assert in_views(pools) == {"d1"}
+    pools.succeeded("d0")
+    assert in_views(pools) == {"d0", "d1"}
+
+
+def test_a_probe_that_ends_without_a_verdict_lets_another_one_try():
+    pools = with_replicas("d0", "d1")
+    fail(pools, "d0")
+    pools.expire(FIRST_OPEN_S)
+    hold_decode(pools, "probe", Placement("d0", 0), 1)
+    pools.end("probe", "d0")
+    assert in_views(pools) == {"d0", "d1"}
+
+
+@pytest.mark.parametrize("only", ["d0", "p0"])
+def test_nobody_is_shut_out_who_is_the_only_one_of_a_side(only):
+    others = {"d0": "p0", "p0": "d0"}
+    pools = with_replicas(only, others[only])
+    fail(pools, only)
+    assert in_views(pools) == {"p0", "d0"}
+    assert pools.breakers.state(only) == "open"
+
+
+def test_where_all_of_a_side_fail_all_of_it_is_asked():
+    pools = with_replicas("d0", "d1", "p0")
+    fail(pools, "d0")
+    fail(pools, "d1")
+    assert in_views(pools) == {"d0", "d1", "p0"}
+    pools.succeeded("d1")
+    assert in_views(pools) == {"d1", "p0"}
+    pools.remove("d1")
+    assert in_views(pools) == {"d0", "p0"}

@@ -27,6 +27,7 @@ def request_id(engine):
 
 async def accept(engine):
     """Say what a decode engine says that has a slot."""
+    await until(lambda: engine.received(AddRequest), "asked")
     await engine.send(Accepted(request_id(engine), 0, 0, 0, 1))
 
 

@@ -20,7 +20,7 @@ from cluster.errors import (
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import StoreConfig
 from kv_transfer.stores.shm import ensure_server
-from replicas import async_client
+from replicas import async_client, launch
 from replicas.messages import (
     LAPSED,
     Abort,
@@ -64,9 +64,9 @@ def pool():
 
 @pytest.fixture(scope="module")
 def spares():
-    """Engines to be killed: four of prefill with short steps, four of decode."""
+    """Engines to be killed or drained: four of prefill with short steps, six of decode."""
     slow = engine_config("prefill", max_num_batched_tokens=16)
-    with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 4) as engines:
+    with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 6) as engines:
         yield {"prefill": engines[:4], "decode": engines[4:]}
 
 
@@ -415,7 +415,112 @@ def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, 
     assert asyncio.run(run()) == reference((prompt, sampling()))[0]
 
 
-def test_decode_engine_killed_mid_stream_is_a_typed_error(pool, victim):
+def mixed_cases(num_tokens):
+    """Eight prompts: greedy ones and seeded ones."""
+    return [
+        (prompt, sampling(num_tokens, **(SEEDED | {"seed": 70 + i} if i % 2 else {})))
+        for i, prompt in enumerate(prompts(8, lengths=(40, 65, 7, 130)))
+    ]
+
+
+async def begin(made, cases):
+    """Start requests; their streams, and the first tokens of each: those of a decode engine too."""
+    streams = [start(made, *case) for case in cases]
+
+    async def head(outputs):
+        return await token_of(outputs) + await token_of(outputs)
+
+    return streams, await asyncio.gather(*map(head, streams))
+
+
+async def finish(streams, heads):
+    """Whole outputs of streams that have begun."""
+    rests = await asyncio.wait_for(asyncio.gather(*map(rest_of, streams)), 60)
+    return [head + rest for head, rest in zip(heads, rests, strict=True)]
+
+
+def test_streams_of_a_decode_engine_that_is_killed_go_on_elsewhere_with_the_same_tokens(
+    pool, victim
+):
+    prefill, other, lost = pool[0], pool[2], victim("decode")
+    cases = mixed_cases(LONG)
+
+    async def run():
+        async with rig(prefill, other, lost) as made:
+            streams, heads = await begin(made, cases)
+            lost.kill()
+            results = await finish(streams, heads)
+            assert made.lost == [lost.incarnation]
+            num_migrated = made.count("ttserve_router_migrations_total", reason="lost")
+            assert 0 < num_migrated < len(cases)
+            gaps = "ttserve_router_migration_gap_seconds"
+            assert made.count(f"{gaps}_count", model_name="tiny") == num_migrated
+            await until_idle(made, prefill, other)
+            return results
+
+    assert asyncio.run(run()) == reference(*cases)
+
+
+def test_streams_of_a_decode_engine_that_is_frozen_go_on_elsewhere_with_the_same_tokens(
+    pool, monkeypatch
+):
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
+    prefill, other, frozen = pool[0], pool[2], pool[3]
+    cases = mixed_cases(LONG)
+
+    async def run():
+        async with rig(prefill, other, frozen) as made:
+            streams, heads = await begin(made, cases)
+            with frozen.stopped():
+                results = await finish(streams, heads)
+            assert made.lost == [frozen.incarnation]
+            assert made.count("ttserve_router_migrations_total", reason="lost") > 0
+            await made.connect(frozen.member)
+            await until_idle(made, prefill, other, frozen)
+            return results
+
+    assert asyncio.run(run()) == reference(*cases)
+
+
+def test_streams_that_would_outlive_the_drain_of_their_engine_go_on_elsewhere(
+    pool, victim, monkeypatch
+):
+    monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.01)
+    prefill, other, leaving = pool[0], pool[2], victim("decode")
+    cases = mixed_cases(LONG)
+
+    async def run():
+        async with rig(prefill, other, leaving) as made:
+            streams, heads = await begin(made, cases)
+            drained = asyncio.ensure_future(asyncio.to_thread(leaving.handle.drain, 20.0))
+            results = await finish(streams, heads)
+            assert await drained, "nothing is left there before its time is over"
+            assert made.lost == []
+            assert made.count("ttserve_router_migrations_total", reason="leaving") > 0
+            await until_idle(made, prefill, other, leaving)
+            return results
+
+    assert asyncio.run(run()) == reference(*cases)
+
+
+def test_a_stream_of_an_engine_without_kv_transfer_goes_on_on_another_one():
+    cases = [(p, sampling(LONG)) for p in prompts(6, lengths=(40, 65))]
+
+    async def run(lost, other):
+        async with rig(lost, other) as made:
+            streams, heads = await begin(made, cases)
+            lost.kill()
+            results = await finish(streams, heads)
+            assert made.count("ttserve_router_migrations_total", reason="lost") > 0
+            await until_idle(made, other)
+            return results
+
+    with running(*[("both", engine_config("both"))] * 2) as engines:
+        results = asyncio.run(run(*engines))
+    assert results == reference(*cases)
+
+
+def test_decode_engine_killed_mid_stream_is_a_typed_error_where_it_is_the_only_one(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
 
@@ -842,6 +947,7 @@ def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout
             with pytest.raises(QueueTimeoutError, match="lapsed"):
                 await asyncio.wait_for(task, 5)
             await until(lambda: prefill.received(Abort), "prefill is told")
+            assert made.count("ttserve_router_lapsed_reservations_total", model_name="tiny") == 1
 
     asyncio.run(run())
 

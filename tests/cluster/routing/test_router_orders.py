@@ -23,7 +23,15 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
-from tests.cluster.engines import KEYS, ScriptedEngine, accepts, prefills, rig, until
+from tests.cluster.engines import (
+    KEYS,
+    ScriptedEngine,
+    accepts,
+    prefills,
+    rig,
+    sampling,
+    until,
+)
 
 PROMPT = [7] * 40
 FIRST = 5
@@ -72,6 +80,17 @@ async def fill(made, *engines):
     for engine in engines:
         await engine.send(snapshot=engine.snapshot(0))
     await until(lambda: not any(v.num_empty_slots for v in made.pools.decode_views()), "full")
+
+
+async def let_have(made, engine, num_slots):
+    """Let one decode engine say how many slots are free."""
+    await engine.send(snapshot=engine.snapshot(num_slots))
+    incarnation = engine.member.description.incarnation
+
+    def is_known():
+        return made.pools.snapshot(incarnation).groups[0].num_empty_slots == num_slots
+
+    await until(is_known, f"{num_slots} slots are free")
 
 
 def ticket_of(message):
@@ -379,22 +398,167 @@ def test_engine_that_must_not_compute_again_ends_the_request_with_its_own_error(
     run(scenario)
 
 
-def test_decode_engine_lost_after_a_token_of_its_own_ends_the_request():
-    def begins(message):
+def begins(message):
+    """A decode engine that gives one token, and no more."""
+    if isinstance(message, Activate):
+        return [TokenOutput(message.request_id, len(message.token_ids[0]), [6])]
+    return accepts(message)
+
+
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+def test_after_a_decode_engine_with_tokens_another_goes_on_from_them(order):
+    async def scenario():
+        engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
+        async with cluster(*engines, order=order) as (made, p, lost, d):
+            await let_have(made, d, 0)
+            outputs = start(made)
+            assert [(await anext(outputs)).token_ids for _ in range(2)] == [[FIRST], [6]]
+            await let_have(made, d, 4)
+            lost.die()
+            rest = [(o.index, o.token_ids, o.finish_reason) async for o in outputs]
+            assert rest == [(2, [6, 7], "length")]
+            assert [type(m) for m in d.messages if type(m) is not LoadKV] == [AddRequest, Activate]
+            [add], [activate] = d.received(AddRequest), d.received(Activate)
+            assert (add.mode, activate.token_ids) == ("decode", [[FIRST, 6]])
+            assert add.request.prompt_token_ids == PROMPT
+            assert len(p.received(AddRequest)) == 1, "nobody else computes it again"
+            assert made.count("ttserve_router_migrations_total", reason="lost") == 1
+
+    run(scenario)
+
+
+def test_choices_that_are_not_equally_far_go_on_from_where_each_was_and_end_once():
+    def several(message):
+        if isinstance(message, AddRequest):
+            request_id = message.request.request_id
+            return [*accepts(message), *(TokenOutput(request_id, 0, [i], choice=i) for i in (0, 1))]
+        return []
+
+    def goes_on(message):
         if isinstance(message, Activate):
-            return [TokenOutput(message.request_id, 1, [6])]
+            # One that had ended ends again; what was known comes again with what is new.
+            first, second = message.token_ids
+            return [
+                TokenOutput(message.request_id, len(first), [], "stop", choice=0),
+                TokenOutput(message.request_id, 0, [*second, 8], choice=1),
+                TokenOutput(message.request_id, len(second) + 1, [9], "length", choice=1),
+            ]
         return accepts(message)
 
     async def scenario():
+        engines = ("both", "d1", several), ("both", "d2", goes_on)
+        async with cluster(*engines) as (made, lost, d):
+            await let_have(made, d, 0)
+            params = sampling(5, n=2, temperature=1.0, seed=3)
+            outputs = made.generate(made.request(PROMPT, params))
+            for _ in range(2):
+                await anext(outputs)
+            request_id = lost.received(AddRequest)[0].request.request_id
+            await lost.send(TokenOutput(request_id, 1, [4], choice=1))
+            await lost.send(TokenOutput(request_id, 1, [3], "stop", choice=0))
+            assert [(await anext(outputs)).choice for _ in range(2)] == [1, 0]
+            await let_have(made, d, 4)
+            lost.die()
+            rest = [(o.choice, o.index, o.token_ids) async for o in outputs]
+            [activate] = d.received(Activate)
+            assert activate.token_ids == [[0, 3], [1, 4]]
+            assert rest[-1] == (1, 3, [9]), "it ends with the choice that had not ended"
+            assert rest[-2] == (1, 0, [1, 4, 8])
+
+    run(scenario)
+
+
+def test_a_stream_that_lost_its_engine_is_placed_before_those_who_came_later():
+    async def scenario():
+        engines = ("both", "d1", accepts), ("both", "d2", accepts)
+        async with cluster(*engines) as (made, lost, d):
+            await let_have(made, d, 0)
+            outputs = start(made)
+            first = asyncio.ensure_future(anext(outputs))
+            asked = await told(lost, AddRequest)
+            await lost.send(TokenOutput(asked.request.request_id, 0, [6]))
+            assert (await first).token_ids == [6]
+            await let_have(made, lost, 0)
+            late = asyncio.ensure_future(tokens(start(made)))
+            await until(lambda: made.num_queued == 1, "the late one waits")
+            rest = asyncio.ensure_future(tokens(outputs))
+            lost.die()
+            await until(lambda: made.num_queued == 2, "both wait")
+            await let_have(made, d, 1)
+            assert (await told(d, AddRequest)).request == asked.request
+            for task in (late, rest):
+                task.cancel()
+            await asyncio.wait({late, rest})
+
+    run(scenario)
+
+
+async def hand_over(engine):
+    """Let an engine say that it has little time left."""
+    await engine.send(snapshot=engine.snapshot(3, draining=True, hands_over=True))
+
+
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+def test_streams_of_an_engine_that_hands_over_go_on_elsewhere_and_that_is_no_loss(order):
+    async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
-        async with cluster(*engines) as (made, p, lost, d):
+        async with cluster(*engines, order=order, max_attempts=1) as (made, _, leaving, d):
+            await let_have(made, d, 0)
             outputs = start(made)
             assert [(await anext(outputs)).token_ids for _ in range(2)] == [[FIRST], [6]]
+            await let_have(made, d, 4)
+            await hand_over(leaving)
+            assert await tokens(outputs) == [6, 7]
+            assert d.received(Activate)[0].token_ids == [[FIRST, 6]]
+            await told(leaving, Abort)
+            assert made.count("ttserve_router_migrations_total", reason="leaving") == 1
+
+    run(scenario)
+
+
+def test_a_stream_stays_with_an_engine_that_hands_over_until_another_has_room():
+    async def scenario():
+        engines = ("both", "d1", accepts), ("both", "d2", decodes)
+        async with cluster(*engines) as (made, leaving, d):
+            await let_have(made, d, 0)
+            outputs = start(made)
+            first = asyncio.ensure_future(anext(outputs))
+            request_id = (await told(leaving, AddRequest)).request.request_id
+            await leaving.send(TokenOutput(request_id, 0, [1]))
+            await hand_over(leaving)
+            await leaving.send(TokenOutput(request_id, 1, [2]))
+            assert [(await first).token_ids, (await anext(outputs)).token_ids] == [[1], [2]]
+            rest = asyncio.ensure_future(tokens(outputs))
+            await until(lambda: made.pools.snapshot("d1").hands_over, "it hands over")
+            await asyncio.sleep(0.1)
+            assert not leaving.received(Abort)
+            assert not made.num_queued, "it has a slot as long as it gets on"
+            await let_have(made, d, 1)
+            assert await rest == [6, 7]
+            assert d.received(Activate)[0].token_ids == [[1, 2]]
+            await told(leaving, Abort)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("room", ["no other", "full"])
+def test_a_stream_that_nobody_can_go_on_with_ends_with_the_loss(room):
+    async def scenario():
+        engines = [("both", "d1", accepts), ("both", "d2", accepts)]
+        async with cluster(*engines, queue_timeout_s=0.5) as (made, lost, other):
+            await let_have(made, other, 0)
+            outputs = start(made)
+            first = asyncio.ensure_future(anext(outputs))
+            asked = await told(lost, AddRequest)
+            await lost.send(TokenOutput(asked.request.request_id, 0, [6]))
+            await first
+            if room == "no other":
+                other.die()
+                await until(lambda: len(made.pools.members()) == 1, "gone")
             lost.die()
             with pytest.raises(ReplicaLostError, match="mid-request"):
                 await anext(outputs)
-            await told(p, Abort)
-            assert d.messages == []
+            assert not made.count("ttserve_router_migrations_total", reason="lost")
 
     run(scenario)
 

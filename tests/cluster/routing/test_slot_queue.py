@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
+from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.placement import MostEmptySlots, Placement
+from cluster.routing.placement import Placement
 from cluster.routing.pools import PoolState
 from cluster.routing.slot_queue import SlotQueue
 from cluster.routing.slot_waits import SlotWaits
@@ -35,7 +36,9 @@ def one_engine(num_slots=1):
 
 
 def make(pools, max_queued_requests=4, timeout_s=TIMEOUT_S):
-    queue = SlotQueue(pools, MostEmptySlots(), max_queued_requests, timeout_s)
+    queue = SlotQueue(
+        pools, make_policies("most_empty_slots").decode, max_queued_requests, timeout_s
+    )
     return queue, SlotWaits(queue, pools)
 
 

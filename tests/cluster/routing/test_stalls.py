@@ -12,7 +12,7 @@ from replicas import async_client
 from replicas.config import SimulatedMeshConfig
 from replicas.faults import Fault
 from replicas.generators.simulated.tokens import expected_tokens
-from replicas.messages import Abort, Accepted, Activate, AddRequest, TokenOutput
+from replicas.messages import Abort, Accepted, Activate, AddRequest, Refused, TokenOutput
 from tests.cluster.engines import (
     ScriptedEngine,
     accepts,
@@ -128,6 +128,38 @@ def test_a_decode_engine_that_stalls_before_its_first_token_costs_another_one(an
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("old", ["accepted", "refused"])
+def test_an_answer_to_what_was_asked_before_an_engine_was_left_hangs_nobody(old):
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", silent) as hung,
+            ScriptedEngine("both", "d2", accepts) as other,
+            rig() as made,
+        ):
+            await made.connect(hung.member)
+            task = ask(made)
+            await until(lambda: asked(hung), "asked")
+            await made.connect(other.member)
+            await stall(made, hung)
+            await until(lambda: asked(other), "the other is asked")
+            await stall(made, hung, 0.0)
+            other.die()
+            await until(lambda: asked(hung) == 2, "it is asked again")
+            request_id = hung.received(AddRequest)[0].request.request_id
+            answers = [Accepted(request_id, 0, 0, 0, 1), Refused(request_id, "no_slot", "full")]
+            # First what it says of the question before it was left, then of the second one.
+            for answer in answers if old == "accepted" else answers[::-1]:
+                await hung.send(answer)
+            await hung.send(snapshot=hung.snapshot(num_empty_slots=4))
+            await until(lambda: asked(hung) == 3, "it is asked anew")
+            assert hung.received(Abort)[-1].request_ids == [request_id], "nobody is left there"
+            await hung.send(Accepted(request_id, 0, 0, 0, 2))
+            await hung.send(TokenOutput(request_id, 0, [5], "length"))
+            assert await answer_of(task) == [5]
+
+    asyncio.run(run())
+
+
 def test_a_reservation_on_an_engine_that_stalls_is_made_anew_elsewhere():
     async def run():
         async with (
@@ -150,26 +182,88 @@ def test_a_reservation_on_an_engine_that_stalls_is_made_anew_elsewhere():
     asyncio.run(run())
 
 
-def test_a_stream_that_has_tokens_waits_until_its_engine_moves_again():
+async def stream_on(made, engine):
+    """A request that has a token of an engine; its outputs, and its id."""
+    outputs = made.generate(made.request([1, 2, 3]))
+    first = asyncio.ensure_future(anext(outputs))
+    await until(lambda: asked(engine), "asked")
+    request_id = engine.received(AddRequest)[0].request.request_id
+    await engine.send(TokenOutput(request_id, 0, [5]))
+    assert (await first).token_ids == [5]
+    return outputs, request_id
+
+
+async def rest_of(outputs):
+    return [token async for output in outputs for token in output.token_ids]
+
+
+def test_a_stream_that_has_tokens_goes_on_elsewhere_and_hears_no_late_one():
     async def run():
         async with (
             ScriptedEngine("both", "d1", accepts) as hung,
-            ScriptedEngine("both", "d2", decodes) as other,
+            ScriptedEngine("both", "d2", accepts) as other,
             rig() as made,
         ):
             await made.connect(hung.member)
-            task = ask(made)
-            await until(lambda: asked(hung), "asked")
-            request_id = hung.received(AddRequest)[0].request.request_id
-            await hung.send(TokenOutput(request_id, 0, [5]))
+            outputs, request_id = await stream_on(made, hung)
             await made.connect(other.member)
+            rest = asyncio.ensure_future(rest_of(outputs))
             await stall(made, hung)
-            await asyncio.sleep(1.0)
+            await until(lambda: other.received(Activate), "the other goes on")
+            assert other.received(Activate)[0].token_ids == [[5]]
             hung.stalled_s = 0.0
+            await hung.send(TokenOutput(request_id, 1, [9], "length"))
+            await until(lambda: not made.pools.num_stalled, "it moves again")
+            await other.send(TokenOutput(request_id, 1, [6], "length"))
+            assert await answer_of(rest) == [6]
+            assert hung.received(Abort) == [Abort([request_id])]
+            assert made.count("ttserve_router_migrations_total", reason="stalled") == 1
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_tokens_waits_for_its_engine_until_another_has_room():
+    async def run():
+        async with ScriptedEngine("both", "d1", accepts) as hung, rig() as made:
+            await made.connect(hung.member)
+            outputs, request_id = await stream_on(made, hung)
+            rest = asyncio.ensure_future(rest_of(outputs))
+            await stall(made, hung)
+            await asyncio.sleep(0.5)
+            assert not rest.done()
+            async with ScriptedEngine("both", "d2", decodes) as other:
+                await made.connect(other.member)
+                assert await answer_of(rest) == [6]
+                assert hung.received(Abort) == [Abort([request_id])]
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_had_to_say_before_it_was_left_is_not_heard_when_it_is_asked_again():
+    """It stalls, is left, and is asked again: its last output of then comes before its answer."""
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as hung,
+            ScriptedEngine("both", "d2", accepts) as other,
+            rig() as made,
+        ):
+            await made.connect(hung.member)
+            outputs, request_id = await stream_on(made, hung)
+            await made.connect(other.member)
+            rest = asyncio.ensure_future(rest_of(outputs))
+            await stall(made, hung)
+            await until(lambda: other.received(Activate), "the other goes on")
+            hung.answer = silent
+            hung.stalled_s = 0.0
+            await until(lambda: not made.pools.num_stalled, "it moves again")
+            other.die()
+            await until(lambda: asked(hung) == 2, "it is asked again")
+            await hung.send(TokenOutput(request_id, 7, [9], "length"))
+            await hung.send(Accepted(request_id, 0, 0, 0, 2))
+            await until(lambda: hung.received(Activate), "it goes on")
             await hung.send(TokenOutput(request_id, 1, [6], "length"))
-            assert await answer_of(task) == [5, 6]
-            assert asked(other) == 0
-            assert hung.received(Abort) == []
+            assert await answer_of(rest) == [6]
 
     asyncio.run(run())
 

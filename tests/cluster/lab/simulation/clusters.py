@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.lab.simulation.records import EventRecord, SimulationResult
+    from cluster.lab.simulation.scaling import Scaler
     from replicas.config import Role
     from replicas.generators.simulated.timing import StepTiming
 
@@ -133,6 +134,7 @@ def simulation(
     faults: Sequence[dict] = (),
     router: dict | None = None,
     network: dict | None = None,
+    scaler: Scaler | None = None,
     **options: object,
 ) -> Simulation:
     """A run with all checks and an event log, unless told otherwise."""
@@ -147,6 +149,7 @@ def simulation(
             network=NetworkConfig(**fields),
             **given,
         ),
+        scaler=scaler,
     )
 
 

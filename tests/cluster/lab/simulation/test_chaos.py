@@ -80,7 +80,8 @@ def test_random_scenarios_break_no_invariant():
 def test_everything_that_may_happen_does(sweep):
     assert set(check(sweep)) - {"no_ingress"} == {
         "ok", "aborted", "BadRequestError", "NotReadyError", "QueueTimeoutError",
-        "ReplicaLostError", "SaturatedError", "ingress_lost",
+        "ReplicaLostError", "SaturatedError", "OverloadedError", "QuotaError",
+        "ingress_lost",
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`ttserve simulate` from its arguments to its files."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -203,3 +204,13 @@ def test_a_simulated_engine_is_told_what_a_real_one_is(num_blocks):
         assert simulated_facts(config) == core.facts
     finally:
         core.shutdown()
+
+
+def test_the_config_for_long_documents_serves_them(tmp_path):
+    trace = tmp_path / "long.jsonl"
+    row = {"input_length": 55_296, "output_length": 500}
+    rows = [{"timestamp": 1000 * i, "hash_ids": [i], **row} for i in range(4)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    config = Path(cli.__file__).parent.parent / "configs/sim-t3k-long.yaml"
+    result = run_cluster(load_cluster(config), load_trace(SimulateOptions(trace=trace)))
+    assert [len(record.token_times_s) for record in result.records] == [500] * 4

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from hashlib import blake2b
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from cluster.config.schema import PolicyName
 from cluster.lab.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas.generators.simulated.timing import LinkTiming, MeshTiming
@@ -92,7 +94,7 @@ def options(draw, workload):
     return {
         "ingresses": draw(st.integers(1, 3)),
         "router": {
-            "policy": draw(st.sampled_from(["most_empty_slots", "round_robin"])),
+            "policy": draw(st.sampled_from(get_args(PolicyName))),
             "max_queued_requests": draw(st.sampled_from([256, 2])),
             "queue_timeout_s": draw(st.sampled_from([60.0, 1.3])),
         },

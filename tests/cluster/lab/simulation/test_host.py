@@ -73,6 +73,7 @@ class Bench:
             ),
             on_dead=lambda *told: self.dead.append((self.loop.time(), *told)),
             on_moves=lambda *told: self.moves.append((self.loop.time(), *told)),
+            on_kv_events=lambda *_: False,
         )
         self.connect(client)
         return client

@@ -151,7 +151,9 @@ def first_token_is_given_twice(patch):
     async def again(self, outputs):
         await deliver(self, outputs)
         if self.has_tokens:
-            await deliver(self, [TokenOutput(self._request.request_id, 0, self.tokens[0][:1])])
+            await deliver(
+                self, [TokenOutput(self._request.request_id, 0, self.progress.tokens[0][:1])]
+            )
 
     patch.setattr(Run, "deliver", again)
 

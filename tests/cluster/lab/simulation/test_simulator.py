@@ -17,6 +17,7 @@ from replicas import dealer
 from replicas.config import SimulatedMeshConfig
 from replicas.dealer import SILENCE_S
 from replicas.engine import sockets
+from replicas.engine.inbox import GATHER_S
 from tests.cluster.lab.simulation.clusters import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,
@@ -141,9 +142,16 @@ def test_a_request_without_a_slot_waits_for_the_snapshot_that_shows_one(run_ahea
 
 def test_lanes_prefill_side_by_side():
     engine = pool(max_batch_size=4, tt_data_parallel=2)
-    result = simulate(engine, requests((0.0, 64, 1), (0.001, 96, 1), (0.001, 48, 1)))
-    done_s = 2 * LATENCY_S + prefill_turn_s(64) + turn_s(96 * PREFILL_TOKEN_S, 2)
-    assert [times(result, i) for i in (1, 2)] == [[done_s]] * 2
+    result = simulate(engine, requests((0.0, 64, 1), (0.005, 96, 1), (0.005, 48, 1)))
+    done_s = 2 * LATENCY_S + GATHER_S + prefill_turn_s(64) + turn_s(96 * PREFILL_TOKEN_S, 2)
+    assert [times(result, i) for i in (1, 2)] == [[pytest.approx(done_s)]] * 2
+
+
+def test_lanes_that_are_idle_wait_for_what_comes_with_the_first_prompt():
+    engine = pool(max_batch_size=4, tt_data_parallel=2)
+    result = simulate(engine, requests((0.0, 64, 1), (0.001, 96, 1)))
+    done_s = 2 * LATENCY_S + GATHER_S + turn_s(96 * PREFILL_TOKEN_S, 2)
+    assert [times(result, i) for i in (0, 1)] == [[pytest.approx(done_s)]] * 2
 
 
 def test_a_prefix_that_is_known_is_not_computed_again():
@@ -342,17 +350,29 @@ def test_kv_that_is_damaged_lost_or_repeated_is_never_decoded_from():
 # --- trouble --------------------------------------------------------------------------------------
 
 
-def test_a_killed_replica_takes_its_requests_along_and_has_a_successor():
+def test_a_killed_replica_takes_its_requests_along_where_it_is_the_only_one():
+    killed_s = 0.5
+    result = simulate(pool(), requests((0.0, 16, 100)), faults=[fault(killed_s, "both/0", "kill")])
+    assert outcomes(result) == ["ReplicaLostError"]
+    lost = result.records[0]
+    assert lost.finished_s == killed_s + LATENCY_S
+    assert 0 < len(lost.token_times_s) < 100
+
+
+def test_the_requests_of_a_killed_replica_migrate_and_it_has_a_successor():
     warm_up_s, restart_s, killed_s = 2.0, 3.0, 0.5
     engine = pool(replicas=2, timing=RoundTiming(warm_up_s))
     workload = requests((0.0, 16, 100), (0.0, 16, 100), (7.0, 16, 100), (7.0, 16, 100))
     result = simulate(
         engine, workload, faults=[fault(killed_s, "both/0", "kill")], restart_s=restart_s
     )
-    assert outcomes(result) == ["ReplicaLostError", OK, OK, OK]
-    lost = result.records[0]
-    assert lost.finished_s == killed_s + LATENCY_S
-    assert 0 < len(lost.token_times_s) < 100
+    assert outcomes(result) == [OK] * 4
+    times_s = result.records[0].token_times_s
+    assert times_s[0] < killed_s < times_s[-1]
+    assert len(times_s) == 100
+    gap_s = max(later - earlier for earlier, later in itertools.pairwise(times_s))
+    # A step that was under way is done again, with the prompt and all tokens before it.
+    assert gap_s < 4 * LATENCY_S + 2 * decode_turn_s(200) + prefill_turn_s(16 + len(times_s))
     assert {r.replica for r in result.records[2:]} == {"both/0", "both/1"}
     dead, _, successor = result.replicas
     assert (dead.name, dead.stopped_s, successor.name) == ("both/0", killed_s, "both/0")

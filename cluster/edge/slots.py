@@ -1,0 +1,132 @@
+"""What decode slots are held for, as one ingress knows it: the body of GET /debug/slots. Pure.
+
+Each ingress tells of its own requests, and of all engines as they last said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.routing.pools import PoolState
+    from cluster.routing.router import Part
+
+_LABEL_BYTES = 6
+
+
+class PartView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's part in one request of this ingress.
+
+    Attributes:
+        request: Tells it from others; no id that an engine knows.
+        mode: prefill, decode (a reservation until it is activated) or local.
+        state: asked (counted here until the engine answers), open, activated.
+        age_s: Seconds since the engine was asked.
+        num_blocks: KV blocks that it takes to begin.
+    """
+
+    request: str
+    mode: str
+    state: str
+    age_s: float
+    num_blocks: int
+
+
+class GroupSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """A DP group as its engine last said; see `replicas.messages.GroupSnapshot`."""
+
+    empty_slots: int
+    running: int
+    reserved: int
+    waiting: int
+    free_blocks: list[int]
+
+
+class ReplicaSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        role: What it takes now; empty before its first snapshot.
+        state: Where it is in its life, see `replicas.life`.
+        moves: Whether it gets requests: not while it stalls or is silent.
+        breaker: closed, open, half_open or probing; see `cluster.routing.breaker`.
+        parts: What it does for this ingress, the oldest first.
+    """
+
+    replica: str
+    pool: str
+    role: str
+    moves: bool
+    state: str
+    breaker: str
+    groups: list[GroupSlots]
+    parts: list[PartView]
+
+
+class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of GET /debug/slots.
+
+    Attributes:
+        num_queued: Requests that wait for a slot here.
+        num_at_door: Requests that wait to be let in; 0 where nobody decides that.
+        replicas: By id.
+    """
+
+    num_queued: int
+    num_at_door: int
+    replicas: list[ReplicaSlots]
+
+
+def slots_view(
+    pools: PoolState, parts: Iterable[Part], *, num_queued: int, num_at_door: int, now_s: float
+) -> SlotsView:
+    """Put together what an ingress knows at `now_s`, on the clock of the parts."""
+    of_engine: dict[str, list[PartView]] = {}
+    for part in sorted(parts, key=lambda part: part.asked_s):
+        member = pools.member(part.incarnation)
+        kv_groups = () if member is None else member.description.kv_groups
+        view = PartView(
+            request=hashlib.blake2b(
+                part.demand.request_id.encode(), digest_size=_LABEL_BYTES
+            ).hexdigest(),
+            mode=part.mode,
+            state=part.state,
+            age_s=now_s - part.asked_s,
+            num_blocks=sum(part.demand.num_blocks(kv_group) for kv_group in kv_groups),
+        )
+        of_engine.setdefault(part.incarnation, []).append(view)
+    replicas = []
+    for member in pools.members():
+        incarnation = member.description.incarnation
+        snapshot = pools.snapshot(incarnation)
+        replicas.append(
+            ReplicaSlots(
+                replica=member.replica_id,
+                pool=member.pool,
+                role="" if snapshot is None else snapshot.role,
+                moves=pools.moves(incarnation),
+                state=pools.state(incarnation).value,
+                breaker=pools.breakers.state(incarnation),
+                groups=[
+                    GroupSlots(
+                        empty_slots=group.num_empty_slots,
+                        running=group.num_running,
+                        reserved=group.num_reserved,
+                        waiting=group.num_waiting,
+                        free_blocks=group.num_free_blocks,
+                    )
+                    for group in (() if snapshot is None else snapshot.groups)
+                ],
+                parts=of_engine.get(incarnation, []),
+            )
+        )
+    return SlotsView(
+        num_queued=num_queued,
+        num_at_door=num_at_door,
+        replicas=sorted(replicas, key=lambda replica: replica.replica),
+    )

@@ -1,0 +1,356 @@
+"""Who is let in, and when: by what a first token and a further one would take. Pure.
+
+Owner: one ingress's event loop. Whoever comes is told at once: to go on, to wait here, or to come
+again later. What waits is let go on in fair order, each tenant's by its deadline, when an engine
+has nearly nothing before the prompt and there will be a slot for it: nothing is queued where it
+could not be taken back, and no slot is held through a queue of prompts. What can no more keep its
+objective is refused before anything is done for it. The engines stay the authority: where a
+prediction was wrong, somebody waits there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.errors import OverloadedError, SaturatedError
+from cluster.routing.backlog import Backlog, level
+from cluster.routing.bounds import Bounds, num_waiting_tokens, whole
+from cluster.routing.entry import Entry
+from cluster.routing.forecast import Forecast
+from cluster.routing.helpers import Helpers
+from cluster.routing.tenants import FairLine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.config.schema import AdmissionConfig
+    from cluster.routing.backlog import PromptEngine
+    from cluster.routing.demand import Demand
+    from cluster.routing.helpers import Helper
+
+
+class Supply(NamedTuple):
+    """What the pools have now.
+
+    Attributes:
+        prompts: The engines that compute prompts, by incarnation.
+        num_slots: Decode slots of all engines that decode.
+        num_empty_slots: Those that are free.
+        helpers: Decode engines that could compute prompts beside these, by incarnation.
+    """
+
+    prompts: Mapping[str, PromptEngine]
+    num_slots: int
+    num_empty_slots: int
+    helpers: Mapping[str, Helper] = MappingProxyType({})
+
+
+class Admission:
+    """See the module docstring.
+
+    Args:
+        config: Objectives and tenants.
+        max_queued_requests: How many may wait.
+        timeout_s: How long one may wait that has no objective.
+
+    Attributes:
+        forecast: What it predicts with.
+        helpers: Decode engines that compute prompts, too.
+    """
+
+    def __init__(self, config: AdmissionConfig, max_queued_requests: int, timeout_s: float) -> None:
+        self._config = config
+        self._bounds = Bounds(config, max_queued_requests)
+        self._timeout_s = timeout_s
+        self._line: FairLine[Entry] = FairLine(lambda name: self._bounds.tenant(name).weight)
+        self._passed: dict[Entry, None] = {}
+        # Of these: whose slot the pools do not count yet, and whose prompt nobody was asked for.
+        self._unplaced: dict[Entry, None] = {}
+        self._unasked: dict[Entry, None] = {}
+        self._orders = itertools.count()
+        self.forecast = Forecast()
+        self._backlog = Backlog(self.forecast)
+        self.helpers = Helpers(self.forecast)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __repr__(self) -> str:
+        return f"Admission({len(self._line)} wait, {len(self._passed)} are let in)"
+
+    @property
+    def num_let_in(self) -> int:
+        """How many requests went on and have not ended."""
+        return len(self._passed)
+
+    # --- a request's way ------------------------------------------------------------------------
+
+    def arrive(self, demand: Demand, now_s: float, supply: Supply) -> Entry:
+        """Let a request wait here, or refuse it; `assign` says when it may go on.
+
+        Raises:
+            QuotaError: Its tenant has as many as it may.
+            SaturatedError: As many requests or tokens wait as may.
+            OverloadedError: It would miss its objective, as far as one can tell.
+        """
+        ttft_s = _objective(demand.ttft_s, self._config.ttft_s)
+        priority = demand.priority + self._bounds.tenant(demand.tenant).priority
+        entry = Entry(
+            demand,
+            now_s,
+            ttft_s,
+            _objective(demand.tpot_s, self._config.tpot_s),
+            (priority, now_s + ttft_s, next(self._orders)),
+        )
+        self._bounds.check_quota(entry, self._line, self.forecast.slot_s)
+        if self._bounds.is_too_many(entry, self._line):
+            raise self.saturated(now_s, supply)
+        wait_s = self._wait_s(entry, now_s, supply)
+        prompt_s = self._prompt_s(entry)
+        entry.predicted_s = wait_s + prompt_s
+        spare_s = ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
+        if math.isinf(ttft_s):
+            entry.latest_s = now_s + self._timeout_s
+        elif wait_s <= spare_s:
+            entry.latest_s = now_s + spare_s
+        elif self._spills(entry, now_s, supply):
+            entry.latest_s = now_s + ttft_s
+        elif spare_s >= 0.0 or self._idle_s(now_s, supply) > 0.0:
+            raise self.refusal(entry, now_s, supply)
+        else:
+            # Nobody is in its way and it will be late all the same: it is served when there is
+            # nothing else to do, or one would never learn that engines have become faster.
+            entry.latest_s = now_s + ttft_s
+        if entry.demand.deadline_s is not None:
+            entry.latest_s = min(entry.latest_s, entry.demand.deadline_s)
+        self._line.enter(entry)
+        return entry
+
+    def assign(self, now_s: float, supply: Supply) -> list[Entry]:
+        """Let go on, in order, who may; they wait no longer.
+
+        Call it whenever the pools have changed, a first token has come or a request has ended.
+        """
+        self._backlog.keep(supply.prompts)
+        passed = []
+        while entry := self._next():
+            if not self._may_pass(entry, now_s, supply):
+                break
+            self._let_in(entry, now_s)
+            self._unasked[entry] = None
+            passed.append(entry)
+        for entry, helper in self.helpers.due(self._line, supply.helpers, now_s):
+            if self._num_free_slots(entry, supply) < 1:
+                break
+            self._let_in(entry, now_s)
+            entry.helper, entry.predicted_s = helper, 0.0
+            self.asked(entry, helper.incarnation, now_s)
+            passed.append(entry)
+        return passed
+
+    def begin_s(self, now_s: float, supply: Supply) -> float:
+        """When `assign` should be called though nothing has changed."""
+        plan = self.helpers.plan(self._line, supply.helpers, now_s)
+        return min((batch.begin_s for batch in plan), default=math.inf)
+
+    def expire(self, now_s: float) -> list[Entry]:
+        """Take out everybody who has waited too long."""
+        late = [entry for entry in self._line if entry.latest_s <= now_s]
+        for entry in late:
+            self.end(entry, now_s)
+        return late
+
+    def overflow(self, now_s: float) -> list[Entry]:
+        """Take out who is one too many since somebody came: of the tenant that has most waiting."""
+        over = []
+        while len(self._line) > 1 and self._bounds.is_over(self._line):
+            over.append(self._line.last())
+            self.end(over[-1], now_s)
+        return over
+
+    def saturated(self, now_s: float, supply: Supply) -> SaturatedError:
+        """What one too many is told."""
+        return SaturatedError(
+            f"{len(self._line)} requests of {num_waiting_tokens(self._line)} tokens wait; retry "
+            "later",
+            retry_after_s=whole(self._idle_s(now_s, supply)),
+        )
+
+    def clear(self, now_s: float) -> list[Entry]:
+        """Take out everybody who waits."""
+        entries = list(self._line)
+        for entry in entries:
+            self.end(entry, now_s)
+        return entries
+
+    def placed(self, entry: Entry) -> None:
+        """The pools hold its slot, and count it from now on."""
+        self._unplaced.pop(entry, None)
+
+    def asked(self, entry: Entry, engine: str, now_s: float) -> None:
+        """An engine was asked for its prompt, and no other any more."""
+        if entry.first_s is None and engine != entry.engine:
+            self._forget_prompt(entry)
+            self._unasked.pop(entry, None)
+            if entry.helper is not None and engine != entry.helper.incarnation:
+                entry.helper = None
+            entry.engine = engine
+            self._asks_of(entry).ask(engine, entry.demand.request_id, entry.num_tokens, now_s)
+
+    def first_token(self, entry: Entry, now_s: float) -> None:
+        """Its first token has come. Idempotent."""
+        if entry.first_s is not None:
+            return
+        entry.first_s = now_s
+        self._unasked.pop(entry, None)
+        entry.load = self.num_let_in
+        if entry.engine is not None:
+            self._asks_of(entry).done(entry.engine, entry.demand.request_id, now_s)
+            entry.engine = None
+        if entry.predicted_s:
+            self.forecast.saw_first_token(entry.predicted_s, now_s - entry.arrived_s)
+
+    def end(self, entry: Entry, now_s: float, num_tokens: int = 0) -> None:
+        """It is over, and gets nothing any more. Idempotent.
+
+        Args:
+            entry: Whoever has ended, wherever it was.
+            now_s: When.
+            num_tokens: Output tokens of each choice; 0 if it did not come to its end.
+        """
+        self._forget_prompt(entry)
+        if self._line.leave(entry):
+            self._line.release(entry.tenant)
+        elif entry in self._passed:
+            assert entry.passed_s is not None
+            held_s = max(now_s - entry.passed_s, 0.0)
+            self._line.charge(entry.tenant, held_s * entry.demand.num_choices - entry.cost_s)
+            if num_tokens:
+                self.forecast.saw_slot(held_s, num_tokens)
+            if num_tokens > 1 and entry.first_s is not None:
+                load = (entry.load + self.num_let_in) / 2
+                token_s = (now_s - entry.first_s) / (num_tokens - 1)
+                self.forecast.tokens.add(load, token_s, num_tokens - 1)
+            for entries in (self._passed, self._unplaced, self._unasked):
+                entries.pop(entry, None)
+            self._line.release(entry.tenant)
+
+    def refusal(self, entry: Entry, now_s: float, supply: Supply) -> OverloadedError:
+        """What one is told that would miss its objective: when he may come again, above all."""
+        wait_s, prompt_s = self._wait_s(entry, now_s, supply), self._prompt_s(entry)
+        spare_s = entry.ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
+        # Whoever waits now goes on before one who comes again.
+        busy_s = max(wait_s, self._idle_s(now_s, supply) if self._line else 0.0)
+        if spare_s < 0.0:
+            busy_s, spare_s = max(busy_s, self._idle_s(now_s, supply)), 0.0
+        return OverloadedError(
+            f"the first token would come after {wait_s + prompt_s:.1f} s, and may take "
+            f"{entry.ttft_s:g} s; retry later",
+            retry_after_s=whole(busy_s - spare_s),
+        )
+
+    # --- what would be --------------------------------------------------------------------------
+
+    def _wait_s(self, entry: Entry, now_s: float, supply: Supply) -> float:
+        """How long one who comes now would wait for its prompt to be begun."""
+        ahead_s = self._line.before(entry, lambda e: 0.0 if e.is_spilled else self._prompt_s(e))
+        ahead_s += sum(map(self._prompt_s, self._unasked))
+        free_s = self._backlog.free_s(supply.prompts, now_s)
+        wait_s = level(free_s, ahead_s) - now_s if free_s else 0.0
+        return max(wait_s, self._slot_wait_s(entry, supply))
+
+    def _slot_wait_s(self, entry: Entry, supply: Supply) -> float:
+        if not supply.num_slots:
+            return 0.0
+        ahead = self._line.before(entry, lambda e: float(e.demand.num_choices))
+        short = ahead + entry.demand.num_choices - self._num_free_slots(entry, supply)
+        num_used = max(min(supply.num_slots, self.forecast.largest_load(entry.tpot_s)), 1.0)
+        return max(short, 0.0) * self.forecast.slot_s / num_used
+
+    def _idle_s(self, now_s: float, supply: Supply) -> float:
+        """How long until there is nothing to do for those who compute prompts."""
+        ahead_s = sum(map(self._prompt_s, (*self._line, *self._unasked)))
+        free_s = self._backlog.free_s(supply.prompts, now_s)
+        if not free_s:
+            return ahead_s
+        return max(level(free_s, ahead_s), *free_s, now_s) - now_s
+
+    def _prompt_s(self, entry: Entry) -> float:
+        return self.forecast.prompt_s(entry.num_tokens)
+
+    # --- who may go on --------------------------------------------------------------------------
+
+    def _may_pass(self, entry: Entry, now_s: float, supply: Supply) -> bool:
+        """Whether an engine is nearly free, and there will be a slot."""
+        if self._num_free_slots(entry, supply) < entry.demand.num_choices:
+            return False
+        num_free = self._backlog.num_nearly_free(supply.prompts, entry.num_tokens, now_s)
+        return num_free > len(self._unasked)
+
+    def _next(self) -> Entry | None:
+        """Who is next for an engine that prompts are for: those last that another is to help."""
+        first = self._line.first(lambda e: not e.is_spilled and self._keeps_pace(e))
+        return first or self._line.first(self._keeps_pace)
+
+    def _let_in(self, entry: Entry, now_s: float) -> None:
+        entry.cost_s = self.forecast.slot_s * entry.demand.num_choices
+        self._line.serve(entry, entry.cost_s)
+        self._passed[entry] = self._unplaced[entry] = None
+        entry.passed_s = now_s
+
+    def _spills(self, entry: Entry, now_s: float, supply: Supply) -> bool:
+        """Whether a decode engine can have its prompt in time; it waits for that engine then."""
+        if not supply.helpers or self._num_free_slots(entry, supply) < 1:
+            return False
+        entry.is_spilled = True
+        plan = self.helpers.plan((*self._line, entry), supply.helpers, now_s)
+        entry.is_spilled = any(entry in batch.entries for batch in plan)
+        return entry.is_spilled
+
+    def _asks_of(self, entry: Entry) -> Backlog | Helpers:
+        return self._backlog if entry.helper is None else self.helpers
+
+    def _keeps_pace(self, entry: Entry) -> bool:
+        """Whether it would keep an objective of its own; who would not lets others go before."""
+        return entry.demand.tpot_s is None or self._room(entry) >= entry.demand.num_choices
+
+    def _room(self, entry: Entry) -> float:
+        """How many more than are let in may decode beside it; whoever is alone may be late."""
+        most = self.forecast.largest_load(entry.tpot_s) if self._passed else math.inf
+        return most - self.num_let_in
+
+    def _num_free_slots(self, entry: Entry, supply: Supply) -> float:
+        """Slots that nobody has been let in for, of those with which it keeps its objective."""
+        promised = sum(e.demand.num_choices for e in self._unplaced)
+        return min(supply.num_empty_slots - promised, self._room(entry))
+
+    def check_empty(self) -> None:
+        """Nobody is here, and nothing is kept of anybody who was."""
+        assert not [*self._line, *self._passed, *self._unplaced, *self._unasked], f"{self}"
+        self._backlog.check_empty()
+        self.helpers.check_empty()
+
+    def check_invariants(self) -> None:
+        """Whoever is here is in one place, and is counted there."""
+        assert all(entry.passed_s is None for entry in self._line), "one waits and was let in"
+        unasked = {e for e in self._passed if e.engine is None and e.first_s is None}
+        assert unasked == {*self._unasked}, f"{unasked}"
+        entries = [*self._line, *self._passed]
+        for tenant in {entry.tenant for entry in entries}:
+            count = sum(entry.tenant == tenant for entry in entries)
+            assert self._line.num_requests(tenant) == count, f"{tenant=} {count=}"
+
+    def _forget_prompt(self, entry: Entry) -> None:
+        """Nobody computes its prompt any more."""
+        if entry.engine is not None:
+            self._asks_of(entry).forget(entry.engine, entry.demand.request_id)
+            entry.engine = None
+
+
+def _objective(asked_s: float | None, default_s: float | None) -> float:
+    if asked_s is not None:
+        return asked_s
+    return math.inf if default_s is None else default_s

@@ -1,0 +1,387 @@
+"""Choose where a request runs: one cost, summed from terms, whose weights are the policies. Pure.
+
+A policy is a list of levels; a level is a sum of weighted terms, and the least sum wins. The next
+level decides among those that are equal, and turns after the last. No I/O and no clock; what is
+drawn comes from a generator whose seed is given: simulations repeat, ingresses choose differently.
+
+A placement is a proposal. Views are what replicas last said, less what this ingress has sent since;
+the replica stays the authority and may refuse.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from cluster.routing.affinity import affinities
+from cluster.routing.placement import ANY_GROUP, Placement
+from cluster.routing.views import SPARES, STEP_COSTS, Column
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    import numpy.typing as npt
+
+    from cluster.config.schema import PolicyName
+    from cluster.routing.demand import Demand
+    from cluster.routing.views import Views
+
+    Numbers = npt.NDArray[np.float64]
+    Term = Callable[["Scene"], Numbers | float]
+    Level = tuple[tuple[float, Term], ...]
+    CachedTokens = Callable[[Demand], Mapping[Placement, int]]
+
+
+class PlacementPolicy(Protocol):
+    """Says where a request goes; what it remembers belongs to one side of one ingress."""
+
+    def place(
+        self, demand: Demand, views: Views, refused: Collection[Placement] = ()
+    ) -> Placement | None:
+        """Pick the best place that can take the request.
+
+        Args:
+            demand: The request.
+            views: Every candidate, of one side.
+            refused: Those that have refused this request just now, or died on it.
+
+        Returns:
+            Where it should go, or None when it fits nowhere.
+        """
+        ...
+
+
+class Policies(NamedTuple):
+    """How one ingress places: decode slots, and prompts on prefill engines."""
+
+    decode: PlacementPolicy
+    prefill: PlacementPolicy
+
+
+class Scene:
+    """A request before all places: what terms look at.
+
+    Args:
+        demand: The request.
+        views: The places.
+        fitting: Which of them can take it.
+        cached_tokens: Says how many prompt tokens are known to be cached at a place; 0 where
+            unknown. Asked by policies alone that look at them: a prompt has to be hashed for that.
+        turn: Index of the place whose turn it is.
+        draw: Draws numbers.
+    """
+
+    def __init__(
+        self,
+        demand: Demand,
+        views: Views,
+        fitting: npt.NDArray[np.bool_],
+        cached_tokens: CachedTokens,
+        turn: int,
+        draw: random.Random,
+    ) -> None:
+        self.demand = demand
+        self.views = views
+        self.fitting = fitting
+        self.turn = turn
+        self.draw = draw
+        self.num_output_tokens = min(demand.expected_output_tokens, MAX_OUTPUT_TOKENS)
+        self._cached_tokens = cached_tokens
+        # Made when they are asked for; no cached_property, which takes a lock in Python 3.11.
+        self._missed: Numbers | float | None = None
+        self._prompt_s: Numbers | None = None
+        self._added_step_s: Numbers | None = None
+
+    @property
+    def prompt_s(self) -> Numbers:
+        """Seconds of computing what is missing of its prompt; 0 where somebody else does."""
+        if self._prompt_s is None:
+            column, missed = self.views.column, self.missed_tokens
+            # Each token attends to those before it, cached ones too, and half of the missing ones.
+            seconds = (self.demand.num_prompt_tokens - 0.5 * missed) * column(Column.PROMPT_PAIR_S)
+            seconds += column(Column.PROMPT_TOKEN_S)
+            seconds *= missed
+            seconds += column(Column.PROMPT_S)
+            self._prompt_s = seconds
+        return self._prompt_s
+
+    @property
+    def added_step_s(self) -> Numbers:
+        """Seconds by which each step of decodes of the whole engine becomes longer."""
+        if self._added_step_s is None:
+            length, num_rows = self.demand.num_first_tokens, self.demand.num_choices
+            more = np.array((num_rows, num_rows * length, length), dtype=np.float64)
+            beyond = more.reshape(3, 1) - self.views.columns(SPARES)
+            np.maximum(beyond, 0.0, out=beyond)
+            beyond *= self.views.columns(STEP_COSTS)
+            seconds = beyond[0]
+            seconds += beyond[1]
+            seconds += beyond[2]
+            self._added_step_s = seconds
+        return self._added_step_s
+
+    @property
+    def missed_tokens(self) -> Numbers | float:
+        """Prompt tokens that a place has to compute; an engine as a whole may use any group."""
+        if self._missed is None:
+            views, length = self.views, float(self.demand.num_prompt_tokens)
+            cached = self._cached_tokens(self.demand)
+            if not cached:
+                self._missed = length
+                return length
+            missed = self._missed = np.full(len(views), length)
+            for placement, num_tokens in cached.items():
+                for place in (placement, Placement(placement.incarnation, ANY_GROUP)):
+                    index = views.index_of(place)
+                    if index is not None:
+                        missed[index] = min(missed[index], length - num_tokens)
+        return self._missed
+
+
+class CostPolicy:
+    """The one policy; see the module docstring.
+
+    Args:
+        levels: Its weights.
+        cached_tokens: Says where how much of a prompt is cached.
+        seed: Of what it draws.
+    """
+
+    def __init__(self, levels: tuple[Level, ...], cached_tokens: CachedTokens, seed: int) -> None:
+        self._levels = levels
+        self._cached_tokens = cached_tokens
+        self._turn = 0
+        self._draw = random.Random(seed)
+
+    def place(
+        self, demand: Demand, views: Views, refused: Collection[Placement] = ()
+    ) -> Placement | None:
+        """See `PlacementPolicy`."""
+        fitting = views.fitting(demand)
+        for placement in refused:
+            index = views.index_of(placement)
+            if index is not None:
+                fitting[index] = False
+        num_fitting = np.count_nonzero(fitting)
+        if not num_fitting:
+            return None
+        if num_fitting == 1:
+            index = int(fitting.argmax())
+        else:
+            index = self._least(
+                Scene(demand, views, fitting, self._cached_tokens, self._turn, self._draw)
+            )
+        self._turn = index + 1
+        return views.placements[index]
+
+    def _least(self, scene: Scene) -> int:
+        """Which place costs least; of those that are equal on all levels, whose turn it is."""
+        best = scene.fitting
+        for level in self._levels:
+            costs = cost(level, scene)
+            if isinstance(costs, float):
+                continue
+            costs = np.where(best, costs, np.inf)
+            index = int(costs.argmin())
+            best = costs == costs[index]
+            if np.count_nonzero(best) == 1:
+                return index
+        # What comes before the next turn begins a new round.
+        next_one = int(best[scene.turn :].argmax()) + scene.turn if scene.turn < len(best) else 0
+        return next_one if best[next_one] else int(best.argmax())
+
+
+def cost(level: Level, scene: Scene) -> Numbers | float:
+    """What one level says of every place, one number if that is the same; the least is best."""
+    (weight, term), *others = level
+    total = term(scene) if weight == 1.0 else weight * term(scene)
+    for weight, term in others:
+        total = total + (term(scene) if weight == 1.0 else weight * term(scene))
+    return total
+
+
+# --- terms: what a place has, or would have, of something ----------------------------------------
+
+
+def _column(column: Column) -> Term:
+    return lambda scene: scene.views.column(column)
+
+
+_empty_slots = _column(Column.EMPTY_SLOTS)
+_free_tokens = _column(Column.FREE_TOKENS)
+_held_tokens = _column(Column.HELD_TOKENS)
+_active = _column(Column.ACTIVE)
+_waiting = _column(Column.WAITING)
+_queued_tokens = _column(Column.QUEUED_TOKENS)
+
+
+def _name(scene: Scene) -> Numbers:
+    """Its rank among all names, which no order of the views changes."""
+    return scene.views.ranks
+
+
+def _drawn(scene: Scene) -> Numbers:
+    """0 for one of those that fit, each as likely, and 1 for all others."""
+    return _not_among(scene, 1)
+
+
+def _two_drawn(scene: Scene) -> Numbers:
+    """0 for two of those that fit, each pair as likely, and 1 for all others."""
+    return _not_among(scene, 2)
+
+
+def _not_among(scene: Scene, count: int) -> Numbers:
+    fitting = np.flatnonzero(scene.fitting).tolist()
+    costs = np.ones(len(scene.views))
+    costs[scene.draw.sample(fitting, min(count, len(fitting)))] = 0.0
+    return costs
+
+
+def _missed_tokens(scene: Scene) -> Numbers | float:
+    """Prompt tokens that it would have to compute."""
+    return scene.missed_tokens
+
+
+def _first_token_s(scene: Scene) -> Numbers:
+    """Seconds to its first token there: of the prompts before it, and of its own."""
+    return scene.views.column(Column.QUEUE_S) + scene.prompt_s
+
+
+def _prompt_harm_s(scene: Scene) -> Numbers:
+    """Seconds for which its prompt keeps the sequences there from decoding, all together."""
+    return scene.views.column(Column.ROWS) * scene.prompt_s
+
+
+def _work_s(scene: Scene) -> Numbers:
+    """Seconds that its prompt takes from those who will come, who are as many as are there now.
+
+    They find the engine before whom it is: it is everybody's time, wherever it is spent.
+    """
+    return float(scene.views.column(Column.ROWS).mean()) * scene.prompt_s
+
+
+def _output_s(scene: Scene) -> Numbers:
+    """Seconds of its output there, and those that this adds to the sequences there, together."""
+    seconds = scene.views.column(Column.ROWS) + 1.0
+    seconds *= scene.added_step_s
+    seconds += scene.views.column(Column.STEP_S)
+    seconds *= scene.num_output_tokens
+    return seconds
+
+
+def _missed_where_balanced(scene: Scene) -> Numbers | float:
+    """Missed tokens, unless the load is out of balance, or nobody has much of the prompt."""
+    missed = scene.missed_tokens
+    if isinstance(missed, float):
+        return missed
+    most_cached = scene.demand.num_prompt_tokens - missed[scene.fitting].min()
+    is_little = most_cached <= MIN_CACHED_SHARE * scene.demand.num_prompt_tokens
+    return 0.0 if is_little or _is_unbalanced(scene) else missed
+
+
+def _away_where_balanced(scene: Scene) -> Numbers | float:
+    """How little it is at home there, unless the load is out of balance."""
+    return 0.0 if _is_unbalanced(scene) else _away(scene)
+
+
+def _is_unbalanced(scene: Scene) -> bool:
+    active = scene.views.column(Column.ACTIVE)[scene.fitting]
+    least, most = active.min(), active.max()
+    return bool(most - least > IMBALANCE and most > IMBALANCE_RATIO * least)
+
+
+def _away(scene: Scene) -> Numbers | float:
+    """How little a place is the home of the request's session; the same everywhere without one."""
+    if not scene.demand.session:
+        return 0.0
+    return 1.0 - affinities(scene.demand.session, scene.views.keys)
+
+
+MAX_OUTPUT_TOKENS = 512
+"""A request's limit of output is looked at up to here: what is beyond is a limit, seldom a wish."""
+IMBALANCE = 64
+IMBALANCE_RATIO = 1.5
+MIN_CACHED_SHARE = 0.3
+"""Of `prefix_aware`: by how many requests and how many times the busiest place may exceed the
+idlest, and the share of a prompt that is worth following. Source: SGLang's gateway, `cache_aware`,
+its defaults."""
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+_AT_HOME: Level = ((1.0, _away),)
+_BY_NAME: Level = ((1.0, _name),)
+_LEAST_ACTIVE: Level = ((1.0, _active),)
+
+
+def _both(*levels: Level) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+    return levels, levels
+
+
+OUTPUT_WEIGHT = 0.1
+"""A second that is spread over a request's output weighs so much of one before its first token."""
+WORK_WEIGHT = 0.3
+"""And one of those who will come: what is not cached costs more where many are about."""
+_LEAST_DELAY: Level = (
+    (1.0, _first_token_s),
+    (OUTPUT_WEIGHT, _prompt_harm_s),
+    (WORK_WEIGHT, _work_s),
+    (OUTPUT_WEIGHT, _output_s),
+)
+# Whoever is on a prefill engine waits for a prompt. Long prompts go where few wait, short ones
+# where little does.
+_LEAST_PROMPT_DELAY: Level = ((1.0, _first_token_s), (0.5, _prompt_harm_s), (1.0, _work_s))
+
+PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
+    "least_delay": (
+        (_LEAST_DELAY, _AT_HOME, _LEAST_ACTIVE),
+        (_LEAST_PROMPT_DELAY, _AT_HOME, _LEAST_ACTIVE),
+    ),
+    "most_empty_slots": (
+        (((-1.0, _empty_slots),), ((-1.0, _free_tokens),), _BY_NAME),
+        (((1.0, _queued_tokens),), _LEAST_ACTIVE, _BY_NAME),
+    ),
+    "round_robin": _both(),
+    "random": _both(((1.0, _drawn),)),
+    "least_loaded": _both(_LEAST_ACTIVE),
+    "power_of_two": _both(((1.0, _two_drawn),), _LEAST_ACTIVE),
+    "prefix_aware": _both(
+        ((1.0, _missed_where_balanced),), ((1.0, _away_where_balanced),), _LEAST_ACTIVE
+    ),
+    # Waiting ones are active, too.
+    "waiting_and_running": _both(((3.0, _waiting), (1.0, _active))),
+    "cache_and_load": _both(
+        ((1.0, _queued_tokens), (1.0, _missed_tokens), (1.0, _held_tokens)), _AT_HOME
+    ),
+}
+"""Weights of each policy, for decode slots and for prompts; `PolicyName` says what they mean."""
+
+
+LOOK_AT_CACHES: frozenset[PolicyName] = frozenset({"least_delay", "prefix_aware", "cache_and_load"})
+"""Those whose terms ask what of a prompt is cached."""
+LOOK_AT_STEPS: frozenset[PolicyName] = frozenset({"least_delay"})
+"""Those whose terms ask what steps cost."""
+
+
+def nothing_known(demand: Demand) -> Mapping[Placement, int]:
+    """Cached tokens where nobody follows the caches."""
+    del demand
+    return {}
+
+
+def make_policies(
+    name: PolicyName, cached_tokens: CachedTokens = nothing_known, seed: int = 0
+) -> Policies:
+    """New policies of this name, with nothing to remember yet.
+
+    Args:
+        name: Which.
+        cached_tokens: Prompt tokens of a request that are cached, by the place that has them.
+        seed: Of what they draw; ingresses of one cluster should not draw the same.
+    """
+    decode, prefill = PRESETS[name]
+    return Policies(
+        CostPolicy(decode, cached_tokens, seed), CostPolicy(prefill, cached_tokens, seed)
+    )

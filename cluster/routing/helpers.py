@@ -1,0 +1,229 @@
+"""Decode engines that help out with prompts: which, with how many at a time, and when. Pure.
+
+Owner: one ingress's event loop; of the prompts that it has given to decode engines, and of what
+these took. A prompt keeps the sequences of its engine from decoding for as long as it takes, so it
+goes where few are, and as late as it may: those that come meanwhile are computed beside it, one in
+each DP group, in the same time. They are worth it as long as they are more than the sequences there
+that would miss what a further token may take. One engine at least only decodes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.routing.placement import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from cluster.routing.entry import Entry
+    from cluster.routing.forecast import Forecast
+
+SPARE = 0.1
+"""Share by which a prompt may take longer than it is expected to."""
+QUICK_SHARE = 0.75
+"""Of what a further token may take: an engine whose steps take less can have more rows."""
+_WEIGHT = 0.1
+"""Of the latest prompt in what is expected of its length."""
+_EARLY_S = 1e-3
+"""A timer may come early by the clock's resolution."""
+
+
+class Helper(NamedTuple):
+    """A decode engine that could compute prompts as well.
+
+    Attributes:
+        lanes: DP groups with a free slot.
+        step_tokens: Tokens that one of its steps takes.
+        num_rows: Sequences that hold a slot there or are to get one.
+        num_prompts: Prompts that it has to compute already, whoever asked.
+        step_s: Seconds of its latest step of decodes.
+    """
+
+    lanes: tuple[int, ...]
+    step_tokens: int
+    num_rows: int
+    num_prompts: int
+    step_s: float
+
+
+class Batch(NamedTuple):
+    """Prompts that an engine would compute beside each other.
+
+    Attributes:
+        engine: Its incarnation.
+        entries: Those who would be late elsewhere.
+        begin_s: When it has to begin that none of them is late.
+        is_full: Whether no other of them would fit.
+        others: Whoever else has room beside them.
+    """
+
+    engine: str
+    entries: Sequence[Entry]
+    begin_s: float
+    is_full: bool
+    others: Sequence[Entry] = ()
+
+
+class Helpers:
+    """See the module docstring.
+
+    Args:
+        forecast: Says how long answers are.
+    """
+
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+        # By engine and request, the tokens of its prompt and when it was asked; of those that were
+        # asked together, the longest.
+        self._asked: dict[str, dict[str, tuple[int, float]]] = {}
+        self._longest: dict[str, int] = {}
+        self._seen_s: dict[int, float] = {}
+
+    def __repr__(self) -> str:
+        return f"Helpers({self._asked})"
+
+    # --- what they do ---------------------------------------------------------------------------
+
+    def ask(self, engine: str, request_id: str, num_tokens: int, now_s: float) -> None:
+        """An engine is given a prompt."""
+        longest = self._longest[engine] if engine in self._asked else 0
+        self._longest[engine] = max(longest, num_tokens)
+        self._asked.setdefault(engine, {})[request_id] = num_tokens, now_s
+
+    def forget(self, engine: str, request_id: str) -> None:
+        """It will not compute that prompt. Idempotent."""
+        asked = self._asked.get(engine, {})
+        asked.pop(request_id, None)
+        if not asked:
+            self._asked.pop(engine, None)
+            self._longest.pop(engine, None)
+
+    def done(self, engine: str, request_id: str, now_s: float) -> None:
+        """It has computed a prompt, in the time of the longest beside it."""
+        num_tokens, asked_s = self._asked[engine][request_id]
+        if num_tokens == self._longest[engine]:
+            length, took_s = _padded(num_tokens), now_s - asked_s
+            seen_s = self._seen_s.setdefault(length, took_s)
+            self._seen_s[length] = seen_s + _WEIGHT * (took_s - seen_s)
+        self.forget(engine, request_id)
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """How long a prompt takes there, with nobody before it: as such lengths did.
+
+        One of a length of which there was none takes in proportion to one nearby; none takes longer
+        than a longer one did. 0 before the first.
+        """
+        if not self._seen_s:
+            return 0.0
+        length = _padded(num_tokens)
+        nearest = min(self._seen_s, key=lambda seen: max(seen / length, length / seen))
+        longer_s = (seen_s for other, seen_s in self._seen_s.items() if other >= length)
+        return min(self._seen_s[nearest] * length / nearest, *longer_s, math.inf)
+
+    # --- what they could do ---------------------------------------------------------------------
+
+    def plan(
+        self, waiting: Iterable[Entry], helpers: Mapping[str, Helper], now_s: float
+    ) -> list[Batch]:
+        """What the engines that are free for it would compute, and when, for those who fit.
+
+        Args:
+            waiting: Everybody who waits, spilled ones in order.
+            helpers: By incarnation.
+            now_s: The time.
+        """
+        left: list[Entry] = []
+        others: list[Entry] = []
+        for entry in waiting:
+            if entry.demand.num_choices == 1:
+                (left if entry.is_spilled else others).append(entry)
+        # Who would be served first elsewhere is the last to be taken from there.
+        others.sort(key=lambda entry: entry.key, reverse=True)
+        batches: list[Batch] = []
+        num_spared = len(helpers) - len(self._asked)
+        for engine in self._free(helpers):
+            if not left or num_spared < 2:
+                break
+            batch = self._fill(engine, helpers[engine], left, now_s)
+            both = self._fill(engine, helpers[engine], [*batch.entries, *others], now_s).entries
+            if len(both) > self._num_harmed(batch, helpers[engine], now_s):
+                batches.append(batch._replace(others=both[len(batch.entries) :]))
+                num_spared -= 1
+                left = [entry for entry in left if entry not in batch.entries]
+                others = [entry for entry in others if entry not in both]
+        return batches
+
+    def due(
+        self, waiting: Iterable[Entry], helpers: Mapping[str, Helper], now_s: float
+    ) -> list[tuple[Entry, Placement]]:
+        """Who should be given to which lane now: one to each, two would take twice as long."""
+        given: list[tuple[Entry, Placement]] = []
+        for batch in self.plan(waiting, helpers, now_s):
+            if batch.is_full or not self._seen_s or now_s >= batch.begin_s - _EARLY_S:
+                entries = (*batch.entries, *batch.others)
+                lanes = (Placement(batch.engine, lane) for lane in helpers[batch.engine].lanes)
+                given += zip(entries, lanes, strict=False)
+        return given
+
+    def to_spare(self, entry: Entry, helpers: Mapping[str, Helper]) -> set[str]:
+        """Engines where one who only decodes should not go while there is room elsewhere.
+
+        Where prompts are computed; and where nobody decodes, as long as others are quick enough.
+        """
+        if not helpers:
+            return set()
+        spared = {*self._asked}
+        quick_s = QUICK_SHARE * entry.tpot_s
+        if any(h.num_rows and h.step_s < quick_s for e, h in helpers.items() if e not in spared):
+            spared |= {engine for engine, helper in helpers.items() if not helper.num_rows}
+        return spared
+
+    def check_empty(self) -> None:
+        """Nobody has a prompt."""
+        assert not self._asked, f"{self!r}"
+
+    def _free(self, helpers: Mapping[str, Helper]) -> list[str]:
+        """Engines without a prompt, those that decode least first."""
+        free = [e for e, h in helpers.items() if not h.num_prompts and e not in self._asked]
+        return sorted(free, key=lambda engine: (helpers[engine].num_rows, engine))
+
+    def _fill(self, engine: str, helper: Helper, entries: Sequence[Entry], now_s: float) -> Batch:
+        """As many as fit beside each other, and can still be in time."""
+        # The first of all shows how long prompts take there.
+        most = len(helper.lanes) if self._seen_s else min(len(helper.lanes), 1)
+        chosen: list[Entry] = []
+        begin_s, longest_s, latest_s, num_tokens = math.inf, 0.0, math.inf, 0
+        for entry in entries:
+            if len(chosen) == most or num_tokens + entry.num_tokens > helper.step_tokens:
+                return Batch(engine, chosen, begin_s, is_full=True)
+            new_longest_s = max(longest_s, self.prompt_s(entry.num_tokens))
+            new_latest_s = min(latest_s, entry.arrived_s + entry.ttft_s)
+            new_begin_s = new_latest_s - (1.0 + SPARE) * new_longest_s
+            if new_begin_s >= now_s - _EARLY_S:
+                chosen.append(entry)
+                begin_s, longest_s, latest_s = new_begin_s, new_longest_s, new_latest_s
+                num_tokens += entry.num_tokens
+        return Batch(engine, chosen, begin_s, is_full=len(chosen) == most)
+
+    def _num_harmed(self, batch: Batch, helper: Helper, now_s: float) -> float:
+        """How many sequences there will miss their objective as they do not decode meanwhile.
+
+        Lengths of answers are taken to be exponential: what is left of one does not depend on what
+        has come, and whoever has few tokens misses it.
+        """
+        tpot_s = min((entry.tpot_s for entry in batch.entries), default=math.inf)
+        mean_output, num_rows = self._forecast.num_output_tokens, float(helper.num_rows)
+        if math.isinf(tpot_s) or not mean_output:
+            return 0.0
+        took_s = max(self.prompt_s(entry.num_tokens) for entry in batch.entries)
+        if helper.step_s > 0.0:
+            num_rows *= math.exp(-max(batch.begin_s - now_s, 0.0) / (mean_output * helper.step_s))
+        spare_s = max(tpot_s - helper.step_s, 1e-9)
+        return num_rows * -math.expm1(-took_s / (spare_s * mean_output))
+
+
+def _padded(num_tokens: int) -> int:
+    """A length as a mesh pads it."""
+    return 1 << (num_tokens - 1).bit_length()

@@ -1,0 +1,261 @@
+"""Which leading blocks of a prompt DP groups hold: what they told, what was sent there. Pure.
+
+Owner: one ingress's event loop, by `Prefixes`. For blocks of one size, called by the 64-bit names
+of their chain hashes (`kv_transfer.block_hash.block_names`): a name stands for every token from the
+first one on, so that a holder's prefix of a prompt is as long as the unbroken run of names that it
+holds.
+
+What a group told (`KVEventBatch`) is exact: a batch that comes twice, or late, changes nothing; one
+that is missed voids what was told before, until a listing comes. What was sent to a group is a
+guess with an end. Above `max_entries` the group with the most entries forgets the newest of them:
+it loses the ends of prefixes, never what they begin with. Whatever is forgotten, a prefix is only
+ever believed to be shorter than it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from replicas.messages import BlockRemoved, BlockStored
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence, Set
+
+    from cluster.routing.placement import Placement
+    from replicas.messages import KVEventBatch
+
+MAX_ENTRIES = 2**20
+"""Blocks that are remembered, one that two groups hold counted twice; `benchmarks/placement.py`
+prints what one takes."""
+ASK_AGAIN = 64
+"""A group that has missed a batch is asked for a listing again after so many more."""
+_MAX_MASKS = 2**16
+_FORGOTTEN_SHARE = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A DP group, or an engine as a whole.
+
+    Attributes:
+        bit: Stands for it in masks.
+        told: What it told that it has, oldest first.
+        routed: What was sent there, until when it is believed to be there; in order of that.
+        seq: Of the last batch that was taken, or seen; -1 before the first.
+        num_missed: Batches since one was missed that came to nothing; 0: none was missed.
+        is_listed: Whether `told` is all that it has.
+    """
+
+    placement: Placement
+    bit: int
+    told: dict[int, None] = field(default_factory=dict)
+    routed: dict[int, float] = field(default_factory=dict)
+    seq: int = -1
+    num_missed: int = 0
+    is_listed: bool = False
+
+
+class PrefixIndex:
+    """See the module docstring.
+
+    Args:
+        max_entries: How much is remembered.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._num_entries = 0
+        self._holders: dict[Placement, _Holder] = {}
+        self._by_bit: list[_Holder | None] = []
+        # Who holds a block. Equal masks are one object where possible: a look-up compares those
+        # of neighbours by identity.
+        self._masks: dict[int, int] = {}
+        self._same: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def __repr__(self) -> str:
+        return f"PrefixIndex({self._num_entries} entries of {len(self._holders)} holders)"
+
+    def is_listed(self, placement: Placement) -> bool:
+        """Whether a group tells what it holds, and nothing of it was missed."""
+        holder = self._holders.get(placement)
+        return holder is not None and holder.is_listed
+
+    def told(self, placement: Placement) -> Set[int]:
+        """Names of what a group told that it has."""
+        holder = self._holders.get(placement)
+        return holder.told.keys() if holder is not None else frozenset()
+
+    def take(self, placement: Placement, batch: KVEventBatch) -> bool:
+        """Take over what a group told; whether it has to be asked for a listing."""
+        holder = self._holder(placement)
+        if batch.is_listing and batch.seq >= holder.seq:
+            self._forget_all(holder)
+            holder.is_listed, holder.num_missed = True, 0
+        elif batch.seq <= holder.seq:
+            return False
+        elif not holder.is_listed or batch.seq != holder.seq + 1:
+            self._forget_told(holder)
+            holder.seq, holder.is_listed = batch.seq, False
+            holder.num_missed += 1
+            return holder.num_missed % ASK_AGAIN == 1
+        holder.seq = batch.seq
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._store(holder, event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self._remove(holder, event.block_hashes)
+            else:
+                self._forget_told(holder)
+        self._keep_bound()
+        return False
+
+    def route(self, placement: Placement, names: Sequence[int], until_s: float) -> None:
+        """Believe until then that a group gets these blocks, which a request has that it was sent.
+
+        Args:
+            placement: The group.
+            names: Of the request's leading blocks.
+            until_s: Later than, or equal to, that of every call before for this group.
+        """
+        holder = self._holder(placement)
+        routed, told = holder.routed, holder.told
+        for name in names:
+            if name not in told:
+                if routed.pop(name, None) is None:
+                    self._num_entries += 1
+                    self._hold(holder, name)
+                routed[name] = until_s
+        self._keep_bound()
+
+    def expire(self, now_s: float) -> None:
+        """Believe no more what was to be believed until now."""
+        for holder in self._holders.values():
+            routed = holder.routed
+            while routed:
+                name = next(iter(routed))
+                if routed[name] > now_s:
+                    break
+                del routed[name]
+                self._drop(holder, name)
+
+    def forget(self, incarnation: str) -> None:
+        """An engine is gone, and all that it held."""
+        for placement in [p for p in self._holders if p.incarnation == incarnation]:
+            holder = self._holders.pop(placement)
+            self._forget_all(holder)
+            self._by_bit[holder.bit.bit_length() - 1] = None
+
+    def look_up(self, names: Iterable[int]) -> dict[Placement, int]:
+        """For everybody who holds the first block, how many of the leading ones."""
+        found: dict[Placement, int] = {}
+        # An unbroken run of one mask, which is most of a prompt, costs a comparison for each block.
+        holding = last = -1
+        depth = 0
+        for depth, mask in enumerate(map(self._masks.get, names)):
+            if mask is last:
+                continue
+            if mask is None:
+                break
+            left = holding & mask if holding >= 0 else mask
+            if left != holding:
+                if holding >= 0:
+                    self._note(found, holding ^ left, depth)
+                holding = left
+                if not left:
+                    break
+            last = mask
+        else:
+            depth += 1
+        if holding > 0:
+            self._note(found, holding, depth)
+        return found
+
+    def check_invariants(self) -> None:
+        """Masks, holders and the count say the same, and the bound is kept."""
+        masks: dict[int, int] = {}
+        for placement, holder in self._holders.items():
+            assert holder.placement == placement
+            assert self._by_bit[holder.bit.bit_length() - 1] is holder
+            assert not holder.told.keys() & holder.routed.keys()
+            assert list(holder.routed.values()) == sorted(holder.routed.values())
+            for name in (*holder.told, *holder.routed):
+                masks[name] = masks.get(name, 0) | holder.bit
+        assert masks == self._masks
+        assert self._num_entries == sum(len(h.told) + len(h.routed) for h in self._holders.values())
+        assert self._num_entries <= self._max_entries
+
+    # --- internals -----------------------------------------------------------------------------
+
+    def _holder(self, placement: Placement) -> _Holder:
+        holder = self._holders.get(placement)
+        if holder is None:
+            if None not in self._by_bit:
+                self._by_bit.append(None)
+            index = self._by_bit.index(None)
+            holder = self._holders[placement] = _Holder(placement, 1 << index)
+            self._by_bit[index] = holder
+        return holder
+
+    def _note(self, found: dict[Placement, int], bits: int, depth: int) -> None:
+        while bits:
+            bit = bits & -bits
+            bits ^= bit
+            holder = self._by_bit[bit.bit_length() - 1]
+            assert holder is not None
+            found[holder.placement] = depth
+
+    def _store(self, holder: _Holder, names: Iterable[int]) -> None:
+        told, routed = holder.told, holder.routed
+        for name in names:
+            if name not in told:
+                told[name] = None
+                if routed.pop(name, None) is None:
+                    self._num_entries += 1
+                    self._hold(holder, name)
+
+    def _remove(self, holder: _Holder, names: Iterable[int]) -> None:
+        told = holder.told
+        for name in names:
+            if name in told:
+                del told[name]
+                self._drop(holder, name)
+
+    def _forget_told(self, holder: _Holder) -> None:
+        told, holder.told = holder.told, {}
+        for name in told:
+            self._drop(holder, name)
+
+    def _forget_all(self, holder: _Holder) -> None:
+        self._forget_told(holder)
+        while holder.routed:
+            self._drop(holder, holder.routed.popitem()[0])
+
+    def _hold(self, holder: _Holder, name: int) -> None:
+        """Note that a block has one holder more."""
+        mask = self._masks.get(name, 0) | holder.bit
+        if len(self._same) >= _MAX_MASKS:
+            self._same.clear()
+        self._masks[name] = self._same.setdefault(mask, mask)
+
+    def _drop(self, holder: _Holder, name: int) -> None:
+        """Note that a block has one holder less, which has it in neither of its two lists."""
+        self._num_entries -= 1
+        mask = self._masks[name] ^ holder.bit
+        if mask:
+            self._masks[name] = self._same.setdefault(mask, mask)
+        else:
+            del self._masks[name]
+
+    def _keep_bound(self) -> None:
+        while self._num_entries > self._max_entries:
+            fullest = max(self._holders.values(), key=lambda h: len(h.told) + len(h.routed))
+            # Many at once: to find the fullest takes a look at all of them.
+            most = len(fullest.told) + len(fullest.routed)
+            excess = self._num_entries - self._max_entries
+            for _ in range(min(max(excess, most // _FORGOTTEN_SHARE), most)):
+                entries = fullest.routed or fullest.told
+                self._drop(fullest, entries.popitem()[0])

@@ -1,0 +1,206 @@
+"""What steps of a pool's replicas cost, learned from what their snapshots say of them. Pure.
+
+A linear model of a step's seconds, fitted as steps are told by recursive least squares with
+forgetting, in information form: the weight of a step shrinks by `FORGETTING` with each that
+follows. A weak pull towards 0 never fades, so that inputs that never change leave no coefficient
+without hold.
+
+Source of the method: Ljung, System Identification, recursive least squares with a forgetting
+factor; the pull is that of ridge regression.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from replicas.messages import StepWork
+
+FORGETTING = 0.995
+PULL = 1e-4
+"""Towards 0: a step of one of `_UNITS` weighs 1."""
+MIN_STEPS = 3
+"""A kind of step counts as known after so many."""
+PACE_KEPT = 0.95
+"""What a step weighs of the next one, in a replica's pace."""
+MIN_PACE_STEPS = 20
+ORDINARY = 1.25
+"""A replica has a pace of its own from so many steps on, and beyond this factor either way."""
+
+# One of each number that makes a step of some size: rows there are any, rows, KV tokens, the
+# longest context, prompts, their tokens, pairs of tokens.
+_UNITS = np.array([1.0, 32.0, 1e5, 1e5, 1.0, 1e4, 1e8])
+
+
+class StepCosts(NamedTuple):
+    """What each part of a step costs, in seconds; none is negative.
+
+    Attributes:
+        decode_s: A step with rows that decode, however many.
+        row_s: Each row of the DP group that has most.
+        context_token_s: Each KV token of the DP group that has most.
+        longest_token_s: Each token of the longest context.
+        prompt_s: Each prompt, or part of one.
+        prompt_token_s: Each of its tokens.
+        prompt_pair_s: Each (token, token that it attends to).
+    """
+
+    decode_s: float = 0.0
+    row_s: float = 0.0
+    context_token_s: float = 0.0
+    longest_token_s: float = 0.0
+    prompt_s: float = 0.0
+    prompt_token_s: float = 0.0
+    prompt_pair_s: float = 0.0
+
+    def prompts_s(self, num_prompts: float, num_tokens: float, num_pairs: float) -> float:
+        """Seconds of computing so much of prompts one after the other."""
+        return (
+            num_prompts * self.prompt_s
+            + num_tokens * self.prompt_token_s
+            + num_pairs * self.prompt_pair_s
+        )
+
+    def decode_step_s(self, num_rows: float, num_tokens: float, longest: float) -> float:
+        """Seconds of a step of decodes: of each number that of the DP group that has most."""
+        return (
+            self.decode_s
+            + num_rows * self.row_s
+            + num_tokens * self.context_token_s
+            + longest * self.longest_token_s
+        )
+
+
+class Pace:
+    """How much slower or faster than its pool a replica is. Owner: whoever takes its snapshots.
+
+    Attributes:
+        num_steps: How many it was told of.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        # Of steps of decodes, and of steps with prompts: how many, what they took, what is usual.
+        self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+    def __repr__(self) -> str:
+        return f"Pace({self.factors()}, {self.num_steps} steps)"
+
+    def see(self, work: StepWork, usual: StepCosts) -> None:
+        """A step took what it says, and would usually cost so much; passed over if that is 0."""
+        self.num_steps += 1
+        usual_s = usual.prompts_s(work.num_prompts, work.num_prompt_tokens, work.num_prompt_pairs)
+        if work.num_rows:
+            usual_s += usual.decode_step_s(
+                work.num_rows, work.num_context_tokens, work.max_context_tokens
+            )
+        if usual_s > 0.0 and 0.0 <= work.device_s < math.inf:
+            sums = self._sums[work.num_prompts > 0]
+            sums[0] += 1.0
+            sums[1] = PACE_KEPT * sums[1] + work.device_s
+            sums[2] = PACE_KEPT * sums[2] + usual_s
+
+    def factors(self) -> tuple[float, float]:
+        """By how much decodes and prompts take longer here; 1 unless it is out of the ordinary."""
+        decodes, prompts = (
+            took_s / usual_s if count >= MIN_PACE_STEPS else 1.0
+            for count, took_s, usual_s in self._sums
+        )
+        return _ordinary(decodes), _ordinary(prompts)
+
+    def usual(self, work: StepWork) -> StepWork:
+        """What its pool learns of a step: with what it would have taken others."""
+        factor = self.factors()[work.num_prompts > 0]
+        if factor == 1.0:
+            return work
+        return msgspec.structs.replace(work, device_s=work.device_s / factor)
+
+    def costs(self, usual: StepCosts) -> StepCosts:
+        """What parts of steps cost here, of what they usually cost."""
+        decodes, prompts = self.factors()
+        if decodes == prompts == 1.0:
+            return usual
+        return StepCosts(*(decodes * s for s in usual[:4]), *(prompts * s for s in usual[4:]))
+
+
+def _ordinary(factor: float) -> float:
+    return 1.0 if 1.0 / ORDINARY <= factor <= ORDINARY else factor
+
+
+class StepTimeModel:
+    """See the module docstring. Owner: whoever takes the replicas' snapshots.
+
+    Attributes:
+        num_steps: How many it was told of.
+    """
+
+    def __init__(self) -> None:
+        # Of the steps so far, fading: inputs by inputs, inputs by seconds.
+        self._information = np.zeros((len(_UNITS), len(_UNITS)))
+        self._products = np.zeros(len(_UNITS))
+        self._num_decodes = self._num_prompts = self.num_steps = 0
+        # What is solved for when somebody asks, and how many steps had been told then.
+        self._coefficients: npt.NDArray[np.floating[Any]] = np.zeros(len(_UNITS))
+        self._num_fitted = 0
+
+    def __repr__(self) -> str:
+        return f"StepTimeModel({self.known_costs})"
+
+    def learn(self, work: StepWork) -> None:
+        """Take over a step; one that did nothing, or took no time that can be, is passed over."""
+        if not math.isfinite(work.device_s) or work.device_s < 0.0:
+            return
+        inputs = _inputs(work)
+        if not inputs.any():
+            return
+        self._information *= FORGETTING
+        self._information += np.outer(inputs, inputs)
+        self._products = FORGETTING * self._products + work.device_s * inputs
+        self._num_decodes += work.num_rows > 0
+        self._num_prompts += work.num_prompts > 0
+        self.num_steps += 1
+
+    @property
+    def known_costs(self) -> StepCosts:
+        """What parts of steps cost, as far as this replica's steps have shown."""
+        return StepCosts(*np.maximum(self._fit() / _UNITS, 0.0).tolist())
+
+    def seconds(self, work: StepWork) -> float:
+        """What a step will take; its own `device_s` is not looked at."""
+        return max(float(_inputs(work) @ self._fit()), 0.0)
+
+    def costs(self, others: StepTimeModel) -> StepCosts:
+        """What parts of steps cost; of a kind of step that is not known, what they cost others."""
+        own = self.known_costs
+        decodes = own if self._num_decodes >= MIN_STEPS else others.known_costs
+        prompts = own if self._num_prompts >= MIN_STEPS else others.known_costs
+        return own if decodes is prompts else StepCosts(*decodes[:4], *prompts[4:])
+
+    def _fit(self) -> npt.NDArray[np.floating[Any]]:
+        if self._num_fitted != self.num_steps:
+            held = self._information + PULL * np.eye(len(_UNITS))
+            self._coefficients = np.linalg.solve(held, self._products)
+            self._num_fitted = self.num_steps
+        return self._coefficients
+
+
+def _inputs(work: StepWork) -> npt.NDArray[np.float64]:
+    inputs = np.array(
+        (
+            float(work.num_rows > 0),
+            work.num_rows,
+            work.num_context_tokens,
+            work.max_context_tokens,
+            work.num_prompts,
+            work.num_prompt_tokens,
+            work.num_prompt_pairs,
+        )
+    )
+    scaled: npt.NDArray[np.float64] = inputs / _UNITS
+    return scaled

@@ -1,0 +1,1 @@
+"""How many replicas a cluster needs, and of which role; see docs/autoscaling.md."""

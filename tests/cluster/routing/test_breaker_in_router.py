@@ -1,0 +1,114 @@
+"""An engine that fails requests gets no more through the router, until one finds it well again."""
+
+import asyncio
+
+import pytest
+
+from cluster.errors import InternalError
+from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
+from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
+from tests.cluster.engines import ScriptedEngine, rig, until
+
+
+def answering(error):
+    """Takes every request and ends it with a token, or with what `error` holds."""
+
+    def answer(message):
+        if not isinstance(message, AddRequest):
+            return []
+        request_id = message.request.request_id
+        accepted = Accepted(request_id, 0, 0, 0, 1)
+        if error:
+            return [accepted, TokenOutput(request_id, 0, [], "error", error=error[0])]
+        return [accepted, TokenOutput(request_id, 0, [5], "length")]
+
+    return answer
+
+
+async def preferred(made, engine, other):
+    """Connect both; one has more room, so that it gets each request that comes alone."""
+    await made.connect(engine.member)
+    await made.connect(other.member)
+    await engine.send(snapshot=engine.snapshot(8))
+    await other.send(snapshot=other.snapshot(1))
+    await until(
+        lambda: {v.num_empty_slots for v in made.pools.decode_views()} == {8, 1}, "both told"
+    )
+
+
+def test_an_engine_that_fails_every_request_is_left_and_tried_again_with_one():
+    error = ["its device is broken"]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "bad", answering(error)) as bad,
+            ScriptedEngine("both", "good", answering([])) as good,
+            rig(policy="most_empty_slots") as made,
+        ):
+            await preferred(made, bad, good)
+            for _ in range(THRESHOLD):
+                with pytest.raises(InternalError, match="its device is broken"):
+                    await made.tokens([1])
+            assert made.pools.breakers.state("bad") == "open"
+            for _ in range(3):
+                assert await made.tokens([1]) == [5]
+            assert len(bad.received(AddRequest)) == THRESHOLD
+            error.clear()
+            assert made.pools.expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
+            assert await made.tokens([1]) == [5]
+            assert len(bad.received(AddRequest)) == THRESHOLD + 1
+            assert made.pools.breakers.state("bad") == "closed"
+
+    asyncio.run(run())
+
+
+def test_the_only_engine_is_asked_however_often_it_fails():
+    error = ["its device is broken"]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "bad", answering(error)) as bad,
+            rig() as made,
+        ):
+            await made.connect(bad.member)
+            for _ in range(3 * THRESHOLD):
+                with pytest.raises(InternalError):
+                    await made.tokens([1])
+            error.clear()
+            assert await made.tokens([1]) == [5]
+            assert made.pools.breakers.state("bad") == "closed"
+
+    asyncio.run(run())
+
+
+def test_a_reservation_that_lapses_is_nobody_s_failure():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", answering([LAPSED])) as engine,
+            rig() as made,
+        ):
+            await made.connect(engine.member)
+            for _ in range(2 * THRESHOLD):
+                with pytest.raises(Exception, match="lapsed"):
+                    await made.tokens([1])
+            assert made.pools.breakers.state("e") == "closed"
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_connection_breaks_again_and_again_is_given_a_rest():
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", answering([])) as engine,
+            ScriptedEngine("both", "other", answering([])) as other,
+            rig(policy="most_empty_slots") as made,
+        ):
+            await made.connect(other.member)
+            for _ in range(THRESHOLD):
+                await made.connect(engine.member)
+                [link] = [x for i, x in made.client._links.items() if i == "e"]
+                made.client._lost(link, "its connection broke")
+            await made.connect(engine.member)
+            assert {view.incarnation for view in made.pools.decode_views()} == {"other"}
+
+    asyncio.run(run())

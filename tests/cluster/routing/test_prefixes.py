@@ -1,0 +1,162 @@
+"""What an ingress knows of its engines' prefix caches, told by real engines over real sockets."""
+
+import asyncio
+
+import pytest
+
+from cluster.routing.demand import Demand
+from cluster.routing.placement import ANY_GROUP, Placement
+from cluster.routing.prefixes import ROUTED_S, Prefixes
+from kv_transfer.block_hash import PREFIX_CACHE, block_names
+from replicas.messages import BlockStored, KVEventBatch
+from tests.cluster.engines import (
+    BLOCK_SIZE,
+    KEYS,
+    Rig,
+    engine_config,
+    make_member,
+    prompts,
+    rig,
+    running,
+    until,
+)
+from tests.kv_groups import one_kv_group
+
+[LONG, OTHER] = prompts(2, (130, 96))
+[KEY] = KEYS.derive(PREFIX_CACHE)
+
+
+def demand(prompt, request_id="r", **fields):
+    return Demand(request_id, prompt, **fields)
+
+
+def names_of(prompt):
+    return block_names(demand(prompt).block_hashes(BLOCK_SIZE, KEY))
+
+
+def told_by(incarnation, group, names, seq=0):
+    return incarnation, [KVEventBatch(seq, group, [BlockStored(names)], True)]
+
+
+def known(*incarnations):
+    prefixes = Prefixes(KEYS)
+    for incarnation in incarnations:
+        prefixes.add(make_member("both", incarnation))
+    return prefixes
+
+
+def test_cached_tokens_are_those_of_whole_blocks_and_never_all():
+    prefixes = known("a", "b")
+    prefixes.take(*told_by("a", 1, names_of(LONG)))
+    prefixes.take(*told_by("b", 0, names_of(LONG)[:1]))
+    cached = {Placement("a", 1): 4 * BLOCK_SIZE, Placement("b", 0): BLOCK_SIZE}
+    assert prefixes.cached_tokens(demand(LONG)) == cached
+    cached[Placement("a", 1)] = 3 * BLOCK_SIZE
+    assert prefixes.cached_tokens(demand(LONG[:128])) == cached, "the last token is computed"
+    assert prefixes.cached_tokens(demand(LONG, cache_salt="other")) == {}
+    assert prefixes.cached_tokens(demand(OTHER)) == {}
+
+
+def test_engines_of_several_block_sizes_are_told_apart():
+    prefixes = known("a")
+    groups = one_kv_group(9, 64, 1024)
+    prefixes.add(make_member("both", "big", kv_groups=groups))
+    prefixes.take(*told_by("a", 0, names_of(LONG)))
+    prefixes.take(*told_by("big", 0, block_names(demand(LONG).block_hashes(64, KEY))))
+    cached = {Placement("a", 0): 128, Placement("big", 0): 128}
+    assert prefixes.cached_tokens(demand(LONG)) == cached
+
+
+def test_a_prompt_is_not_hashed_where_nobody_asks():
+    prefixes = Prefixes(KEYS, is_asked=False)
+    prefixes.add(make_member("both", "a"))
+    prefixes.note_routed(demand(LONG), Placement("a", 0), 0.0)
+    assert prefixes.cached_tokens(demand(LONG)) == {}
+
+
+def test_what_an_engine_held_goes_with_it():
+    prefixes = known("a", "b")
+    for name in ("a", "b"):
+        prefixes.take(*told_by(name, 0, names_of(LONG)))
+    prefixes.remove("a")
+    assert prefixes.cached_tokens(demand(LONG)).keys() == {Placement("b", 0)}
+    assert not prefixes.take(*told_by("a", 0, names_of(LONG))), "nobody knows it any more"
+    assert prefixes.cached_tokens(demand(LONG)).keys() == {Placement("b", 0)}
+
+
+def test_of_an_engine_that_tells_nothing_what_was_sent_there_is_believed_for_a_while():
+    prefixes = known("a", "b")
+    prefixes.note_routed(demand(LONG), Placement("a", 1), 1.0)
+    prefixes.note_routed(demand(OTHER), Placement("b", ANY_GROUP), 2.0)
+    prefixes.expire(ROUTED_S)
+    assert prefixes.cached_tokens(demand(LONG)) == {Placement("a", 1): 128}
+    assert prefixes.cached_tokens(demand(OTHER)) == {Placement("b", ANY_GROUP): 64}
+    prefixes.expire(1.0 + ROUTED_S)
+    assert prefixes.cached_tokens(demand(LONG)) == {}
+    assert prefixes.cached_tokens(demand(OTHER)) == {Placement("b", ANY_GROUP): 64}
+
+
+def test_nothing_is_guessed_of_an_engine_that_tells():
+    prefixes = known("a")
+    prefixes.take(*told_by("a", 0, []))
+    prefixes.note_routed(demand(LONG), Placement("a", 0), 1.0)
+    prefixes.note_routed(demand(LONG), Placement("a", ANY_GROUP), 1.0)
+    assert prefixes.cached_tokens(demand(LONG)) == {}
+
+
+def test_what_is_too_hot_counts_for_nothing_until_requests_end_or_more_have_it():
+    """Groups of four slots: one request of a prefix under way is all that a holder should have."""
+    prefixes = known("a", "b")
+    prefixes.take(*told_by("a", 0, names_of(LONG)))
+    first, second, other = demand(LONG, "1"), demand(LONG, "2"), demand(OTHER, "3")
+    assert prefixes.cached_tokens(other) == {}
+    for _ in range(2):
+        assert prefixes.cached_tokens(first) == {Placement("a", 0): 128}, "asking again is no more"
+    assert prefixes.cached_tokens(second) == {}
+    prefixes.end(first)
+    assert prefixes.cached_tokens(second) == {Placement("a", 0): 128}
+    assert prefixes.cached_tokens(first) == {}
+    prefixes.take(*told_by("b", 0, names_of(LONG)))
+    both = {Placement("a", 0): 128, Placement("b", 0): 128}
+    assert prefixes.cached_tokens(first) == both
+    assert prefixes.cached_tokens(demand(LONG, "4")) == both, "nobody is left to hold it"
+    prefixes.take(*told_by("b", 0, [], seq=1))
+    prefixes.remove("b")
+    assert prefixes.cached_tokens(first) == {Placement("a", 0): 128}
+    for request_id in "1234":
+        prefixes.end(demand(LONG, request_id))
+        prefixes.end(demand(LONG, request_id))
+    assert prefixes.num_counted == 0
+
+
+# --- real engines ---------------------------------------------------------------------------------
+
+
+def cached(made, prompt):
+    return dict(made.fleet.prefixes.cached_tokens(demand(prompt)))
+
+
+@pytest.mark.process
+def test_real_engines_tell_every_ingress_what_they_hold():
+    async def run(first, second):
+        async with rig(first, second) as made, rig(first) as late:
+            await made.tokens(LONG)
+            # Of the prompt and the output as many whole blocks are full.
+            await until(lambda: cached(made, LONG), "it is told")
+            [(place, num_tokens)] = cached(made, LONG).items()
+            assert num_tokens == 128
+            engine = first if place.incarnation == first.incarnation else second
+            output = await made.engine_metrics(engine)
+            assert output.groups[place.dp_group].prompt_tokens == len(LONG)
+            again = Rig()
+            await again.connect(first.member, second.member)
+            await until(lambda: cached(again, LONG) == {place: 128}, "a listing")
+            if engine is first:
+                await until(lambda: cached(late, LONG) == {place: 128}, "told as well")
+            engine.kill()
+            await until(lambda: cached(again, LONG) == {}, "it died with what it held")
+            await again.client.close()
+
+    both = engine_config("both")
+    with running(("both", both), ("both", both)) as engines:
+        asyncio.run(run(*engines))

@@ -1,0 +1,173 @@
+"""The model of step times is least squares with forgetting, and a replica may have its own pace."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.routing import step_time
+from cluster.routing.step_time import Pace, StepCosts, StepTimeModel
+from replicas.messages import StepWork
+
+UNITS = [1.0, 32.0, 1e5, 1e5, 1.0, 1e4, 1e8]
+
+
+def work(rows=0, context=0, longest=0, prompts=0, tokens=0, pairs=0, device_s=0.0):
+    return StepWork(rows, context, longest, prompts, tokens, pairs, device_s)
+
+
+DECODES = st.builds(
+    work,
+    rows=st.integers(1, 64),
+    context=st.integers(0, 10**6),
+    longest=st.integers(0, 10**5),
+    device_s=st.floats(0.0, 2.0),
+)
+PROMPTS = st.builds(
+    work,
+    prompts=st.integers(1, 8),
+    tokens=st.integers(1, 10**5),
+    pairs=st.integers(0, 10**9),
+    device_s=st.floats(0.0, 90.0),
+)
+STEPS = st.lists(DECODES | PROMPTS, max_size=60)
+
+
+def inputs(step):
+    numbers = np.array([step.num_rows > 0, *msgspec.structs.astuple(step)[:-1]], dtype=float)
+    return numbers / UNITS
+
+
+def batch_fit(steps):
+    """Least squares over all steps at once, in rows whose weights fade, and rows that pull to 0."""
+    weights = step_time.FORGETTING ** (np.arange(len(steps) - 1, -1, -1) / 2)
+    rows = [w * inputs(step) for w, step in zip(weights, steps, strict=True)]
+    seconds = [w * step.device_s for w, step in zip(weights, steps, strict=True)]
+    matrix = np.vstack([*rows, math.sqrt(step_time.PULL) * np.eye(len(UNITS))])
+    return np.linalg.lstsq(matrix, np.array([*seconds, *[0.0] * len(UNITS)]), rcond=None)[0]
+
+
+def taught(steps):
+    model = StepTimeModel()
+    for step in steps:
+        model.learn(step)
+    return model
+
+
+@given(STEPS)
+def test_it_is_least_squares_over_all_steps_at_once(steps):
+    model, expected = taught(steps), batch_fit(steps)
+    for step in steps:
+        found = model.seconds(step)
+        assert found == pytest.approx(max(inputs(step) @ expected, 0.0), rel=1e-3, abs=1e-3)
+
+
+@given(STEPS, DECODES | PROMPTS)
+def test_whatever_it_is_told_it_says_something_that_can_be(steps, asked):
+    model = taught(steps)
+    assert 0.0 <= model.seconds(asked) < math.inf
+    assert all(0.0 <= cost < math.inf for cost in model.known_costs)
+
+
+@settings(max_examples=5, deadline=None)
+@given(DECODES | PROMPTS)
+def test_the_same_step_for_ever_is_learned_and_unlearned(step):
+    model = taught([step] * 3000)
+    assert model.seconds(step) == pytest.approx(step.device_s, rel=1e-3, abs=1e-4)
+    other = msgspec.structs.replace(step, device_s=2.0 * step.device_s + 1.0)
+    for _ in range(2000):
+        model.learn(other)
+    assert model.seconds(step) == pytest.approx(other.device_s, rel=1e-2)
+
+
+def test_steps_that_say_nothing_are_passed_over():
+    model = taught([work(rows=1, device_s=0.5)] * 9)
+    before = model.seconds(work(rows=1))
+    for step in (
+        work(device_s=3.0),
+        work(rows=1, device_s=math.nan),
+        work(rows=1, device_s=math.inf),
+        work(rows=1, device_s=-1.0),
+    ):
+        model.learn(step)
+    assert model.seconds(work(rows=1)) == before
+
+
+TRUE = StepCosts(0.04, 0.0, 2e-7, 0.0, 0.02, 2e-4, 1e-9)
+
+
+def drawn(rng, noise):
+    """A step that costs what it costs, give or take."""
+    if rng.random() < 0.5:
+        rows, context = int(rng.integers(1, 33)), int(rng.integers(100, 10**5))
+        step = work(rows, context, int(rng.integers(100, context + 1)))
+        seconds = TRUE.decode_step_s(rows, context, step.max_context_tokens)
+    else:
+        tokens = int(rng.integers(16, 20_000))
+        step = work(prompts=int(rng.integers(1, 4)), tokens=tokens, pairs=tokens**2 // 2)
+        seconds = TRUE.prompts_s(step.num_prompts, tokens, step.num_prompt_pairs)
+    return msgspec.structs.replace(step, device_s=max(seconds + rng.normal(0.0, noise), 0.0))
+
+
+def test_it_finds_what_parts_of_a_step_cost():
+    rng = np.random.default_rng(1)
+    found = taught([drawn(rng, 0.0) for _ in range(400)]).known_costs
+    assert found.decode_s == pytest.approx(TRUE.decode_s, rel=0.01)
+    assert found.context_token_s == pytest.approx(TRUE.context_token_s, rel=0.01)
+    assert found[4:] == pytest.approx(TRUE[4:], rel=0.01)
+
+
+def test_a_replica_that_becomes_slower_is_found_slower():
+    rng = np.random.default_rng(4)
+    steps = [drawn(rng, 0.001) for _ in range(1500)]
+    model = taught(steps[:500])
+    for step in steps[500:]:
+        model.learn(msgspec.structs.replace(step, device_s=3.0 * step.device_s))
+    assert model.known_costs.decode_s == pytest.approx(3.0 * TRUE.decode_s, rel=0.05)
+    assert model.known_costs.prompt_token_s == pytest.approx(3.0 * TRUE.prompt_token_s, rel=0.05)
+
+
+def test_what_a_replica_has_not_done_costs_what_it_costs_others():
+    others = taught([work(rows=1, device_s=0.5), work(prompts=1, tokens=10**4, device_s=7.0)] * 9)
+    own = StepTimeModel()
+    assert own.costs(others) == others.known_costs
+    for _ in range(step_time.MIN_STEPS):
+        own.learn(work(rows=1, device_s=0.1))
+    assert own.costs(others).decode_step_s(1, 0, 0) == pytest.approx(0.1, rel=0.01)
+    assert own.costs(others).prompts_s(1, 10**4, 0) == pytest.approx(7.0, rel=0.01)
+
+
+def paced(factor, count):
+    """A replica whose steps take so many times as long as usual, give or take a tenth."""
+    rng, pace = np.random.default_rng(5), Pace()
+    for _ in range(count):
+        step = drawn(rng, 0.0)
+        pace.see(
+            msgspec.structs.replace(step, device_s=factor * step.device_s * rng.uniform(0.9, 1.1)),
+            TRUE,
+        )
+    return pace
+
+
+@settings(max_examples=10)
+@given(st.floats(0.9, 1.1))
+def test_a_replica_within_the_ordinary_costs_what_its_pool_costs(factor):
+    assert paced(factor, 120).costs(TRUE) is TRUE
+
+
+@settings(max_examples=10)
+@given(st.floats(1.5, 9.0) | st.floats(0.1, 0.7))
+def test_a_replica_out_of_the_ordinary_is_known_by_its_pace(factor):
+    assert paced(factor, 10).costs(TRUE) is TRUE, "it is too early to tell"
+    assert paced(factor, 120).costs(TRUE) == pytest.approx([factor * s for s in TRUE], rel=0.1)
+
+
+def test_a_pace_says_nothing_where_nothing_is_usual():
+    pace = Pace()
+    for _ in range(99):
+        pace.see(work(rows=1, device_s=1.0), StepCosts())
+        pace.see(work(rows=1, device_s=math.nan), TRUE)
+    assert pace.factors() == (1.0, 1.0)

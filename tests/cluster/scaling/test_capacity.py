@@ -1,0 +1,127 @@
+"""Capacity: enough by queueing theory, no less for more work, and held against a queue itself."""
+
+import heapq
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.routing.step_time import StepCosts
+from cluster.scaling.capacity import (
+    Engine,
+    Objectives,
+    decoding_replicas,
+    prompt_replicas,
+    rows_within,
+    step_of,
+)
+from cluster.scaling.meter import Demand
+
+COSTS = StepCosts(
+    decode_s=0.04, row_s=2e-4, context_token_s=1e-7, prompt_s=0.1, prompt_token_s=1e-4
+)
+ENGINE = Engine(dp_groups=8, slots_per_group=8)
+OBJECTIVES = Objectives(ttft_s=3.0, tpot_s=0.1)
+
+demands = st.builds(
+    Demand,
+    requests_per_s=st.floats(0.0, 50.0),
+    prompt_s=st.floats(0.01, 2.0),
+    burstiness=st.floats(0.5, 20.0),
+    output_tokens=st.floats(1.0, 500.0),
+    context_tokens=st.floats(1.0, 8000.0),
+    num_decoding=st.floats(0.0, 500.0),
+    backlog_s=st.floats(0.0, 100.0),
+)
+
+
+def demand(**fields):
+    return Demand(
+        **{
+            "requests_per_s": 4.0, "prompt_s": 0.4, "burstiness": 1.0, "output_tokens": 100.0,
+            "context_tokens": 1000.0, "num_decoding": 0.0, "backlog_s": 0.0, **fields,
+        }
+    )  # fmt: skip
+
+
+@given(demands)
+def test_prompts_that_come_can_be_computed(asked):
+    count = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
+    assert count >= 1
+    assert count >= asked.requests_per_s * asked.prompt_s + asked.backlog_s / 60.0
+
+
+@given(
+    demands,
+    st.sampled_from(["requests_per_s", "prompt_s", "burstiness", "backlog_s"]),
+    st.floats(1, 3),
+)
+def test_more_work_needs_no_fewer_replicas(asked, field, factor):
+    more = asked._replace(**{field: getattr(asked, field) * factor})
+    assert prompt_replicas(more, OBJECTIVES, horizon_s=60.0) >= prompt_replicas(
+        asked, OBJECTIVES, horizon_s=60.0
+    )
+
+
+@given(demands)
+def test_a_tighter_objective_needs_no_fewer_replicas(asked):
+    tight = Objectives(ttft_s=1.0, tpot_s=0.05)
+    assert prompt_replicas(asked, tight, horizon_s=60.0) >= prompt_replicas(
+        asked, OBJECTIVES, horizon_s=60.0
+    )
+    assert rows_within(asked, COSTS, ENGINE, tight) <= rows_within(asked, COSTS, ENGINE, OBJECTIVES)
+
+
+@given(demands)
+def test_rows_keep_the_time_per_token_where_they_can(asked):
+    rows = rows_within(asked, COSTS, ENGINE, OBJECTIVES)
+    assert ENGINE.dp_groups <= rows <= ENGINE.dp_groups * ENGINE.slots_per_group
+    if rows > ENGINE.dp_groups:
+        assert step_of(rows, asked, COSTS, ENGINE) <= OBJECTIVES.tpot_s
+
+
+@given(demands)
+def test_there_are_slots_for_all_that_decode_at_a_time(asked):
+    replicas = decoding_replicas(asked, COSTS, ENGINE, OBJECTIVES)
+    rows = rows_within(asked, COSTS, ENGINE, OBJECTIVES)
+    step_s = step_of(rows, asked, COSTS, ENGINE)
+    assert replicas * rows >= asked.requests_per_s * asked.output_tokens * step_s * (1 - 1e-9)
+    assert replicas * rows >= asked.num_decoding * (1 - 1e-9)
+
+
+def test_decoding_beside_prompts_takes_its_part():
+    asked = demand()
+    alone = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
+    assert prompt_replicas(asked, OBJECTIVES, horizon_s=60.0, taken=1.5) == pytest.approx(
+        alone + 1.5, abs=1.0
+    )
+
+
+def test_nothing_asked_needs_one():
+    nothing = demand(requests_per_s=0.0)
+    assert prompt_replicas(nothing, OBJECTIVES, horizon_s=60.0) == 1
+    assert math.ceil(decoding_replicas(nothing, COSTS, ENGINE, OBJECTIVES)) == 0
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0, 12.0])
+def test_what_is_planned_keeps_the_objective_in_a_real_queue(rate):
+    """Poisson arrivals, exponential service: no more are late than are planned with, about."""
+    rng = np.random.Generator(np.random.Philox(3))
+    asked = demand(requests_per_s=rate, prompt_s=0.5, burstiness=2.0)
+    servers = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
+
+    def late_share(num_servers):
+        arrivals_s = np.cumsum(rng.exponential(1.0 / rate, 20_000))
+        free_s = [0.0] * num_servers
+        late = 0
+        for at_s, service_s in zip(arrivals_s, rng.exponential(0.5, arrivals_s.size), strict=True):
+            begin_s = max(at_s, heapq.heappop(free_s))
+            late += begin_s - at_s > OBJECTIVES.ttft_s - 0.5
+            heapq.heappush(free_s, begin_s + service_s)
+        return late / arrivals_s.size
+
+    assert late_share(servers) <= 0.06
+    if servers > 1:
+        assert late_share(servers - 1) > 0.03

@@ -1,0 +1,126 @@
+"""The meter: what ingresses counted, whoever of them comes and goes, and where demand goes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.routing.step_time import StepCosts
+from cluster.routing.traffic import Traffic
+from cluster.scaling.meter import Meter
+
+COSTS = StepCosts(decode_s=0.04, prompt_s=0.1, prompt_token_s=1e-4)
+
+
+def meter(window_s=300.0):
+    return Meter(window_s, recent_s=20.0)
+
+
+def serve(traffic, num, prompt=1000, output=100, cached=0):
+    """So many requests come, begin and end."""
+    for _ in range(num):
+        traffic.come(prompt)
+        traffic.begin(prompt, cached)
+        traffic.end(prompt, output)
+
+
+def test_nothing_is_said_before_something_was_seen_to_end():
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic}, COSTS)
+    traffic.come(1000)
+    seen.look(10.0, {"a": traffic}, COSTS)
+    assert seen.demand(60.0, COSTS) is None
+
+
+def test_means_are_of_what_came():
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic}, COSTS)
+    for step in range(1, 11):
+        serve(traffic, 20, prompt=1000, output=100, cached=250)
+        seen.look(10.0 * step, {"a": traffic}, COSTS)
+    demand = seen.demand(60.0, COSTS)
+    assert demand.requests_per_s == pytest.approx(2.0)
+    # The first look knew nothing of caches yet, but those in it had begun when they were counted.
+    assert demand.prompt_s == pytest.approx(0.1 + 750 * 1e-4)
+    assert demand.output_tokens == 100
+    assert demand.num_decoding == 0
+    assert demand.backlog_s == 0
+
+
+def test_what_waits_is_backlog_and_what_was_refused_is_none():
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic}, COSTS)
+    serve(traffic, 10)
+    for _ in range(5):
+        traffic.come(1000)
+    traffic.end(1000, 0)
+    seen.look(10.0, {"a": traffic}, COSTS)
+    demand = seen.demand(0.0, COSTS)
+    assert demand.backlog_s == pytest.approx(4 * 0.2)
+    assert demand.requests_per_s == pytest.approx(1.5)
+
+
+@given(
+    rates=st.lists(st.integers(0, 50), min_size=8, max_size=20),
+    ingresses=st.integers(1, 4),
+    lives=st.data(),
+)
+def test_how_many_ingresses_counted_makes_no_difference(rates, ingresses, lives):
+    """Nor that some of them die between looks, and others begin."""
+    alone, parted = meter(), meter()
+    total = Traffic()
+    names = {f"i{n}": Traffic() for n in range(ingresses)}
+    started = ingresses
+    alone.look(0.0, {"one": total}, COSTS)
+    parted.look(0.0, names, COSTS)
+    for step, count in enumerate(rates, 1):
+        for _ in range(count):
+            serve(total, 1)
+            serve(names[lives.draw(st.sampled_from(sorted(names)))], 1)
+        alone.look(10.0 * step, {"one": total}, COSTS)
+        parted.look(10.0 * step, names, COSTS)
+        if lives.draw(st.booleans()):
+            names.pop(lives.draw(st.sampled_from(sorted(names))))
+            names[f"i{started}"] = Traffic()
+            started += 1
+    one, many = alone.demand(30.0, COSTS), parted.demand(30.0, COSTS)
+    assert (one is None) == (many is None)
+    if one is not None:
+        assert many[:4] == pytest.approx(one[:4])
+
+
+def test_a_rise_is_carried_on_and_noise_is_not():
+    rng = np.random.Generator(np.random.Philox(1))
+
+    def rate_ahead(counts):
+        seen, traffic = meter(), Traffic()
+        seen.look(0.0, {"a": traffic}, COSTS)
+        for step, count in enumerate(counts, 1):
+            serve(traffic, int(count))
+            seen.look(10.0 * step, {"a": traffic}, COSTS)
+        return seen.demand(100.0, COSTS).requests_per_s
+
+    rising = rate_ahead(rng.poisson(np.linspace(10, 70, 30)))
+    assert rising == pytest.approx(9.0, rel=0.15)
+    steady = [rate_ahead(rng.poisson(np.full(30, 40))) for _ in range(20)]
+    assert np.median(steady) == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_burst_is_seen_within_two_looks():
+    rng = np.random.Generator(np.random.Philox(2))
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic}, COSTS)
+    for step, count in enumerate([*rng.poisson(np.full(28, 15)), 60, 60], 1):
+        serve(traffic, int(count))
+        seen.look(10.0 * step, {"a": traffic}, COSTS)
+    assert seen.demand(0.0, COSTS).requests_per_s == pytest.approx(6.0)
+
+
+def test_an_ingress_that_was_not_heard_of_for_a_while_brings_no_flood():
+    seen, there, away = meter(), Traffic(), Traffic()
+    for look in range(30):
+        for traffic in (there, away):
+            serve(traffic, 20)
+        counted = {"there": there} if look in {20, 21} else {"there": there, "away": away}
+        seen.look(10.0 * look, counted, COSTS)
+    assert seen.demand(60.0, COSTS).requests_per_s < 8.0
