@@ -117,8 +117,12 @@ class Release:
         return self.name
 
     @property
+    def host(self):
+        return f"{self.name}.{self.namespace}.svc"
+
+    @property
     def url(self):
-        return f"http://{self.name}.{self.namespace}.svc:8000"
+        return f"http://{self.host}:8000"
 
     def install(self):
         """Install it, and wait until it can serve; says how long that took."""

@@ -30,6 +30,7 @@ from tests.kubernetes.cluster import (
     Release,
     environment_cluster,
     kit_folder,
+    wait_until,
 )
 
 # Everything in one worker pod, for two cores that also run the control plane.
@@ -87,7 +88,7 @@ def image(cluster):
 
 
 @pytest.fixture(scope="session")
-def make_release(cluster, image):
+def make_release(cluster, image, client):
     """Install releases: `make_release(name, "--set", ...)`, each in a namespace of its name."""
     made = []
 
@@ -96,6 +97,8 @@ def make_release(cluster, image):
         release = Release(cluster, image, name, [str(value) for value in values])
         made.append(release)
         release.install()
+        # Nodes hear of a pod that is ready a little later, and refuse connections until then.
+        wait_until(lambda: client.connects(release.host, 8000), f"a way to {name}", 60)
         return release
 
     yield make

@@ -147,7 +147,11 @@ def test_a_worker_pod_dies(release, client, expected, group):
     healed_s = time.monotonic() - start_s
     print(f"\n{group} pod deleted: {len(errors)} of {NUM_STREAMS} streams failed, "
           f"healed after {healed_s:.0f} s; {set(map(str, errors))}")  # fmt: skip
-    assert 0 < len(errors) < NUM_STREAMS
+    if group == "engines":
+        # The decode replica of the other pod goes on with all streams.
+        assert errors == []
+    else:
+        assert 0 < len(errors) < NUM_STREAMS, "those that went through it, and no others"
     assert check(client.streams(release.url, NUM_STREAMS, NUM_TOKENS).results(), expected) == []
 
 
