@@ -332,7 +332,7 @@ class Drill:
         self._engines = engines
         self._victim = engines[victim]
         self._trouble = trouble
-        self._fleet = Fleet(functools.partial(AsyncMPClient, KEYS))
+        self._fleet = Fleet(functools.partial(AsyncMPClient, KEYS), KEYS)
         self._metrics = RouterMetrics("drills")
         self._router = Router(self._fleet, RouterConfig(), self._metrics, TicketOffice(KEYS))
         self._members = [
@@ -382,8 +382,8 @@ class Drill:
 
     def _is_placed_on(self) -> bool:
         pools, incarnation = self._fleet.pools, self._victim.description.incarnation
-        views = [*pools.prefill_views(), *pools.decode_views()]
-        return any(view.incarnation == incarnation for view in views)
+        views = pools.prefill_views(), pools.decode_views()
+        return any(incarnation in side.engines for side in views)
 
     @contextlib.asynccontextmanager
     async def _following(self) -> AsyncIterator[None]:

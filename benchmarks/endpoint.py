@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from openai import AsyncOpenAI
 
 from benchmarks.ready import wait_ready
-from cluster.config.environment import process_environment
 from cluster.config.resolve import ClusterConfig, replica_engine, resolve
 from cluster.config.serve_file import read_serve_file
 from cluster.lifecycle.supervisor import free_port
@@ -122,9 +121,8 @@ async def _engine_twice(
     cluster: ClusterConfig, tokens: int, repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     role: Role = "decode" if cluster.is_disaggregated else "both"
-    host, environment = cluster.data_host, process_environment()
     llm = await AsyncLLM.start(
-        replica_engine(cluster, role, 0, host=host, keys=KeyRing(), environment=environment)
+        replica_engine(cluster, role, 0, host=cluster.data_host, keys=KeyRing())
     )
     try:
         return (

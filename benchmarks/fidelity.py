@@ -217,7 +217,7 @@ class Ingress:
     """The production's router over real connections, as `Ingress` has it."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet(partial(AsyncMPClient, KEYS))
+        self.fleet = Fleet(partial(AsyncMPClient, KEYS), KEYS)
         metrics = RouterMetrics("fidelity")
         self.router = Router(self.fleet, RouterConfig(), metrics, TicketOffice(KEYS))
 

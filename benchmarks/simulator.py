@@ -50,8 +50,7 @@ BUILT_IN = Path(__file__).parent / "mooncake_shaped.yaml"
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 16384
-MAX_LEN = 131072
-"""Defaults of Dynamo's mocker; the length is what the trace needs."""
+"""Defaults of Dynamo's mocker; it has no longest sequence but what its blocks hold."""
 
 PEER_ROUTERS: dict[PolicyName, str] = {
     "round_robin": "round_robin",
@@ -77,19 +76,20 @@ class Figures:
 
 def simulate(workload: Workload, replicas: int, policy: PolicyName) -> SimulationResult:
     """Run a workload, sped up with the number of replicas, under the peer's settings."""
+    max_len = longest(workload)
     engine = EngineConfig(
         model="virtual",
         max_batch_size=256,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=8192,
         max_num_waiting=0,
-        max_model_len=MAX_LEN,
+        max_model_len=max_len,
     )
     group = KVGroup(
         layers=(0,), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS + 1, bytes_per_block=1
     )
     facts = ModelFacts(
-        max_position_embeddings=MAX_LEN,
+        max_position_embeddings=max_len,
         vocab_size=4096,
         eos_token_ids=[0],
         kv_groups=(group,),
@@ -106,6 +106,20 @@ def simulate(workload: Workload, replicas: int, policy: PolicyName) -> Simulatio
     simulation = Simulation([pool], workload.speed_up(replicas / REPLICAS_OF_TRACE), options)
     with seldom_collecting():
         return simulation.run()
+
+
+def longest(workload: Workload) -> int:
+    """Tokens of the longest request, so that none is refused or cut off that the peer serves.
+
+    Raises:
+        ValueError: It has no room in the KV cache that both have.
+    """
+    tokens = max(r.num_prompt_tokens + r.num_output_tokens for r in workload.requests)
+    if tokens > NUM_BLOCKS * BLOCK_SIZE:
+        raise ValueError(
+            f"a request of {tokens:,} tokens has no room in {NUM_BLOCKS * BLOCK_SIZE:,} of KV"
+        )
+    return tokens
 
 
 def figures(result: SimulationResult) -> Figures:
@@ -174,7 +188,7 @@ def main() -> None:
                 peer = None
                 if arguments.peer_python is not None:
                     peer = ask_peer(arguments.peer_python, trace, replicas, policy)
-                _print_rows(policy, replicas, ours, peer)
+                print_rows(policy, replicas, ours, peer)
                 if policy == "round_robin":
                     last = ours
                     if replicas == sizes[0] and not arguments.quick:
@@ -211,7 +225,8 @@ def _print_head(workload: Workload) -> None:
     print(_COLUMNS.format(*("---" for _ in names)))
 
 
-def _print_rows(policy: str, replicas: int, ours: Figures, peer: Figures | None) -> None:
+def print_rows(policy: str, replicas: int, ours: Figures, peer: Figures | None) -> None:
+    """Print a run, the peer's, and by how much they differ where they place alike."""
     _print_row(policy, replicas, ours)
     if peer is None:
         return
@@ -219,10 +234,16 @@ def _print_rows(policy: str, replicas: int, ours: Figures, peer: Figures | None)
     _print_row(f"peer {router}", replicas, peer)
     if router == policy:
         names = ("reuse", "ttft_ms_mean", "ttft_ms_p99", "itl_ms_mean")
-        pairs = [(getattr(ours, name), getattr(peer, name)) for name in names]
-        shown = [f"{100 * (a / b - 1):+.2f} %" for a, b in pairs]
+        shown = [difference(getattr(ours, name), getattr(peer, name)) for name in names]
         ratio = f"{ours.wall_s / peer.wall_s:.1f} x"
         print(_COLUMNS.format("difference", replicas, ratio, "", *shown, ""), flush=True)
+
+
+def difference(ours: float, peer: float) -> str:
+    """By how much ours is more than the peer's; a peer that has none has no ratio."""
+    if peer:
+        return f"{100 * (ours / peer - 1):+.2f} %"
+    return "none" if ours else "equal"
 
 
 def _print_again(workload: Workload, replicas: int, policy: PolicyName, first: Figures) -> None:

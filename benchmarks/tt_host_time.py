@@ -238,7 +238,9 @@ def ask_for_full_batch(server: EngineServer, samplings: Sequence[SamplingParams]
     """Have one client ask for something in every slot."""
     server.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
     for i, sampling in enumerate(samplings):
-        prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(PROMPT_LEN)]
+        # Spread, so that rows fill their blocks one after the other, as they do in service.
+        length = PROMPT_LEN - i * 37 % BLOCK_SIZE
+        prompt = [(i * 7919 + j * (31 + i % 13)) % 4000 + 16 for j in range(length)]
         server.take(CLIENT, AddRequest(EngineRequest(f"b{i}", prompt, sampling)), 0.0)
 
 

@@ -322,6 +322,7 @@ def _engine_options(options: argparse.Namespace) -> dict[str, object]:
         "model": str(folder),
         "max_batch_size": options.max_batch_size,
         "max_model_len": options.max_model_len,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
         "tt_data_parallel": options.lanes,
     }
     if options.simulate is not None:
@@ -356,6 +357,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lanes", type=at_least(1), default=1, help="data-parallel groups of the mesh")
     add("--max-batch-size", type=at_least(1), default=32, help="decode slots, over all lanes")
     add("--max-model-len", type=at_least(2), help="longest sequence; the model's, if not given")
+    add("--max-num-batched-tokens", type=at_least(1),
+        default=EngineConfig(model="").max_num_batched_tokens, help="of one step")  # fmt: skip
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--num-prompts", type=at_least(1), help="how many requests; prompts repeat")
     add(

@@ -68,6 +68,15 @@ class ProcessSampler:
                 )
         return samples
 
+    def ours(self) -> dict[str, int]:
+        """Process id of each of the cluster's own processes that runs now, by name."""
+        family = self._family()
+        named = {
+            process_id: self._name(process, family.get(process.parent_id))
+            for process_id, process in family.items()
+        }
+        return {name: process_id for process_id, (name, is_ours) in named.items() if is_ours}
+
     def _family(self) -> dict[int, Process]:
         """The root, all below it, and the sessions that these lead: some lose their parents."""
         table = process_table()

@@ -23,7 +23,7 @@ def check(result, victim):
         assert endings == {}, "another one computes its prompts"
         assert result["longest_first_token_s"] < SOON_S
     else:
-        assert set(endings) <= {"ReplicaLostError"}, "those who had tokens of it"
+        assert endings == {}, "the other one goes on with its streams"
     assert result["avoided_after_s"] < SOON_S
     assert result["leaked"] == 0
 

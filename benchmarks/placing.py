@@ -1,0 +1,138 @@
+"""What placing one request costs: views brought up to date, all places weighed, the winner held.
+
+A part of `benchmarks.placement`. Decode engines with lanes whose steps are known; before each
+request one engine has told of its load, and the last placement has changed another one's view. With
+a queue, all slots are taken but one that has just become free, and it is the head that is placed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+from cluster.routing.cost import make_policies
+from cluster.routing.demand import Demand
+from cluster.routing.pools import Member, PoolState
+from cluster.routing.slot_queue import SlotQueue
+from replicas.kv_groups import KVGroup
+from replicas.messages import EngineDescription, EngineSnapshot, GroupSnapshot, StepWork, num_pairs
+
+if TYPE_CHECKING:
+    from cluster.config.schema import PolicyName
+
+NUM_REPLICAS = 64
+NUM_GROUPS = 8
+SLOTS = 32
+QUEUES = (0, 1000, 10_000)
+POLICIES: tuple[PolicyName, ...] = ("least_delay", "most_empty_slots", "round_robin")
+_BLOCKS = KVGroup(layers=(0,), block_size=32, num_blocks=40_000, bytes_per_block=1)
+
+
+class Fleet:
+    """Engines that tell of loads that are drawn, and the queue before them.
+
+    Args:
+        policy: How they are weighed.
+        dice: Draws loads.
+    """
+
+    def __init__(self, policy: PolicyName, dice: random.Random) -> None:
+        self._dice = dice
+        self._seq = 0
+        self.pools = PoolState()
+        self.queue = SlotQueue(self.pools, make_policies(policy).decode, 10**6, 1e9)
+        self.names = [f"engine-{i:03}" for i in range(NUM_REPLICAS)]
+        for name in self.names:
+            self.pools.add(Member("both", name, _description(name)))
+            for _ in range(8):
+                self.tell(name)
+
+    def tell(self, name: str, num_empty: int | None = None) -> None:
+        """Let an engine tell of a load, and of two steps; `num_empty` slots are free in a lane."""
+        dice = self._dice
+        groups = []
+        for _ in range(NUM_GROUPS):
+            empty = dice.randrange(1, SLOTS) if num_empty is None else num_empty
+            running, tokens = SLOTS - empty, dice.randrange(2000)
+            groups.append(
+                GroupSnapshot(
+                    empty, [20_000], running, 0, 0, running * 1500, dice.randrange(1500, 9000),
+                    tokens, num_pairs(0, tokens), int(tokens > 0),
+                )
+            )  # fmt: skip
+        context, prompt = dice.randrange(10**5), dice.randrange(1, 4096)
+        self._seq += 1
+        snapshot = EngineSnapshot(
+            self._seq, False, 0, 0, self._seq, groups, "both", 0.02,
+            StepWork(SLOTS, context, context, 0, 0, 0, 0.02 + 1e-7 * context),
+            StepWork(0, 0, 0, 1, prompt, num_pairs(0, prompt), 2e-4 * prompt),
+        )  # fmt: skip
+        self.pools.take_snapshot(name, snapshot)
+
+
+def placing_figures(*, is_quick: bool) -> dict[str, float]:
+    """Measure policies before queues, print a row for each, and say what is of interest."""
+    count = 300 if is_quick else 2000
+    print(f"a request over {NUM_REPLICAS} replicas of {NUM_GROUPS} DP groups")
+    print(f"{'':>22} {'queued':>7} {'place p50':>10} {'p99 us':>8}")
+    figures = {}
+    for policy in (*POLICIES, POLICIES[0]):
+        for num_queued in QUEUES:
+            times = sorted(placing_us(policy, num_queued, count))
+            p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+            print(f"{policy:>22} {num_queued:>7,} {p50:>10.1f} {p99:>8.1f}", flush=True)
+            if policy == POLICIES[0] and not num_queued:
+                figures = {"place_us_p50": p50, "place_us_p99": p99}
+    return figures
+
+
+def placing_us(policy: PolicyName, num_queued: int, num_requests: int) -> list[float]:
+    """Microseconds of each placement."""
+    dice = random.Random(0)
+    fleet = Fleet(policy, dice)
+    prompt = [7] * 1000
+
+    def new(number: int) -> Demand:
+        return Demand(f"r{number}", prompt, expected_output_tokens=200)
+
+    if num_queued:
+        for name in fleet.names:
+            fleet.tell(name, 0)
+        for number in range(num_queued):
+            assert fleet.queue.enter(fleet.queue.new_waiter(new(number)), 0.0) is None
+    times_us = []
+    for number in range(num_requests):
+        name = dice.choice(fleet.names)
+        if num_queued:
+            fleet.tell(name, 1)
+            started = time.perf_counter()
+            placed = [(w.demand.request_id, p) for w, p in fleet.queue.assign()]
+            seconds = time.perf_counter() - started
+            fleet.tell(name, 0)
+        else:
+            fleet.tell(name)
+            waiter = fleet.queue.new_waiter(new(number))
+            started = time.perf_counter()
+            placement = fleet.queue.enter(waiter, 0.0)
+            seconds = time.perf_counter() - started
+            assert placement is not None
+            placed = [(waiter.demand.request_id, placement)]
+        # Whoever found nothing any more ended the call.
+        times_us.append(1e6 * seconds / (len(placed) + (num_queued > 0)))
+        for request_id, placement in placed:
+            fleet.pools.release(request_id, placement.incarnation)
+        if num_queued:
+            for request_id, _ in placed:
+                # Whoever is done comes again, behind all others.
+                fleet.queue.enter(fleet.queue.new_waiter(Demand(request_id, prompt)), 0.0)
+    return times_us
+
+
+def _description(name: str) -> EngineDescription:
+    return EngineDescription(
+        incarnation=name, public_key="", input_endpoint="", output_endpoint="", kv_endpoints=None,
+        kv_layout_hash=None, kv_groups=(_BLOCKS,), model="", max_model_len=10**6, vocab_size=10**5,
+        eos_token_ids=[], dp_groups=NUM_GROUPS, slots_per_group=SLOTS,
+        max_num_batched_tokens=4096, pid=0,
+    )  # fmt: skip
