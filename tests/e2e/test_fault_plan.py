@@ -3,6 +3,7 @@
 One server for the module; the last test ends it.
 """
 
+import json
 import signal
 
 import harness
@@ -30,7 +31,12 @@ def server(tmp_path_factory):
         "num_blocks": 64,
         "simulated_mesh": {"model": "Llama-3.1-8B", "board": "n150"},
     }
-    args = {"model": "demo", "engine": engine, "pools": {"prefill": {}, "decode": {"replicas": 2}}}
+    args = {
+        "model": "demo",
+        "engine": engine,
+        "ingress": {"request_timeout_s": 8},
+        "pools": {"prefill": {}, "decode": {"replicas": 2}},
+    }
     application = {"name": "ttserve", "import_path": "cluster.app:build", "args": args}
     config, plan = folder / "serve.yaml", folder / "faults.yaml"
     config.write_text(
@@ -75,6 +81,20 @@ def test_the_example_client_is_served(server):
 
 def test_requests_succeed_after_the_death_of_a_decode_replica(server):
     assert_requests_succeed_after_deaths(server, 1)
+
+
+def test_request_that_takes_too_long_ends_with_an_error_and_frees_its_slot(server):
+    """Its tokens would take a minute, however fast the host is."""
+    body = {**BODY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    *_, last = harness.stream_events(server.url, "/v1/completions", body)
+    assert json.loads(last)["error"]["code"] == "request_timeout"
+    harness.wait_for(lambda: num_running(server) == 0, 20, "no request runs")
+
+
+def num_running(server):
+    """Requests that the engines have."""
+    lines = harness.get_json(f"{server.url}/metrics")[1].splitlines()
+    return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running{"))
 
 
 @pytest.mark.slow
