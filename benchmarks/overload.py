@@ -59,7 +59,7 @@ REFUSED_S = 0.05
 ADMISSION = "admission"
 ROUTERS = {
     "round_robin": RouterConfig(policy="round_robin"),
-    "most_empty_slots": RouterConfig(),
+    "most_empty_slots": RouterConfig(policy="most_empty_slots"),
     ADMISSION: RouterConfig(admission=AdmissionConfig(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s)),
 }
 

@@ -140,7 +140,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_timeout_s: float = 60.0
     max_attempts: int = 3
     min_remote_prefill_tokens: int = 0
-    policy: PolicyName = "most_empty_slots"
+    policy: PolicyName = "least_delay"
     order: OrderName = "decode_first"
     admission: AdmissionConfig | None = None
 

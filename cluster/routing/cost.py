@@ -249,6 +249,11 @@ def _first_token_s(scene: Scene) -> Numbers:
     return scene.views.column(Column.QUEUE_S) + scene.prompt_s
 
 
+def _transfer_s(scene: Scene) -> Numbers:
+    """Seconds of the KV that has to come there from a prefill engine."""
+    return scene.missed_tokens * scene.views.column(Column.TRANSFER_TOKEN_S)
+
+
 def _prompt_harm_s(scene: Scene) -> Numbers:
     """Seconds for which its prompt keeps the sequences there from decoding, all together."""
     return scene.views.column(Column.ROWS) * scene.prompt_s
@@ -259,7 +264,8 @@ def _work_s(scene: Scene) -> Numbers:
 
     They find the engine before whom it is: it is everybody's time, wherever it is spent.
     """
-    return float(scene.views.column(Column.ROWS).mean()) * scene.prompt_s
+    rows = scene.views.column(Column.ROWS)
+    return float(rows.sum() / len(rows)) * scene.prompt_s
 
 
 def _output_s(scene: Scene) -> Numbers:
@@ -326,6 +332,7 @@ WORK_WEIGHT = 0.3
 """And one of those who will come: what is not cached costs more where many are about."""
 _LEAST_DELAY: Level = (
     (1.0, _first_token_s),
+    (1.0, _transfer_s),
     (OUTPUT_WEIGHT, _prompt_harm_s),
     (WORK_WEIGHT, _work_s),
     (OUTPUT_WEIGHT, _output_s),

@@ -59,6 +59,7 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         prompt_s: Seconds of a prompt; this and the next two are 0 where none is computed.
         prompt_token_s: Of each of its tokens.
         prompt_pair_s: Of each (token, token that it attends to).
+        transfer_token_s: Of each token of a prompt whose KV comes from elsewhere.
         num_rows: Sequences of its engine that hold a slot or are to get one.
         num_queued_tokens: Prompt tokens that its engine has not started on.
         queue_s: Seconds of the prompts that are before a new one.
@@ -86,6 +87,7 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     prompt_s: float
     prompt_token_s: float
     prompt_pair_s: float
+    transfer_token_s: float
     num_rows: float
     num_queued_tokens: float
     queue_s: float

@@ -37,6 +37,9 @@ ONE_IN = 8
 """The first so many steps of a replica are fitted, and one in so many that follow."""
 MAX_STEPS_APART = 64
 """After at most so many steps that were fitted costs are worked out."""
+TRANSFER_BYTE_S = 8e-11
+"""What a byte of KV takes between two engines: a network of 100 Gbit/s. Shared memory is as fast; on
+a slower network caches count for too little where decode slots are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +426,11 @@ def _write_groups(
         *load.spare_rows,
         *load.spare_context_tokens,
     ]
-    prompt_costs = costs[4:] if computes_prompts else (0.0, 0.0, 0.0)
+    prompt_costs = (
+        (*costs[4:], 0.0)
+        if computes_prompts
+        else (0.0, 0.0, 0.0, _bytes_per_token(description.kv_groups) * TRANSFER_BYTE_S)
+    )
     of_engine = _of_engine(load, costs, prompt_costs, snapshot.num_waiting_tokens)
     said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
     views.write(first, said, free_blocks, of_places, of_engine)
@@ -454,7 +461,7 @@ def _write_engine(
         max(load.spare_context_tokens),
     ]
     num_queued_tokens = snapshot.num_waiting_tokens + sum(d.num_prompt_tokens for d in sent)
-    of_engine = _of_engine(load, replica.costs, replica.costs[4:], num_queued_tokens)
+    of_engine = _of_engine(load, replica.costs, (*replica.costs[4:], 0.0), num_queued_tokens)
     said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
     views.write(first, said, free_blocks, of_places, of_engine)
 
@@ -472,6 +479,10 @@ def _of_engine(
         load.queue_s,
         load.step_s,
     ]
+
+
+def _bytes_per_token(kv_groups: tuple[KVGroup, ...]) -> float:
+    return sum(group.bytes_per_block / group.block_size for group in kv_groups)
 
 
 def _room(

@@ -44,6 +44,7 @@ class Column(IntEnum):
     PROMPT_S = auto()
     PROMPT_TOKEN_S = auto()
     PROMPT_PAIR_S = auto()
+    TRANSFER_TOKEN_S = auto()
     ROWS = auto()
     QUEUED_TOKENS = auto()
     QUEUE_S = auto()

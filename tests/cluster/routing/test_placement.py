@@ -36,13 +36,14 @@ class Load(NamedTuple):
     spare_context_tokens: int = 0
     max_context_tokens: int = 0
     costs: StepCosts = StepCosts()
+    transfer_token_s: float = 0.0
 
 
 def a_view(placement, index, blocks, slots, room, active, waiting, queued, load):
     return GroupView(
         *placement, *TOLD, index, blocks, slots, *room, active, waiting,
         load.spare_rows, load.spare_context_tokens, load.max_context_tokens, *load.costs[1:],
-        load.num_rows, queued, load.queue_s, load.step_s,
+        load.transfer_token_s, load.num_rows, queued, load.queue_s, load.step_s,
     )  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def loaded_views(draw):
     keys = draw(st.lists(st.tuples(INCARNATIONS, st.integers(0, 2)), unique=True, max_size=9))
     count, cost = st.integers(0, 200), st.sampled_from([0.0, 0.25, 0.5, 2.0])
     costs = st.builds(StepCosts, *[cost] * 7)
-    load = st.builds(Load, cost, cost, *[count] * 4, costs)
+    load = st.builds(Load, cost, cost, *[count] * 4, costs, cost)
     return [
         group_view(
             *key, draw(COUNTS), draw(st.integers(0, 8)), draw(count), i,
@@ -330,7 +331,8 @@ def added_seconds(demand, view, cached, crowd):
     )
     output_s = demand.expected_output_tokens * (view.next_step_s + longer_s)
     harm_s = view.num_rows * (prompt_s + demand.expected_output_tokens * longer_s)
-    return view.queue_s + prompt_s + 0.1 * (output_s + harm_s) + 0.3 * crowd * prompt_s
+    first_token_s = view.queue_s + prompt_s + missing * view.transfer_token_s
+    return first_token_s + 0.1 * (output_s + harm_s) + 0.3 * crowd * prompt_s
 
 
 def least_delay(demand, views, _turn, cached, crowd):
@@ -448,6 +450,19 @@ def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more():
         ]
         policy = make_policies("least_delay", lambda _demand: cached).decode
         assert place(policy, demand, views).incarnation == expected, queue_s
+
+
+def test_kv_that_need_not_come_counts_as_long_as_it_would_take():
+    """Prompts are computed elsewhere."""
+    costs = COSTS._replace(prompt_s=0.0, prompt_token_s=0.0, prompt_pair_s=0.0)
+    demand = Demand("r", [7] * 31)
+    cached = {Placement("e0", 0): 28}
+    for step_s, expected in ((0.04, "e0"), (0.1, "e1")):
+        loads = [Load(step_s=s, costs=costs, transfer_token_s=1e-4) for s in (step_s, 0.04)]
+        views = [group_view(f"e{i}", 0, 4, 8, 0, i, load=load) for i, load in enumerate(loads)]
+        policy = make_policies("least_delay", lambda _demand: cached).decode
+        policy._turn = 1
+        assert place(policy, demand, views).incarnation == expected, step_s
 
 
 def test_a_cached_prefix_is_worth_more_of_a_queue_where_many_are_about():

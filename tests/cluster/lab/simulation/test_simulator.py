@@ -587,7 +587,7 @@ def test_progress_is_told_with_time_requests_and_events():
 
 
 def test_options_have_defaults_that_run():
-    assert SimulationOptions().router.policy == "most_empty_slots"
+    assert SimulationOptions().router.policy == "least_delay"
     assert not SimulationOptions().checks
 
 
