@@ -3,7 +3,7 @@
 Run by `benchmarks.simulator` with the interpreter of an environment that has it, and so without
 any import of this project: `pip install --no-deps ai-dynamo-runtime==1.6.1 ai-dynamo==1.6.1`.
 
-    python benchmarks/dynamo_replay.py TRACE N RATIO ROUTER
+    python benchmarks/dynamo_replay.py TRACE N RATIO ROUTER TTFT_S TPOT_S
 """
 
 import json
@@ -14,8 +14,10 @@ import time
 os.environ.setdefault("DYN_LOG", "error")
 
 
-def replay(trace: str, num_workers: int, ratio: float, router: str) -> dict[str, object]:
-    """Run once; times in ms."""
+def replay(
+    trace: str, num_workers: int, ratio: float, router: str, ttft_s: float, tpot_s: float
+) -> dict[str, object]:
+    """Run once; times in ms, and the share of requests that keep both objectives."""
     from dynamo import _core
 
     started = time.perf_counter()
@@ -25,6 +27,8 @@ def replay(trace: str, num_workers: int, ratio: float, router: str) -> dict[str,
         router_mode=router,
         trace_block_size=512,
         arrival_speedup_ratio=ratio,
+        sla_ttft_ms=1e3 * ttft_s,
+        sla_itl_ms=1e3 * tpot_s,
     ).summary
     return {
         "wall_s": time.perf_counter() - started,
@@ -33,9 +37,11 @@ def replay(trace: str, num_workers: int, ratio: float, router: str) -> dict[str,
         "ttft_ms_mean": summary["mean_ttft_ms"],
         "ttft_ms_p99": summary["p99_ttft_ms"],
         "itl_ms_mean": summary["mean_itl_ms"],
+        "good": summary["goodput_completed_requests"] / summary["num_requests"],
     }
 
 
 if __name__ == "__main__":
-    path, workers, speed_up, mode = sys.argv[1:]
-    print(json.dumps(replay(path, int(workers), float(speed_up), mode)))
+    path, workers, speed_up, mode, ttft, tpot = sys.argv[1:]
+    figures = replay(path, int(workers), float(speed_up), mode, float(ttft), float(tpot))
+    print(json.dumps(figures))

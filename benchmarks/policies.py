@@ -21,7 +21,9 @@ from cluster.lab.simulation.summary import Slo, summarise
 if TYPE_CHECKING:
     from cluster.lab.simulation.summary import Distribution, PoolSummary, Summary
 
-POLICIES = ("round_robin", "most_empty_slots")
+SHOWN = ("round_robin", "most_empty_slots", "least_delay")
+"""Those with a row for each load in every table; of the others it is good requests alone."""
+POLICIES = (*SHOWN, "waiting_and_running", "prefix_aware", "cache_and_load")
 HERE = Path(__file__).parent / "policies"
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -103,6 +105,18 @@ SCENARIOS = {
         config=CONFIGS / "sim-t3k-2p2d.yaml", trace=HERE / "shared-prefix.yaml",
         limit=600, speed_ups=(1.0, 1.5, 2.0, 3.0), ttft_s=10.0, tpot_s=0.3,
     ),
+    "azure-t3k-lanes": Scenario(
+        config=HERE / "t3k-lanes.yaml", trace=_AZURE, limit=600,
+        speed_ups=(1.0, 1.5, 2.0, 2.5), ttft_s=5.0, tpot_s=0.15,
+    ),
+    "prefix-t3k-lanes": Scenario(
+        config=HERE / "t3k-lanes.yaml", trace=HERE / "shared-prefix.yaml", limit=600,
+        speed_ups=(1.0, 2.0, 3.0, 4.0), ttft_s=10.0, tpot_s=0.3,
+    ),
+    "azure-galaxy-lanes": Scenario(
+        config=HERE / "galaxy-lanes.yaml", trace=_AZURE, limit=400,
+        speed_ups=(0.05, 0.1, 0.15, 0.2), ttft_s=10.0, tpot_s=0.3,
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +144,6 @@ def table(summaries: list[Summary]) -> str:
     ]
     for s in summaries:
         assert s.goodput is not None
-        assert s.goodput.attainment is not None
         latencies = s.latencies
         cells = (
             s.policy,
@@ -139,13 +152,28 @@ def table(summaries: list[Summary]) -> str:
             _mean_and_p99(latencies.ttft_s, 1.0, 2),
             _mean_and_p99(latencies.tpot_s, 1e3, 0),
             f"{1e3 * (latencies.itl_s.p99 or 0):,.0f}",
-            f"{100 * s.goodput.attainment:.1f}",
+            f"{100 * _attainment(s):.1f}",
             f"{s.goodput.good_per_s or 0:.2f}",
             f"{100 * (s.prefix.hit_share or 0):.1f}",
             " + ".join(f"{100 * (pool.utilisation or 0):.0f}" for pool in _prefill_first(s)),
             " + ".join(f"{pool.imbalance or 0:.2f}" for pool in _prefill_first(s)),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def comparison(summaries: list[Summary]) -> str:
+    """Good requests in % of every policy, a line for each load, in Markdown."""
+    good = {
+        policy: [100 * _attainment(s) for s in summaries if s.policy == policy]
+        for policy in POLICIES
+    }
+    loads = [s.requests.offered_per_s or 0 for s in summaries if s.policy == POLICIES[0]]
+    lines = [f"| arrivals /s | {' | '.join(POLICIES)} |", "|---" * (len(POLICIES) + 1) + "|"]
+    for i, load in enumerate(loads):
+        best = max(shares[i] for shares in good.values())
+        cells = [f"**{s[i]:.1f}**" if s[i] == best else f"{s[i]:.1f}" for s in good.values()]
+        lines.append(f"| {load:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -158,9 +186,16 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.only or SCENARIOS:
         summaries = sweep(name, SCENARIOS[name], arguments.traces)
-        print(f"\n## {name}\n\n{table(summaries)}", flush=True)
+        shown = [s for s in summaries if s.policy in SHOWN]
+        print(f"\n## {name}\n\n{table(shown)}\n\n{comparison(summaries)}", flush=True)
         if arguments.plots is not None:
-            _plot(name, summaries, arguments.plots)
+            _plot(name, shown, arguments.plots)
+
+
+def _attainment(summary: Summary) -> float:
+    assert summary.goodput is not None
+    assert summary.goodput.attainment is not None
+    return summary.goodput.attainment
 
 
 def _mean_and_p99(values: Distribution, factor: float, decimals: int) -> str:

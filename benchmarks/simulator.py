@@ -31,7 +31,7 @@ from cluster.lab.simulation.command import seldom_collecting
 from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import PoolSpec, SimulationOptions
 from cluster.lab.simulation.simulator import Simulation
-from cluster.lab.simulation.summary import summarise
+from cluster.lab.simulation.summary import Slo, summarise
 from cluster.lab.workloads.load import load_workload
 from replicas.config import EngineConfig
 from replicas.kv_groups import KVGroup
@@ -54,10 +54,11 @@ NUM_BLOCKS = 16384
 
 PEER_ROUTERS: dict[PolicyName, str] = {
     "round_robin": "round_robin",
-    "most_empty_slots": "kv_router",
+    "least_delay": "kv_router",
 }
-"""What the peer is asked for beside each policy. Only the first pair are alike; the second shows
-what knowing the caches is worth."""
+"""What the peer is asked for beside each policy: the same rule, and the one that each has made."""
+SLO = Slo(ttft_s=1.0, tpot_s=0.015)
+"""What good requests keep."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Figures:
     ttft_ms_mean: float
     ttft_ms_p99: float
     itl_ms_mean: float
+    good: float
     events: int = 0
     steps: int = 0
 
@@ -124,7 +126,8 @@ def longest(workload: Workload) -> int:
 
 def figures(result: SimulationResult) -> Figures:
     """Reduce a run to what is compared."""
-    summary = summarise(result)
+    summary = summarise(result, SLO)
+    assert summary.goodput is not None
     ttft, itl = summary.latencies.ttft_s, summary.latencies.itl_s
     return Figures(
         wall_s=result.wall_s,
@@ -133,6 +136,7 @@ def figures(result: SimulationResult) -> Figures:
         ttft_ms_mean=1e3 * (ttft.mean or 0.0),
         ttft_ms_p99=1e3 * (ttft.p99 or 0.0),
         itl_ms_mean=1e3 * (itl.mean or 0.0),
+        good=summary.goodput.attainment or 0.0,
         events=result.num_events,
         steps=sum(replica.num_steps for replica in result.replicas),
     )
@@ -142,10 +146,9 @@ def ask_peer(python: Path, trace: Path, replicas: int, policy: PolicyName) -> Fi
     """Replay the same arrivals with the peer, in a process of its own."""
     script = Path(__file__).parent / "dynamo_replay.py"
     ratio = replicas / REPLICAS_OF_TRACE
-    command = [python, script, trace, str(replicas), str(ratio), PEER_ROUTERS[policy]]
-    done = subprocess.run(
-        [str(part) for part in command], check=True, capture_output=True, text=True
-    )
+    arguments = (trace, replicas, ratio, PEER_ROUTERS[policy], SLO.ttft_s, SLO.tpot_s)
+    command = [str(part) for part in (python, script, *arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     return Figures(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -176,7 +179,7 @@ def main() -> None:
     sizes = QUICK if arguments.quick else FULL
     policies: tuple[PolicyName, ...] = ("round_robin",)
     if not arguments.quick:
-        policies = ("round_robin", "most_empty_slots")
+        policies = ("round_robin", "least_delay")
     _print_head(workload)
     last = None
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +210,7 @@ def main() -> None:
     )
 
 
-_COLUMNS = "| {:16} | {:>5} | {:>8} | {:>6} | {:>8} | {:>8} | {:>8} | {:>8} | {:>8} |"
+_COLUMNS = "| {:16} | {:>5}" + " | {:>8}" * 8 + " |"
 
 
 def _print_head(workload: Workload) -> None:
@@ -220,23 +223,32 @@ def _print_head(workload: Workload) -> None:
         f"{100 * _ideal_reuse(workload):.1f} % ideal reuse"
     )
     print()
-    names = ("policy", "N", "wall s", "ok", "reuse %", "TTFT ms", "p99 ms", "ITL ms", "steps/s")
+    names = (
+        "policy",
+        "N",
+        "wall s",
+        "ok",
+        "reuse %",
+        "TTFT ms",
+        "p99 ms",
+        "ITL ms",
+        "good %",
+        "steps/s",
+    )
     print(_COLUMNS.format(*names))
     print(_COLUMNS.format(*("---" for _ in names)))
 
 
-def print_rows(policy: str, replicas: int, ours: Figures, peer: Figures | None) -> None:
-    """Print a run, the peer's, and by how much they differ where they place alike."""
+def print_rows(policy: PolicyName, replicas: int, ours: Figures, peer: Figures | None) -> None:
+    """Print a run, the peer's, and by how much they differ."""
     _print_row(policy, replicas, ours)
     if peer is None:
         return
-    router = PEER_ROUTERS["round_robin" if policy == "round_robin" else "most_empty_slots"]
-    _print_row(f"peer {router}", replicas, peer)
-    if router == policy:
-        names = ("reuse", "ttft_ms_mean", "ttft_ms_p99", "itl_ms_mean")
-        shown = [difference(getattr(ours, name), getattr(peer, name)) for name in names]
-        ratio = f"{ours.wall_s / peer.wall_s:.1f} x"
-        print(_COLUMNS.format("difference", replicas, ratio, "", *shown, ""), flush=True)
+    _print_row(f"peer {PEER_ROUTERS[policy]}", replicas, peer)
+    names = ("reuse", "ttft_ms_mean", "ttft_ms_p99", "itl_ms_mean", "good")
+    shown = [difference(getattr(ours, name), getattr(peer, name)) for name in names]
+    ratio = f"{ours.wall_s / peer.wall_s:.1f} x"
+    print(_COLUMNS.format("difference", f"{replicas:,}", ratio, "", *shown, ""), flush=True)
 
 
 def difference(ours: float, peer: float) -> str:
@@ -257,7 +269,8 @@ def _print_row(name: str, replicas: int, run: Figures) -> None:
         _COLUMNS.format(
             name, f"{replicas:,}", f"{run.wall_s:.2f}", f"{run.num_ok:,}",
             f"{100 * run.reuse:.2f}", f"{run.ttft_ms_mean:.2f}", f"{run.ttft_ms_p99:.0f}",
-            f"{run.itl_ms_mean:.3f}", f"{run.steps / run.wall_s:,.0f}" if run.steps else "",
+            f"{run.itl_ms_mean:.3f}", f"{100 * run.good:.2f}",
+            f"{run.steps / run.wall_s:,.0f}" if run.steps else "",
         ),
         flush=True,
     )  # fmt: skip

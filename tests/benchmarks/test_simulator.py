@@ -8,8 +8,9 @@ from benchmarks.simulator import Figures, difference, figures, longest, print_ro
 from cluster.lab.workloads.request import TraceRequest, Workload
 
 PEER = Figures(
-    wall_s=1.0, num_ok=2, reuse=0.0, ttft_ms_mean=100.0, ttft_ms_p99=200.0, itl_ms_mean=5.0
-)
+    wall_s=1.0, num_ok=2, reuse=0.0, ttft_ms_mean=100.0, ttft_ms_p99=200.0, itl_ms_mean=5.0,
+    good=0.5,
+)  # fmt: skip
 
 
 def workload(*lengths):
