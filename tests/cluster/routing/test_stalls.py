@@ -64,7 +64,7 @@ def test_a_prefill_engine_that_stalls_costs_another_prefill_engine():
             ScriptedEngine("prefill", "p1", accepts) as hung,
             ScriptedEngine("prefill", "p2", prefills) as other,
             ScriptedEngine("decode", "d", decodes) as decode,
-            rig() as made,
+            rig(policy="most_empty_slots") as made,
         ):
             await made.connect(hung.member, other.member, decode.member)
             task = ask(made)
@@ -447,7 +447,7 @@ def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_coun
         async with (
             ScriptedEngine("both", "d1", accepts) as quiet,
             ScriptedEngine("both", "d2", accepts) as other,
-            rig() as made,
+            rig(policy="most_empty_slots") as made,
         ):
             await made.connect(quiet.member, other.member)
             quiet.is_silent = True
