@@ -38,8 +38,8 @@ ONE_IN = 8
 MAX_STEPS_APART = 64
 """After at most so many steps that were fitted costs are worked out."""
 TRANSFER_BYTE_S = 8e-11
-"""What a byte of KV takes between two engines: a network of 100 Gbit/s. Shared memory is as fast; on
-a slower network caches count for too little where decode slots are chosen."""
+"""What a byte of KV takes between two engines: a network of 100 Gbit/s. Shared memory is as fast;
+on a slower network caches count for too little where decode slots are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
