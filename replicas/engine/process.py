@@ -136,7 +136,7 @@ class EngineProcess:
             if self._gang is not None and step.batch is None:
                 self._gang.idle()
             # Tokens leave before KV is copied for anybody: the copy costs their clients nothing.
-            self._server.core.publish(step)
+            self._server.core.collect_step(step)
             self._send_frames()
             ran = self._server.core.end_step(step, time.monotonic())
             if step.meta is not None:

@@ -33,7 +33,7 @@ class Turns:
         self.counts = []
         self.core = SimpleNamespace(
             begin_step=self.begin_step,
-            publish=lambda _: None,
+            collect_step=lambda _: None,
             end_step=lambda _step, _now: False,
             pulse=self.pulse,
             config=make_config("nowhere"),

@@ -161,7 +161,7 @@ def test_tokens_are_there_before_the_connector_reads_kv():
         take_events(core)
         step = core.begin_step(0.0)
         assert take_events(core) == {}
-        core.publish(step)
+        core.collect_step(step)
         [output] = take_events(core)[CLIENT]
         assert isinstance(output, TokenOutput)
         assert ("mark_ready",) not in calls
