@@ -301,6 +301,7 @@ class Engine:
         runner = self._executor._worker._runner  # noqa: SLF001
         generator = runner._generator  # noqa: SLF001
         stopwatch.time("schedule", self.core, "begin_step")
+        stopwatch.time("schedule", self.core._scheduler, "schedule_ahead")  # noqa: SLF001
         stopwatch.time("prepare", runner, "submit")
         for name in ("decode_forward", "read_decode_output", "process_decode_output_host"):
             stopwatch.time("generator", generator, name)

@@ -17,6 +17,7 @@ then only after the connector has let go of them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import secrets
 import time
@@ -50,6 +51,7 @@ from replicas.messages import (
     AddRequest,
     EngineMetrics,
     EngineSnapshot,
+    HostSeconds,
     KVLoaded,
     KVTransfers,
     LoadKV,
@@ -100,6 +102,7 @@ class EngineCore:
 
     Attributes:
         pulse: As given; whoever drives the core tells it of turns, the core what is computed.
+        host: What its steps have cost the host; whoever sends frames counts what that costs.
         warm_up_s: How long its warm-up took.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
 
@@ -117,6 +120,7 @@ class EngineCore:
     ) -> None:
         config.validate()
         self.pulse = Pulse() if pulse is None else pulse
+        self.host = HostSeconds()
         self._executor = executor
         self._events = ClientEvents()
         # What was submitted ahead and is to be read next.
@@ -127,7 +131,6 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._notes = StepNotes()
-        self._host_s = 0.0
         with _closing_if_it_fails(executor):
             self._start(config, incarnation, unix_now_s)
 
@@ -230,19 +233,21 @@ class EngineCore:
             batch = self._scheduler.schedule()
             meta = self._connector_meta(batch)
         self.pulse.compute(0 if batch is None else batch.num_tokens)
+        self.host.schedule += time.perf_counter() - started
         if not is_begun:
             self._submit(batch, meta, now_s)
-        self._host_s += time.perf_counter() - started
         return StepUnderWay(batch, meta, bool(lapsed))
 
     def _submit(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
         """Begin a step, if there is anything to do in it."""
+        started = time.perf_counter()
         if batch is not None and self._notes.is_new(batch):
             self._notes.begin(batch, self._scheduler.work(batch))
         if batch is not None or meta is not None:
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
+        self.host.prepare += time.perf_counter() - started
 
     def num_repeats(self, step: StepUnderWay) -> int:
         """How often a step may run in a row before there is anything else to decide, or to tell."""
@@ -261,13 +266,16 @@ class EngineCore:
         batch = step.batch
         if batch is None:
             return
-        started = time.perf_counter()
         if num_steps > 1:
             self._scheduler.repeat(batch, num_steps - 1)
         if self.runs_ahead and not self._has_transfers():
-            self._ahead = self._scheduler.schedule_ahead()
-            self._submit(self._ahead, None, 0.0)
+            self._submit_ahead()
+        started = time.perf_counter()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
+        updating = time.perf_counter()
+        # What of both calls was neither the generator's time nor the sampler's.
+        self.host.prepare += updating - started - result.device_s - result.sample_s
+        self.host.sample += result.sample_s
         waits_s = [*result.earlier_s, result.device_s]
         self._num_steps += num_steps
         self._scheduled_tokens += num_steps * batch.num_tokens
@@ -279,7 +287,14 @@ class EngineCore:
         for seq in outputs.failed:
             self._events.fail(seq, NO_LOGITS)
         self._device_s += sum(waits_s)
-        self._host_s += time.perf_counter() - started - result.device_s
+        self.host.update += time.perf_counter() - updating
+
+    def _submit_ahead(self) -> None:
+        """Begin the next step beside the one under way, if that can be told now."""
+        started = time.perf_counter()
+        self._ahead = self._scheduler.schedule_ahead()
+        self.host.schedule += time.perf_counter() - started
+        self._submit(self._ahead, None, 0.0)
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
         """Serve transfers and take over what came of them; returns what `step` does."""
@@ -288,7 +303,7 @@ class EngineCore:
         started = time.perf_counter()
         transfers = self._executor.collective_rpc("end_step", step.meta, now_s)[0]
         self._finish_transfers(transfers, now_s)
-        self._host_s += time.perf_counter() - started
+        self.host.transfer += time.perf_counter() - started
         assert self._connector is not None
         return step.batch is not None or bool(transfers) or self._connector.has_pending_work()
 
@@ -346,7 +361,7 @@ class EngineCore:
             num_steps=self._num_steps,
             scheduled_tokens=self._scheduled_tokens,
             device_seconds=self._device_s,
-            host_seconds=self._host_s,
+            host_seconds=copy.copy(self.host),
             groups=self._scheduler.group_counters(),
             transfer=self._transfer_stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,

@@ -201,11 +201,10 @@ class ModelRunner:
 
     def _finish(self, step: SubmittedStep) -> None:
         """Read a step's outputs; the host draws its part of the tokens."""
-        outputs = []
-        for call in step.calls:
-            started = time.perf_counter()
-            outputs.append(self._read(call))
-            step.device_s += time.perf_counter() - started
+        started = time.perf_counter()
+        outputs = [self._read(call) for call in step.calls]
+        sampling = time.perf_counter()
+        step.device_s += sampling - started
         slots, places = step.slots, step.token_places
         if len(step.calls[0].rows.drawn) == len(slots):
             token_ids: IntArray = _tokens(outputs[0])[step.calls[0].places]
@@ -214,7 +213,8 @@ class ModelRunner:
             token_ids = self._drawn_and_sampled(step, outputs)
             found = step.samples
             self._batch.record(slots[found], places[found], token_ids[found])
-        step.result = StepResult(token_ids.tolist(), step.device_s)
+        tokens = token_ids.tolist()
+        step.result = StepResult(tokens, step.device_s, time.perf_counter() - sampling)
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
         """(R,) tokens, -1 of rows that do not sample, of a step for which the host draws, too."""

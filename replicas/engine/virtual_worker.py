@@ -218,7 +218,7 @@ class VirtualWorker:
         wait_s = self.wait_s()
         token_ids, _, earlier, earlier_s = self._begun.popleft()
         self._clock.spend(wait_s)
-        return StepResult(token_ids, wait_s, earlier, earlier_s)
+        return StepResult(token_ids, wait_s, earlier=earlier, earlier_s=earlier_s)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """See `Worker.end_step`; the clock tells how long it took."""

@@ -20,6 +20,7 @@ from replicas.messages import (
     Activate,
     AddRequest,
     EngineRequest,
+    HostSeconds,
     TokenOutput,
     Utility,
 )
@@ -188,7 +189,7 @@ class Engine:
             tokens = self.device_run(batch, num_steps)
             self.scheduler.repeat(batch, num_steps - 1)
             last = [row.pop() for row in tokens]
-            result = StepResult(last, 0.0, tokens, [0.0] * (num_steps - 1))
+            result = StepResult(last, 0.0, earlier=tokens)
         outputs = self.scheduler.update(batch, result)
         for seq, output in events_of(outputs):
             self.outputs[seq.request_id].append(output)
@@ -331,7 +332,7 @@ class FakeExecutor:
         steps += [self._tokens(batch) for _ in range(num_more)]
         tokens = [list(t) for t in zip(*steps, strict=True)]
         last = [row.pop() for row in tokens]
-        self._results.append(StepResult(last, STEP_S, tokens, [STEP_S] * num_more))
+        self._results.append(StepResult(last, STEP_S, 0.0, tokens, [STEP_S] * num_more))
 
     def _apply(self, batch):
         for seq in batch.new:
@@ -452,7 +453,7 @@ def length_of(num_steps):
 
 def counters(side):
     """All of them but the seconds that this test took itself."""
-    return msgspec.structs.replace(side.core.metrics(0.0), host_seconds=0.0)
+    return msgspec.structs.replace(side.core.metrics(0.0), host_seconds=HostSeconds())
 
 
 def num_repeats(core, now_s=0.0):

@@ -16,6 +16,7 @@ from replicas.engine.virtual_worker import StepClock
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
+from replicas.messages import HostSeconds
 from replicas.sampling_params import SamplingParams
 from tests.engines import generate, num_preemptions, num_prefix_hits
 from tests.kv_groups import one_kv_group
@@ -55,7 +56,9 @@ def both(config, monkeypatch):
 
 def counters(core):
     """All of them but seconds, of which the real side has its own idea."""
-    return msgspec.structs.replace(core.metrics(0.0), device_seconds=0.0, host_seconds=0.0)
+    return msgspec.structs.replace(
+        core.metrics(0.0), device_seconds=0.0, host_seconds=HostSeconds()
+    )
 
 
 def assert_same(real, virtual):
