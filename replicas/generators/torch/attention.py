@@ -9,6 +9,7 @@ Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
+
+logger = logging.getLogger(__name__)
 
 Attend: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, queries (T, H, D)) -> (T, H, D); keys and values of the pass are in the cache."""
@@ -170,3 +173,17 @@ BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
     "reference": lambda _dtype, _head_dim, _share: ReferenceAttention(),
 }
 """The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""
+
+
+def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
+    """One of `BACKENDS`, or the plain one where its kernels cannot be compiled, which is told."""
+    try:
+        return BACKENDS[name](dtype, head_dim, share)
+    except RuntimeError as error:
+        logger.warning(
+            "this engine computes attention, norms and rotations without compiled kernels, many "
+            "times slower: %s. Install the numba and llvmlite that constraints.txt names, made for "
+            "this processor; `attention: reference` takes the plain operations without a warning",
+            error,
+        )
+        return ReferenceAttention()

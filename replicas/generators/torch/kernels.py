@@ -1,8 +1,9 @@
 """Kernels of a pass that PyTorch has not: norms, rotation, attention over blocks, products.
 
 Each replaces a dozen operations on tensors too small to be worth one. numba compiles them for this
-processor when they are first needed and keeps them on disk. Threads are those of PyTorch, as many
-as it uses: a second team of threads would fight the first for the cores.
+processor when they are first needed and keeps them on disk: in `__pycache__` beside their source,
+or where that cannot be written in the user's cache folder (`~/.cache/numba`). Threads are those of
+PyTorch, as many as it uses: a second team of threads would fight the first for the cores.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks, S block size, N hidden size,
 B tiles, R sequences, K blocks of the longest one.
@@ -10,11 +11,14 @@ B tiles, R sequences, K blocks of the longest one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import pickle  # noqa: TID251 - an error of numba's cache, which this reads nothing with
+import re
 import struct
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +29,7 @@ import numba
 import numpy as np
 import torch
 from numba import cfunc, types
+from numba.core.errors import NumbaError
 from numba.core.registry import cpu_target
 from torch.nn import functional
 
@@ -53,6 +58,12 @@ _ITEMS = {
     torch.float64: types.float64,
 }
 """bfloat16 is what its bits are: numba does not know it."""
+
+_STALE_S = 30 * 24 * 3600.0
+"""Code that another version compiled is kept for so long: that of other processors whose hosts
+share the folder, say, which compile it again then."""
+_IN_FILE_NAME = re.compile(r"_([0-9a-f]{16})-\d+\.")
+"""The version in the names of files that numba makes of a qualified name."""
 
 _SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, vectors)
 """What the compiled code is made of."""
@@ -137,10 +148,28 @@ def _compile(
     function.__qualname__ = f"{make.__name__}_{kind}_{_version()}"
     signature = types.void(types.voidptr)
     try:
-        return cfunc(signature, cache=True, **compiled.OPTIONS)(function)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
-        return cfunc(signature, **compiled.OPTIONS)(function)
+        try:
+            found = cfunc(signature, cache=True, **compiled.OPTIONS)(function)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
+            return cfunc(signature, **compiled.OPTIONS)(function)
+    except NumbaError as error:
+        raise RuntimeError(f"numba cannot compile {make.__name__}: {error}") from error
+    _prune(Path(found._cache.cache_path))  # noqa: SLF001 - said nowhere else
+    return found
+
+
+@cache
+def _prune(folder: Path) -> None:
+    """Take away what versions other than this one have left in a folder long ago, once."""
+    for path in folder.glob("*.nb[ci]"):
+        version = _IN_FILE_NAME.search(path.name)
+        if version is None or version[1] == _version():
+            continue
+        # Another process may take it away, too, and of another user's folder nothing can be.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
 
 
 @cache
