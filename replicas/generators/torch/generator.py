@@ -21,9 +21,9 @@ from replicas.generators.protocol import CpuDevice, ModelCapabilities
 from replicas.generators.torch.attention import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
 from replicas.generators.torch.kv_cache import TorchKVCache
+from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
-from replicas.generators.torch.stack import LONG_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

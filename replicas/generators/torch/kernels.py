@@ -31,7 +31,6 @@ import torch
 from numba import cfunc, types
 from numba.core.errors import NumbaError
 from numba.core.registry import cpu_target
-from torch.nn import functional
 
 from replicas.generators.torch import (
     compiled,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.generators.torch.inputs import Int64Array
+    from replicas.generators.torch.plain import TokenPlaces
     from replicas.generators.torch.products import Panels
 
 logger = logging.getLogger(__name__)
@@ -69,23 +69,6 @@ _SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, vectors)
 """What the compiled code is made of."""
 
 # --- what they are given -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenPlaces:
-    """Where the tokens of a pass stand.
-
-    Attributes:
-        cos: (positions, D), the cosines of each position twice.
-        sin: (positions, D), the sines with a minus, then without.
-        positions: int64 (T,), in their sequences.
-        kv_positions: int64 (T,), of their keys and values: block * S + offset.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
-    kv_positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +132,7 @@ def _compile(
     signature = types.void(types.voidptr)
     try:
         try:
-            found = cfunc(signature, cache=True, **compiled.OPTIONS)(function)
+            found: Any = cfunc(signature, cache=True, **compiled.OPTIONS)(function)
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
             return cfunc(signature, **compiled.OPTIONS)(function)
@@ -241,32 +224,6 @@ def bits(number: float) -> int:
 def kernels_for(dtype: torch.dtype) -> Kernels:
     """The kernels for a dtype, made once."""
     return Kernels(dtype)
-
-
-class PlainKernels:
-    """Norm and rotation as PyTorch spells them out: what the compiled ones are held to."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Kernels.rms_norm`."""
-        return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
-
-    def rotate_and_store(
-        self,
-        heads: torch.Tensor,
-        places: TokenPlaces,
-        planes: tuple[torch.Tensor, torch.Tensor],
-        norm: torch.Tensor | None,
-        eps: float,
-    ) -> None:
-        """See `Kernels.rotate_and_store`."""
-        _, num_kv_heads, block_size, head_dim = planes[0].shape
-        turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-        plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
-        cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
-        turning.copy_(plain * cos + plain.roll(head_dim // 2, -1) * sin)
-        blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
-        planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
-        planes[1][blocks, :, offsets] = values
 
 
 class Kernels:

@@ -16,16 +16,16 @@ from numba.core.errors import UnsupportedError
 from torch.nn import functional
 
 from replicas.generators.torch import compiled, kernels
-from replicas.generators.torch.attention import FastAttention, ReferenceAttention, make_attention
+from replicas.generators.torch.attention import ReferenceAttention, make_attention
 from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import (
     Kernel,
-    PlainKernels,
     Tiles,
-    TokenPlaces,
     attention_for,
     kernels_for,
 )
+from replicas.generators.torch.plain import PlainKernels, TokenPlaces
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 BLOCK = 16
