@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.attention import FastAttention
+from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.inputs import PagedBatch
 from replicas.generators.torch.kv_cache import TorchKVCache
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from replicas.generators.torch.linear import PackedLinear, PanelLinear
+from replicas.generators.torch.linear import PackedLinear
+from replicas.generators.torch.panels import PanelLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -106,7 +106,7 @@ def timeline_of(executor: UniProcExecutor) -> DeviceTimeline:
 def step(server: EngineServer) -> None:
     """One step; its frames are encoded."""
     under_way = server.core.begin_step(time.monotonic())
-    server.core.publish(under_way)
+    server.core.collect_step(under_way)
     for _, frame in server.frames(time.monotonic()):
         encode(frame)
     server.core.end_step(under_way, time.monotonic())

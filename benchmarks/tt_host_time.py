@@ -278,7 +278,7 @@ class Engine:
         """One step to the last byte of its frames."""
         core = self.core
         step = core.begin_step(time.monotonic())
-        core.publish(step)
+        core.collect_step(step)
         self.send_frames()
         core.end_step(step, time.monotonic())
 
@@ -301,11 +301,12 @@ class Engine:
         runner = self._executor._worker._runner  # noqa: SLF001
         generator = runner._generator  # noqa: SLF001
         stopwatch.time("schedule", self.core, "begin_step")
+        stopwatch.time("schedule", self.core._scheduler, "schedule_ahead")  # noqa: SLF001
         stopwatch.time("prepare", runner, "submit")
         for name in ("decode_forward", "read_decode_output", "process_decode_output_host"):
             stopwatch.time("generator", generator, name)
         stopwatch.time("sample", runner, "_finish")
-        stopwatch.time("update", self.core, "publish")
+        stopwatch.time("update", self.core, "collect_step")
         stopwatch.time("frames", self, "send_frames")
         stopwatch.time("encode", self, "send")
 

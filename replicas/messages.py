@@ -544,6 +544,28 @@ class GroupCounters(msgspec.Struct, kw_only=True):
     requests_finished: dict[str, int] = {}
 
 
+class HostSeconds(msgspec.Struct):
+    """What an engine's steps cost beside the model, by what it went to, to the last byte sent.
+
+    Attributes:
+        schedule: Deciding what runs next.
+        prepare: Inputs, and calls of the model but for the time inside it.
+        sample: Tokens that the host draws, and taking over those of the device.
+        update: Taking over a step: endings, blocks, events.
+        transfer: Reading KV for other engines, and taking over what of it has come.
+        frames: Putting together what clients are told, snapshots too.
+        encode: Making bytes of it, and giving them to the socket.
+    """
+
+    schedule: float = 0.0
+    prepare: float = 0.0
+    sample: float = 0.0
+    update: float = 0.0
+    transfer: float = 0.0
+    frames: float = 0.0
+    encode: float = 0.0
+
+
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """All counters of one engine, taken between two steps.
 
@@ -552,7 +574,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
         num_steps: Steps that computed something.
         scheduled_tokens: Tokens that they computed.
         device_seconds: Time inside the generator.
-        host_seconds: The steps' other time.
+        host_seconds: The steps' other time; nothing of an engine whose time is a model's.
         groups: The DP groups'.
         transfer: The KV connector's; all zero without one.
         kv_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
@@ -563,7 +585,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     scheduled_tokens: int
     device_seconds: float
-    host_seconds: float
+    host_seconds: HostSeconds
     groups: list[GroupCounters]
     transfer: TransferStats = msgspec.field(default_factory=TransferStats)
     kv_recompute_tokens: int = 0

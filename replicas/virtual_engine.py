@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.core import StepUnderWay
     from replicas.engine.server import Frames
-    from replicas.engine.step import ScheduledBatch
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot, KVEventBatch
@@ -43,14 +42,19 @@ class Turn(NamedTuple):
     Attributes:
         started_s: When it began.
         end_times_s: When each of its steps is over; empty: there was nothing to do.
-        batch: The decode step that it repeats; None for a turn of one step of any kind.
-        half: The step whose first half this is: `go_on` when it is over.
+        step: What it computes, and repeats if it has several steps; None where it is collected.
+        spent_s: What of the turn was over when its step had begun.
     """
 
     started_s: float
     end_times_s: list[float]
-    batch: ScheduledBatch | None
-    half: StepUnderWay | None = None
+    step: StepUnderWay | None = None
+    spent_s: float = 0.0
+
+    @property
+    def is_half(self) -> bool:
+        """Whether this is the first half of a step with transfers: `go_on` when it is over."""
+        return self.step is not None and self.step.meta is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,28 +177,25 @@ class VirtualEngine:
         """Begin a turn; no other call but views until its `end`."""
         self._clock.start(now_s)
         self._core.pulse.work(now_s)
-        if self._run_ahead:
-            run = self._core.begin_run(now_s)
-            if run is not None:
-                batch, num_steps = run
-                # What has changed must be told after the first step, as an engine process does.
-                if self._has_changed or batch.new or batch.appended_blocks:
-                    num_steps = 1
-                self._has_changed = False
-                ends_s = self._worker.run_turns(
-                    batch, num_steps, self._host_s(len(batch.slots)), is_ahead=self._core.runs_ahead
-                )
-                return Turn(now_s, ends_s, batch)
-        self._has_changed = False
         step = self._core.begin_step(now_s)
-        if step.meta is not None and self._clock.spent_s:
-            # What arrives while the device works is seen right after it.
-            return Turn(now_s, [self._end_s(now_s, step)], None, step)
-        self._core.publish(step)
-        # Moving KV takes time, even where nothing runs and no transfer ends.
-        if not self._core.end_step(step, now_s) and not self._clock.spent_s:
-            return Turn(now_s, [], None)
-        return Turn(now_s, [self._end_s(now_s, step)], None)
+        has_changed, self._has_changed = self._has_changed, False
+        batch, spent_s = step.batch, self._clock.spent_s
+        if batch is None:
+            if step.meta is not None and spent_s:
+                return Turn(now_s, [self._end_s(now_s, spent_s, 0)], step, spent_s)
+            # Moving KV takes time, even where nothing runs and no transfer ends.
+            if not self._core.end_step(step, now_s) and not self._clock.spent_s:
+                return Turn(now_s, [])
+            return Turn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
+        # What has changed must be told after the first step, as an engine process does.
+        is_told = not (has_changed or batch.new or batch.appended_blocks)
+        num_steps = self._core.num_repeats(step) if self._run_ahead and is_told else 1
+        if num_steps > 1:
+            host_s, is_ahead = self._host_s(len(batch.slots)), self._core.runs_ahead
+            ends_s = self._worker.end_times_s(batch, num_steps, host_s, is_ahead=is_ahead)
+        else:
+            ends_s = [self._end_s(now_s, spent_s + self._worker.wait_s(), len(batch.slots))]
+        return Turn(now_s, ends_s, step, spent_s)
 
     def go_on(self, turn: Turn, now_s: float) -> tuple[Turn, Frames]:
         """Begin the second half of a turn whose first half is over.
@@ -202,19 +203,18 @@ class VirtualEngine:
         Returns:
             The second half, and the frames that are to be sent before it.
         """
-        assert turn.half is not None
-        self._clock.start(now_s)
-        self._core.publish(turn.half)
+        assert turn.step is not None
+        self._collect(turn, 1)
         frames = self._server.frames(now_s)
-        self._core.end_step(turn.half, now_s)
-        return Turn(now_s, [now_s + self._clock.spent_s], None), frames
+        # What arrives while the device works is seen right after it.
+        self._clock.start(now_s)
+        self._core.end_step(turn.step, now_s)
+        return Turn(now_s, [now_s + self._clock.spent_s]), frames
 
     def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
         """End a turn after `num_steps` of its steps; the frames that are to be sent now."""
-        if turn.batch is not None:
-            # The next step may be submitted as early as the last of these was waited for.
-            self._clock.start(turn.started_s if num_steps == 1 else turn.end_times_s[num_steps - 2])
-            self._core.end_run(turn.batch, num_steps)
+        if turn.step is not None:
+            self._collect(turn, num_steps)
         self._core.pulse.rest(now_s)
         return self._server.frames(now_s)
 
@@ -260,10 +260,22 @@ class VirtualEngine:
         """See `EngineCore.check_invariants`."""
         self._core.check_invariants()
 
-    def _end_s(self, now_s: float, step: StepUnderWay) -> float:
-        """When a turn of one step is over that began now: the clock tells what it waits for."""
-        host_s = self._host_s(0 if step.batch is None else len(step.batch.slots))
-        return now_s + max(self._clock.spent_s + host_s, MIN_TURN_S)
+    def _collect(self, turn: Turn, num_steps: int) -> None:
+        """Collect a turn's step after so many times, as if its host had begun to wait just now."""
+        assert turn.step is not None
+        if num_steps == 1:
+            self._clock.start(turn.started_s)
+            self._clock.spend(turn.spent_s)
+        else:
+            assert turn.step.batch is not None
+            # The next step may be submitted as early as the last of these was waited for.
+            self._clock.start(turn.end_times_s[num_steps - 2])
+            self._worker.repeat(turn.step.batch, num_steps - 1)
+        self._core.collect_step(turn.step, num_steps)
+
+    def _end_s(self, now_s: float, spent_s: float, num_rows: int) -> float:
+        """When a turn of one step is over that began now."""
+        return now_s + max(spent_s + self._host_s(num_rows), MIN_TURN_S)
 
     def _host_s(self, num_rows: int) -> float:
         return self._timing.host_s + num_rows * self._timing.host_row_s

@@ -14,7 +14,7 @@ from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics, render
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from replicas.meshes import MESHES, mesh_spec
-from replicas.messages import EngineMetrics, GroupCounters
+from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
 from scripts import values_table
 from tests.cluster.engines import make_member
 
@@ -50,7 +50,8 @@ def exported():
     )
     given = {"num_blocks": [1], "num_free_blocks": [1], "requests_finished": {"stop": 1}}
     groups = [of_ones(GroupCounters, **given)]
-    engine = of_ones(EngineMetrics, groups=groups, transfer=transfer)
+    host = of_ones(HostSeconds)
+    engine = of_ones(EngineMetrics, groups=groups, transfer=transfer, host_seconds=host)
     page = render(router, [(make_member("decode", "d"), engine)], "tiny")
     return {
         sample.name

@@ -13,6 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -276,6 +277,11 @@ def _finished(engine: _Engine) -> _Samples:
             yield (str(index), reason), count
 
 
+def _host_parts(engine: _Engine) -> _Samples:
+    for part, seconds in asdict(engine.metrics.host_seconds).items():
+        yield (part,), seconds
+
+
 def _transfers(engine: _Engine) -> _Samples:
     stats = engine.metrics.transfer
     for path, counts in stats.paths.items():
@@ -370,8 +376,11 @@ _FAMILIES = (
         ("ttserve_steps", "Engine steps", "num_steps"),
         ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
         ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
-        ("ttserve_step_host_seconds", "Time of steps outside the model", "host_seconds"),
         ("ttserve_stalls", "Steps that took longer than they should, and ended", "num_stalls"),
+    ),
+    _Family(
+        CounterMetricFamily, "ttserve_step_host_seconds",
+        "Time of steps outside the model, by what it went to", _host_parts, ("part",),
     ),
     _Family(
         CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended",

@@ -8,15 +8,16 @@ Owner: the engine's core thread (or the caller's, in process). It holds the sche
 scheduler side of the KV connector, talks to the device only through the executor, and reads no
 socket. Outputs are collected per client until `take_events`.
 
-A step's tokens are there after `publish`, before `end_step` copies KV for whoever waits for it: a
-client need not wait for a copy that is none of its business. Blocks that `publish` gives up are
-handed out by the next step's schedule at the earliest, and those that a transfer still reads then
-only after the connector has let go of them.
+A step's tokens are there after `collect_step`, before `end_step` copies KV for whoever waits for
+it: a client need not wait for a copy that is none of its business. Blocks that `collect_step` gives
+up are handed out by the next step's schedule at the earliest, and those that a transfer still reads
+then only after the connector has let go of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import secrets
 import time
@@ -39,7 +40,6 @@ from replicas.engine.request_checks import RequestChecks
 from replicas.engine.requests import Requests
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step import StepResult
 from replicas.engine.step_work import StepNotes
 from replicas.errors import ConfigError, EngineError
 from replicas.kv_sizing import derive_max_model_len
@@ -51,6 +51,7 @@ from replicas.messages import (
     AddRequest,
     EngineMetrics,
     EngineSnapshot,
+    HostSeconds,
     KVLoaded,
     KVTransfers,
     LoadKV,
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import ModelFacts, ScheduledBatch
+    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.messages import WireEvent
 
 logger = logging.getLogger(__name__)
@@ -76,17 +77,15 @@ CoreMessage = AddRequest | LoadKV | Activate | Abort | Utility
 
 
 class StepUnderWay(NamedTuple):
-    """A step whose forward pass is over; the next may have begun.
+    """A step that has begun.
 
     Attributes:
-        batch: What was computed, if anything.
-        result: What came of it.
+        batch: What is computed, if anything.
         meta: The connector's part, if it has one.
         has_lapsed: Whether reservations were given up.
     """
 
     batch: ScheduledBatch | None
-    result: StepResult | None
     meta: ConnectorMeta | None
     has_lapsed: bool
 
@@ -103,6 +102,7 @@ class EngineCore:
 
     Attributes:
         pulse: As given; whoever drives the core tells it of turns, the core what is computed.
+        host: What its steps have cost the host; whoever sends frames counts what that costs.
         warm_up_s: How long its warm-up took.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
 
@@ -120,6 +120,7 @@ class EngineCore:
     ) -> None:
         config.validate()
         self.pulse = Pulse() if pulse is None else pulse
+        self.host = HostSeconds()
         self._executor = executor
         self._events = ClientEvents()
         # What was submitted ahead and is to be read next.
@@ -130,7 +131,6 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._notes = StepNotes()
-        self._host_s = 0.0
         with _closing_if_it_fails(executor):
             self._start(config, incarnation, unix_now_s)
 
@@ -214,64 +214,87 @@ class EngineCore:
             only a message, `notify` or a deadline (`next_deadline_s`) can change that.
         """
         step = self.begin_step(now_s)
-        self.publish(step)
+        self.collect_step(step)
         return self.end_step(step, now_s)
 
     def begin_step(self, now_s: float) -> StepUnderWay:
-        """Schedule, run and read; `publish` and then `end_step` take over what came of it.
+        """Schedule and submit; `collect_step` and then `end_step` take over what comes of it.
 
         No other call but `take_events` and views comes between the three. The simulator lets the
-        time of the forward pass go by there, and every server sends what `publish` has brought.
+        time of the forward pass go by there, and every server sends what `collect_step` brings.
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
         (batch, meta), self._ahead = (self._ahead, None), None
-        if batch is None:
+        is_begun = batch is not None
+        if not is_begun:
             batch = self._scheduler.schedule()
             meta = self._connector_meta(batch)
+        self.pulse.compute(0 if batch is None else batch.num_tokens)
+        self.host.schedule += time.perf_counter() - started
+        if not is_begun:
             self._submit(batch, meta, now_s)
-        result: StepResult | None = None
-        if batch is not None:
-            self._run_ahead(now_s)
-            result = self._executor.collective_rpc("collect_step")[0]
-        device_s = result.device_s if result is not None else 0.0
-        self._device_s += device_s
-        self._host_s += time.perf_counter() - started - device_s
-        return StepUnderWay(batch, result, meta, bool(lapsed))
+        return StepUnderWay(batch, meta, bool(lapsed))
 
     def _submit(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
         """Begin a step, if there is anything to do in it."""
+        started = time.perf_counter()
         if batch is not None and self._notes.is_new(batch):
             self._notes.begin(batch, self._scheduler.work(batch))
         if batch is not None or meta is not None:
-            self.pulse.compute(0 if batch is None else batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
+        self.host.prepare += time.perf_counter() - started
 
-    def _run_ahead(self, now_s: float) -> None:
-        """Begin the next step beside the one under way, if that can be told now."""
-        if self.runs_ahead and not self._has_transfers():
-            self._ahead = self._scheduler.schedule_ahead()
-            self._submit(self._ahead, None, now_s)
+    def num_repeats(self, step: StepUnderWay) -> int:
+        """How often a step may run in a row before there is anything else to decide, or to tell."""
+        if step.batch is None or step.meta is not None or step.has_lapsed or self._has_transfers():
+            return 1
+        return self._scheduler.num_repeats(step.batch)
 
-    def publish(self, step: StepUnderWay) -> None:
-        """Take over what the forward pass gave: its tokens are among the next `take_events`."""
-        if step.batch is None or step.result is None:
+    def collect_step(self, step: StepUnderWay, num_steps: int = 1) -> None:
+        """Wait for the forward pass; its tokens are among the next `take_events`.
+
+        Args:
+            step: What has begun, and is not collected.
+            num_steps: How often the worker has run it, at most `num_repeats`: an executor whose
+                time is a model's passes over steps that are alike, any other runs each once.
+        """
+        batch = step.batch
+        if batch is None:
             return
+        if num_steps > 1:
+            self._scheduler.repeat(batch, num_steps - 1)
+        if self.runs_ahead and not self._has_transfers():
+            self._submit_ahead()
         started = time.perf_counter()
-        self._num_steps += 1
-        self._scheduled_tokens += step.batch.num_tokens
-        if step.batch.kind != "prefill":
-            self._step_s = step.result.device_s
-        self._notes.end(step.batch, step.result.device_s)
-        outputs = self._scheduler.update(step.batch, step.result)
+        result: StepResult = self._executor.collective_rpc("collect_step")[0]
+        updating = time.perf_counter()
+        # What of both calls was neither the generator's time nor the sampler's.
+        self.host.prepare += updating - started - result.device_s - result.sample_s
+        self.host.sample += result.sample_s
+        waits_s = [*result.earlier_s, result.device_s]
+        self._num_steps += num_steps
+        self._scheduled_tokens += num_steps * batch.num_tokens
+        if batch.kind != "prefill":
+            self._step_s = result.device_s
+        self._notes.end(batch, waits_s[0])
+        outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
         for seq in outputs.failed:
             self._events.fail(seq, NO_LOGITS)
-        self._host_s += time.perf_counter() - started
+        self._device_s += sum(waits_s)
+        self.host.update += time.perf_counter() - updating
+
+    def _submit_ahead(self) -> None:
+        """Begin the next step beside the one under way, if that can be told now."""
+        started = time.perf_counter()
+        self._ahead = self._scheduler.schedule_ahead()
+        self.host.schedule += time.perf_counter() - started
+        self._submit(self._ahead, None, 0.0)
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
         """Serve transfers and take over what came of them; returns what `step` does."""
@@ -280,43 +303,9 @@ class EngineCore:
         started = time.perf_counter()
         transfers = self._executor.collective_rpc("end_step", step.meta, now_s)[0]
         self._finish_transfers(transfers, now_s)
-        self._host_s += time.perf_counter() - started
+        self.host.transfer += time.perf_counter() - started
         assert self._connector is not None
         return step.batch is not None or bool(transfers) or self._connector.has_pending_work()
-
-    def begin_run(self, now_s: float) -> tuple[ScheduledBatch, int] | None:
-        """Schedule a decode step that may be repeated before anything has to be decided.
-
-        Whoever calls it lets the worker run the step up to that many times and says how often it
-        did in `end_run`; no other call comes between. The simulator passes over stretches of plain
-        decode steps this way.
-
-        Returns:
-            The step, submitted or not, and how often it may run; None where it takes a `step`.
-        """
-        deadline_s = self._scheduler.next_deadline_s()
-        is_due = deadline_s is not None and now_s >= deadline_s
-        if is_due or not self._scheduler.is_steady or self._has_transfers():
-            return None
-        batch = self._scheduler.schedule() if self._ahead is None else self._ahead
-        if batch is not None and self._notes.is_new(batch):
-            self._notes.begin(batch, self._scheduler.work(batch))
-        return None if batch is None else (batch, self._scheduler.num_repeats(batch))
-
-    def end_run(self, batch: ScheduledBatch, num_steps: int) -> None:
-        """Take over repeats of a step from `begin_run`; the next is submitted before the last."""
-        token_ids, waits_s = self._executor.collective_rpc("execute_run", batch, num_steps)[0]
-        self._num_steps += num_steps
-        self._scheduled_tokens += num_steps * batch.num_tokens
-        self._device_s += sum(waits_s)
-        self._step_s = waits_s[-1]
-        self._notes.end(batch, waits_s[0])
-        earlier = [tokens[:-1] for tokens in token_ids]
-        self._scheduler.repeat(batch, earlier)
-        self._ahead = None
-        self._run_ahead(0.0)
-        outputs = self._scheduler.update(batch, StepResult([t[-1] for t in token_ids], 0.0))
-        self._events.add_step(outputs._replace(earlier=earlier))
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
@@ -372,7 +361,7 @@ class EngineCore:
             num_steps=self._num_steps,
             scheduled_tokens=self._scheduled_tokens,
             device_seconds=self._device_s,
-            host_seconds=self._host_s,
+            host_seconds=copy.copy(self.host),
             groups=self._scheduler.group_counters(),
             transfer=self._transfer_stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,

@@ -29,7 +29,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         self._rows: dict[bytes, tuple[list[int], list[int]]] = {}
 
     def add_step(self, outputs: StepOutputs) -> None:
-        """Add the tokens of a step, or of a run: rows, after what is first or last of a request."""
+        """Add the tokens of a step: rows, after what is first or last of a request."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
         events = {}
         if sequences is not self._sequences:
@@ -45,7 +45,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         for row, output in events.items():
             sequences[row].is_told = True
             self[sequences[row].client].append(output)
-        if outputs.earlier is None:
+        if not outputs.earlier:
             self._add_columns(token_ids, events)
         else:
             for row, seq in enumerate(sequences):

@@ -136,7 +136,7 @@ class EngineProcess:
             if self._gang is not None and step.batch is None:
                 self._gang.idle()
             # Tokens leave before KV is copied for anybody: the copy costs their clients nothing.
-            self._server.core.publish(step)
+            self._server.core.collect_step(step)
             self._send_frames()
             ran = self._server.core.end_step(step, time.monotonic())
             if step.meta is not None:
@@ -146,8 +146,13 @@ class EngineProcess:
                 self._on_drained()
 
     def _send_frames(self) -> None:
-        for client, frame in self._server.frames(time.monotonic()):
+        host, started = self._server.core.host, time.perf_counter()
+        frames = self._server.frames(time.monotonic())
+        encoding = time.perf_counter()
+        for client, frame in frames:
             self._sender.send(client, frame)
+        host.frames += encoding - started
+        host.encode += time.perf_counter() - encoding
 
     def _drain_inbox(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, block until one is or a deadline."""

@@ -1,7 +1,7 @@
 """Model runner: one step from the persistent batch through the generator and the sampler.
 
-Owner of the persistent batch, of the KV cache handle and of what is known of the device's own
-inputs; runs on the worker's thread only. A step is submitted, which counts its progress, and then
+Owner of the persistent batch, of the KV cache handle and of `DeviceInputs`; runs on the worker's
+thread only. A step is submitted, which counts its progress, and then
 collected, which waits for the device.
 """
 
@@ -16,12 +16,8 @@ import numpy as np
 import torch
 
 from replicas.engine.batch import PersistentBatch
-from replicas.engine.device_sampling import (
-    HOST_SAMPLED,
-    DecodeCommands,
-    DeviceDraws,
-    device_params,
-)
+from replicas.engine.device_inputs import DeviceInputs
+from replicas.engine.device_sampling import DeviceDraws
 from replicas.engine.sampler import sample
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
@@ -33,10 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.config import EngineConfig
-    from replicas.engine.device_sampling import CallRows, DecodeReload
+    from replicas.engine.device_sampling import CallRows
     from replicas.engine.step import ScheduledBatch
     from replicas.generators.protocol import (
-        DeviceSamplingParams,
         ForwardOutput,
         Generator,
         KVCache,
@@ -134,10 +129,9 @@ class ModelRunner:
             asked = None if mesh is None else mesh.sample_on_device
             self._draws = DeviceDraws.as_asked(asked, capabilities)
         self._reads_later = capabilities.get("supports_async_decode", False)
-        self._commands = DecodeCommands(runs_ahead=self._reads_later and self._traces_decode)
-        self._decode_params: DeviceSamplingParams | None = None
-        # Tokens, page table and positions of the last decode that reloaded them.
-        self._decode_inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._device = DeviceInputs(
+            self._batch, self._draws, runs_ahead=self._reads_later and self._traces_decode
+        )
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # What the next decode step is, too, if it runs the same sequences in one call.
         self._steady: tuple[list[int], _StepRows] | None = None
@@ -191,9 +185,9 @@ class ModelRunner:
         if len(rows.calls[0].drawn) < len(rows.slots):
             return False
         if scheduled.slots == slots_before:
-            return self._commands.continues(rows.slots)
+            return self._device.continues(rows.slots)
         slots = np.asarray(scheduled.slots, dtype=np.int32)
-        return not self._draws.keeps_state and self._commands.continues(slots)
+        return not self._draws.keeps_state and self._device.continues(slots)
 
     def _finish_all(self) -> None:
         while self._submitted:
@@ -201,11 +195,10 @@ class ModelRunner:
 
     def _finish(self, step: SubmittedStep) -> None:
         """Read a step's outputs; the host draws its part of the tokens."""
-        outputs = []
-        for call in step.calls:
-            started = time.perf_counter()
-            outputs.append(self._read(call))
-            step.device_s += time.perf_counter() - started
+        started = time.perf_counter()
+        outputs = [self._read(call) for call in step.calls]
+        sampling = time.perf_counter()
+        step.device_s += sampling - started
         slots, places = step.slots, step.token_places
         if len(step.calls[0].rows.drawn) == len(slots):
             token_ids: IntArray = _tokens(outputs[0])[step.calls[0].places]
@@ -214,7 +207,8 @@ class ModelRunner:
             token_ids = self._drawn_and_sampled(step, outputs)
             found = step.samples
             self._batch.record(slots[found], places[found], token_ids[found])
-        step.result = StepResult(token_ids.tolist(), step.device_s)
+        tokens = token_ids.tolist()
+        step.result = StepResult(tokens, step.device_s, time.perf_counter() - sampling)
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
         """(R,) tokens, -1 of rows that do not sample, of a step for which the host draws, too."""
@@ -304,10 +298,12 @@ class ModelRunner:
     def _call_prefill(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
-        self._commands.forget()
+        self._device.forget()
         places = np.arange(len(slots))
         inputs = self._batch.prefill_inputs(slots, counts)
-        params = self._params(rows, slots, places, len(slots)) if len(rows.drawn) else None
+        params = None
+        if len(rows.drawn):
+            params = self._device.params(rows, slots, places, len(slots))
         started = time.perf_counter()
         output = self._generator.prefill_forward(
             tokens=torch.from_numpy(inputs.tokens),
@@ -325,73 +321,19 @@ class ModelRunner:
     def _call_decode(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
     ) -> _Call:
-        reload = self._decode_commands(rows, slots, scheduled)
-        if reload.page_table:
-            self._batch.keep_decoding(slots)
-        if reload.inputs or self._decode_inputs is None:
-            inputs = self._batch.decode_inputs(slots)
-            last = int(inputs.start_pos.max())
-            self._commands.num_steps_left = self._batch.max_model_len - 1 - last
-            self._decode_inputs = (
-                torch.from_numpy(inputs.tokens),
-                torch.from_numpy(inputs.page_tables[0]),
-                torch.from_numpy(inputs.start_pos),
-            )
-        # Of a device that goes on by itself the first and the last are those that it began with.
-        tokens, page_table, start_pos = self._decode_inputs
-        params = self._decode_params if len(rows.drawn) else None
-        beside: dict[str, Any] = {}
-        if len(rows.drawn) and len(rows.sampled):
-            beside["logits_rows"] = slots[rows.sampled].tolist()
+        inputs = self._device.decode_inputs(rows, slots, scheduled, is_ahead=bool(self._submitted))
         started = time.perf_counter()
         output: Any = self._generator.decode_forward(
-            tokens=tokens,
-            page_table=page_table,
             kv_cache=self._kv_cache,
-            start_pos=start_pos,
             enable_trace=self._traces_decode,
             read_from_device=not self._reads_later,
-            sampling_params=params,
-            reload_inputs=reload.inputs,
-            reload_page_table=reload.page_table,
-            reload_sampling_params=reload.sampling_params,
-            reset_sampling_state=reload.sampling_state,
-            **beside,
+            **inputs,
         )
         events: Sequence[object] | None = None
         if self._reads_later:
             output, events = self._generator.read_decode_output(output, async_read=True)
         step.device_s += time.perf_counter() - started
         return _Call(rows, slots, output, events)
-
-    def _decode_commands(
-        self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch
-    ) -> DecodeReload:
-        """What a decode call reloads; makes the parameters of those that draw."""
-        if not len(rows.drawn):
-            self._commands.forget()
-            return HOST_SAMPLED
-        reload = self._commands.next_call(
-            slots,
-            has_new=bool(scheduled.new),
-            has_new_blocks=bool(scheduled.appended_blocks),
-            has_hosts=bool(len(rows.sampled)),
-            is_ahead=bool(self._submitted),
-        )
-        if reload.sampling_params or self._decode_params is None:
-            self._decode_params = self._params(rows, slots, slots, len(self._batch.num_tokens))
-        return reload
-
-    def _params(
-        self, rows: CallRows, slots: Int32Array, places: IntArray, num_places: int
-    ) -> DeviceSamplingParams:
-        return device_params(
-            self._batch,
-            slots[rows.drawn],
-            places[rows.drawn],
-            num_places,
-            keeps_state=self._draws.keeps_state,
-        )
 
     # --- what comes of them --------------------------------------------------------------------
 

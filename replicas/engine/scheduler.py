@@ -43,20 +43,20 @@ class StepOutputs(NamedTuple):
         token_ids: The last token of each.
         endings: Of the rows that ended, in their order. One of mode prefill is over with its first
             token, without an ending.
-        earlier: Of a run of several steps: the tokens of each row before its last.
+        earlier: Of a step that was run several times: the tokens of each row before its last.
         failed: Sequences that got none, as their logits are no distribution; they are over.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     endings: list[Ending]
-    earlier: list[list[int]] | None = None
+    earlier: SequenceOf[list[int]] = ()
     failed: tuple[Sequence, ...] = ()
 
     def event(self, row: int, ending: Ending | None) -> TokenOutput:
         """One row, with its ending if it has one, before any other step is taken over."""
         seq, token_id = self.sequences[row], self.token_ids[row]
-        tokens = [token_id] if self.earlier is None else [*self.earlier[row], token_id]
+        tokens = [*self.earlier[row], token_id] if self.earlier else [token_id]
         _, reason, stop_reason = ending or (row, None, None)
         index, num_cached = seq.num_output_tokens - len(tokens), max(seq.num_cached_tokens, 0)
         return TokenOutput(seq.request_id, index, tokens, reason, stop_reason, num_cached)
@@ -236,12 +236,16 @@ class Scheduler(Roster):
         plan = self._plan_of(batch)
         failed = self._fail_rows(plan, result.token_ids)
         self._plans.popleft()
+        if result.earlier:
+            self._update_repeats(plan, result.earlier)
         num_decodes = len(plan.decodes)
         decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
         if self._overtaken:
             self._give_back_overtaken()
         if not plan.sequences:
-            return decoded._replace(failed=failed) if failed else decoded
+            if failed or result.earlier:
+                decoded = decoded._replace(failed=failed, earlier=result.earlier)
+            return decoded
         sequences, token_ids, endings = [*decoded.sequences], [*decoded.token_ids], decoded.endings
         for seq, token_id in zip(plan.sequences, result.token_ids[num_decodes:], strict=True):
             if token_id == NO_DISTRIBUTION:
@@ -274,16 +278,11 @@ class Scheduler(Roster):
 
     # --- decode steps without a decision between them -------------------------------------------
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all that is left to do is to decode what runs, and nobody fetches its KV."""
-        return len(self._running) == self._running.num_decoding > 0 and not self._waiting
-
     def num_repeats(self, batch: ScheduledBatch) -> int:
         """How often a step may run in a row before `schedule` would decide anything else.
 
-        Until then no sequence ends and none fills or needs a block before the last of these steps,
-        so that stepping once is the same: `repeat` takes over all but the last together.
+        Until then all that is left to do is to decode what runs, nobody fetches its KV, no sequence
+        ends and none fills or needs a block before the last of these steps.
 
         Args:
             batch: What is under way, and nothing else.
@@ -291,28 +290,23 @@ class Scheduler(Roster):
         Returns:
             1 for a step that must be updated by itself.
         """
-        plan = self._plan_of(batch)
+        plan, running = self._plan_of(batch), self._running
         decodes = plan.decodes
-        is_all = self.is_steady and len(decodes) == len(self._running)
-        if not is_all or plan.looks or decodes.stop_ids:
+        is_all = len(decodes) == len(running) == running.num_decoding and not self._waiting
+        if not is_all or not decodes or plan.looks or decodes.stop_ids:
             return 1
         return 1 + min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
 
-    def repeat(self, batch: ScheduledBatch, token_ids: list[list[int]]) -> None:
-        """Take over all repeats of one decode step but the last, for which `update` is.
-
-        Args:
-            batch: What has been under way for longest.
-            token_ids: For each of its slots a token per step; fewer than `num_repeats` of them.
-        """
-        num_steps = len(token_ids[0])
-        if not num_steps:
-            return
+    def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
+        """Let what is under way run so many times more, fewer than `num_repeats`."""
         plan = self._plan_of(batch)
-        for seq, tokens in zip(plan.decodes.sequences, token_ids, strict=True):
-            seq.token_ids += tokens
-        plan.looks = self._advance(plan.decodes.sequences, num_steps)
-        self._count_tokens(plan.decodes, num_steps)
+        plan.looks = self._advance(plan.decodes.sequences, num_more)
+
+    def _update_repeats(self, plan: _StepPlan, earlier: SequenceOf[list[int]]) -> None:
+        """Take over all times that a step was run but the last."""
+        for seq, token_ids in zip(plan.decodes.sequences, earlier, strict=True):
+            seq.token_ids += token_ids
+        self._count_tokens(plan.decodes, len(earlier[0]))
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
         assert self._plans, "no step is under way"

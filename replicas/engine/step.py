@@ -4,6 +4,7 @@ Plain records that could cross a process: a sequence is sent whole once, afterwa
 changed.
 """
 
+from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
 import msgspec
@@ -76,10 +77,17 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         token_ids: For each of the batch's slots the sampled token, or -1 where the prompt is not
             complete yet, or `NO_DISTRIBUTION`.
         device_s: Seconds inside the generator.
+        sample_s: Seconds that it took to make tokens of what the generator gave.
+        earlier: Of a step that was run several times (`EngineCore.collect_step`): for each slot the
+            tokens before the last; empty of one that was run once.
+        earlier_s: Seconds of each of those times.
     """
 
     token_ids: list[int]
     device_s: float
+    sample_s: float = 0.0
+    earlier: SequenceOf[list[int]] = ()
+    earlier_s: SequenceOf[float] = ()
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ Owner of its device's timeline and of the rows that stand for its KV. It takes t
 `replicas.engine.worker.Worker` and gives the same step times, and where it models KV the same token
 ids, as that worker gives on a simulated mesh; it leaves out tensors, and on request the KV too, for
 thousands of replicas at once. A decode step may be run many times in one call, see
-`EngineCore.begin_run`.
+`EngineCore.num_repeats`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,14 @@ class _Begun(NamedTuple):
 
     token_ids: list[int]
     end_s: float
+    earlier: Sequence[list[int]] = ()
+    earlier_s: Sequence[float] = ()
 
 
-class _RunStep(NamedTuple):
-    """A step of a run: what its host waits for it, and the device's timeline once it is begun."""
+class _Planned(NamedTuple):
+    """A step of a run: when it is over, the wait for it, and the timeline once it is begun."""
 
+    end_s: float
     wait_s: float
     free_s: float
     busy_s: float
@@ -148,8 +151,8 @@ class VirtualWorker:
         )
         # Submitted and not collected.
         self._begun: deque[_Begun] = deque()
-        # What `run_turns` told of last.
-        self._run: list[_RunStep] = []
+        # What `end_times_s` told of last.
+        self._planned: list[_Planned] = []
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
         self._next_token: NextToken | None = None
@@ -212,10 +215,10 @@ class VirtualWorker:
 
     def collect_step(self) -> StepResult:
         """See `Worker.collect_step`; the clock tells how long it took."""
-        token_ids, end_s = self._begun.popleft()
-        wait_s = max(end_s - self._clock.now_s(), 0.0)
+        wait_s = self.wait_s()
+        token_ids, _, earlier, earlier_s = self._begun.popleft()
         self._clock.spend(wait_s)
-        return StepResult(token_ids, wait_s)
+        return StepResult(token_ids, wait_s, earlier=earlier, earlier_s=earlier_s)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """See `Worker.end_step`; the clock tells how long it took."""
@@ -224,65 +227,62 @@ class VirtualWorker:
         self._connector.wait_for_save()
         return self._connector.get_transfer_results(now_s)
 
-    def run_turns(
+    def wait_s(self) -> float:
+        """How long its host would wait now for the step that is to be collected next."""
+        return max(self._begun[0].end_s - self._clock.now_s(), 0.0)
+
+    def end_times_s(
         self, batch: ScheduledBatch, num_steps: int, host_s: float, *, is_ahead: bool
     ) -> list[float]:
-        """When `num_steps` turns are over that each collect the step that `begin_run` gave.
+        """When each turn is over if the step that has begun runs several times in a row.
 
         Args:
-            batch: The step; it may have been submitted already.
-            num_steps: How many.
+            batch: The step; no other is begun.
+            num_steps: How many turns.
             host_s: Seconds of a turn besides the wait for the device.
             is_ahead: The step of the next turn is submitted in each before the wait.
         """
         timeline, now_s = self._timeline, self._clock.now_s()
-        ends_s = deque(begun.end_s for begun in self._begun)
-        num_begun = len(ends_s)
-        marks = [(timeline.free_s, timeline.busy_s)] * num_begun
-        if not num_begun:
-            self._apply(batch)
-        seconds = self._run_seconds(batch, num_steps - num_begun)
-        turns_s, self._run = [], []
-        for turn in range(num_steps):
-            while num_begun < min(turn + 1 + is_ahead, num_steps):
-                ends_s.append(timeline.begin(now_s, seconds.popleft()))
-                marks.append((timeline.free_s, timeline.busy_s))
-                num_begun += 1
-            wait_s = max(ends_s.popleft() - now_s, 0.0)
-            self._run.append(_RunStep(wait_s, *marks[turn]))
-            now_s += max(wait_s + host_s, MIN_TURN_S)
-            turns_s.append(now_s)
-        return turns_s
-
-    def execute_run(
-        self, batch: ScheduledBatch, num_steps: int
-    ) -> tuple[list[list[int]], list[float]]:
-        """Run a step of which `run_turns` told: token ids by slot and step, each step's wait."""
-        run = self._run[:num_steps]
-        self._timeline.rewind(run[-1].free_s, run[-1].busy_s)
-        first = [self._begun.popleft().token_ids] if self._begun else []
-        num_left = num_steps - len(first)
-        if num_steps == 1 or self._cache is not None:
-            per_step = [*first, *(self._advance(batch) for _ in range(num_left))]
-            token_ids = [list(tokens) for tokens in zip(*per_step, strict=True)]
-        else:
-            token_ids = []
-            for i, slot in enumerate(batch.slots):
-                row = self._row(slot)
-                token_ids.append([f[i] for f in first] + self._tokens_of_request(row, num_left))
-                row.num_computed += num_left
-                row.num_tokens += num_left
-        return token_ids, [step.wait_s for step in run]
-
-    # --- inside --------------------------------------------------------------------------------
-
-    def _run_seconds(self, batch: ScheduledBatch, num_steps: int) -> deque[float]:
-        """What the next steps take a device with which nothing is wrong."""
-        if num_steps <= 1:
-            return deque([self._step_s(batch)] * num_steps)
+        [begun] = self._begun
+        was = timeline.free_s, timeline.busy_s
+        marks = [(begun.end_s, *was)]
         rows = [self._row(slot) for slot in batch.slots]
         contexts = [(row.lane, row.num_computed + 1) for row in rows]
-        return deque(self._timing.decode_run_s(contexts, num_steps))
+        seconds = iter(self._timing.decode_run_s(contexts, num_steps - 1))
+        ends_s, self._planned = [], []
+        for turn in range(num_steps):
+            while len(marks) < min(turn + 1 + is_ahead, num_steps):
+                end_s = timeline.begin(now_s, next(seconds))
+                marks.append((end_s, timeline.free_s, timeline.busy_s))
+            end_s, *mark = marks[turn]
+            wait_s = max(end_s - now_s, 0.0)
+            self._planned.append(_Planned(end_s, wait_s, *mark))
+            now_s += max(wait_s + host_s, MIN_TURN_S)
+            ends_s.append(now_s)
+        timeline.rewind(*was)
+        return ends_s
+
+    def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
+        """Run the step of which `end_times_s` told so many times more, as one to be collected."""
+        planned = self._planned[: num_more + 1]
+        last = planned[-1]
+        self._timeline.rewind(last.free_s, last.busy_s)
+        first = self._begun.popleft().token_ids
+        if self._cache is not None:
+            per_step = [first, *(self._advance(batch) for _ in range(num_more))]
+            tokens = [list(token_ids) for token_ids in zip(*per_step, strict=True)]
+        else:
+            tokens = []
+            for token_id, slot in zip(first, batch.slots, strict=True):
+                row = self._row(slot)
+                tokens.append([token_id, *self._tokens_of_request(row, num_more)])
+                row.num_computed += num_more
+                row.num_tokens += num_more
+        token_ids = [row_tokens.pop() for row_tokens in tokens]
+        earlier_s = [step.wait_s for step in planned[:-1]]
+        self._begun.append(_Begun(token_ids, last.end_s, tokens, earlier_s))
+
+    # --- inside --------------------------------------------------------------------------------
 
     def _apply(self, batch: ScheduledBatch) -> None:
         for seq in batch.new:

@@ -67,7 +67,7 @@ def tokens(frames):
 def whole_turn(engine, now_s):
     """A turn at an instant, as far as it goes there."""
     turn = engine.begin(now_s)
-    assert turn.half is None
+    assert not turn.is_half
     return engine.end(turn, len(turn.end_times_s), now_s)
 
 
@@ -83,13 +83,13 @@ def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
     first = prefill.begin(0.0)
     forward_s = timing.prefill_s([(0, 0, len(PROMPT))]) + timing.host_s + timing.host_row_s
     assert first.end_times_s == [pytest.approx(forward_s)]
-    assert first.half is not None
+    assert first.is_half
     net.run(first.end_times_s[0])
     second, frames = prefill.go_on(first, net.now_s)
     assert [(output.index, output.finish_reason) for output in tokens(frames)] == [(0, None)]
     copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
     assert second.end_times_s == [pytest.approx(forward_s + copy_s)]
-    assert second.half is None
+    assert not second.is_half
     assert tokens(prefill.end(second, 1, second.end_times_s[0])) == []
 
 
@@ -110,7 +110,7 @@ def test_a_turn_of_transfers_alone_takes_their_time_and_no_more():
     copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
     assert turn.end_times_s[0] - net.now_s == pytest.approx(copy_s + timing.host_s)
     loaded = []
-    if turn.half is not None:
+    if turn.is_half:
         turn, frames = decode.go_on(turn, turn.end_times_s[0])
         loaded += frames
     loaded += decode.end(turn, 1, turn.end_times_s[0])

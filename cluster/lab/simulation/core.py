@@ -27,7 +27,7 @@ _FIRST_S = 8.0
 tokens here. `replicas.engine.pulse`."""
 _FACTOR = 4.0
 """And how many times as long as the longest before it any other; `replicas.engine.pulse.FACTOR`."""
-_NO_TURN = Turn(0.0, [], None)
+_NO_TURN = Turn(0.0, [])
 
 
 class Process(Protocol):
@@ -154,7 +154,7 @@ class VirtualCore:
             return
         self._turn, self._turn_started_s = turn, now_s
         self._num_steps = len(turn.end_times_s)
-        if turn.half is not None:
+        if turn.is_half:
             self._timer = self._process.call_at(turn.end_times_s[-1], self._go_on)
             self._beat_at_stall()
             return

@@ -33,8 +33,9 @@ from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.signatures import COMMANDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from replicas.generators.plugin.sampling import TTSamplingParams
     from replicas.generators.protocol import DeviceSamplingParams, ForwardOutput, KVCache
 
 _TOKEN_HISTORY = ("prompt_tokens", "output_tokens")
@@ -252,18 +253,10 @@ class AdaptedModel(LoadedModel):
         """
         if "reset_batch" in kwargs:
             raise TypeError("reset_batch is retired: give the four commands of decode contract 1")
-        commands = dict(
-            zip(
-                COMMANDS,
-                (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state),
-                strict=True,
-            )
-        )
-        assert not (reload_inputs and reload_page_table), commands
-        assert reload_inputs or not reset_sampling_state, commands
-        may_continue = self.model_capabilities.get("supports_async_decode")
+        said = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
+        commands = dict(zip(COMMANDS, said, strict=True))
+        self._check_commands(commands)
         name, parameters = self.signature.class_name, self.signature.decode
-        assert reload_inputs or may_continue, f"{name} must reload every step"
         if not self.signature.contract:
             # It guesses from the table of its last call, which the engine writes into.
             page_table = page_table.clone()
@@ -276,11 +269,9 @@ class AdaptedModel(LoadedModel):
         }
         params = None
         if sampling_params is not None:
-            # A class may change what it is given where it reads it: it never reads the same twice.
-            params = None if reload_sampling_params else self._decode_params
-            if params is None or not self.signature.contract:
-                params = to_tt_sampling_params(sampling_params, len(tokens))
-                self._decode_params = params
+            params = self._params_of_decode(
+                sampling_params, len(tokens), is_new=reload_sampling_params
+            )
             arguments["sampling_params"] = params
             if kwargs:
                 history = {key: value for key, value in kwargs.items() if key in _TOKEN_HISTORY}
@@ -301,6 +292,22 @@ class AdaptedModel(LoadedModel):
         if not read_from_device:
             return handle
         return self.process_decode_output_host(self.read_decode_output(handle)[0])
+
+    def _check_commands(self, commands: Mapping[str, bool]) -> None:
+        reload_inputs = commands["reload_inputs"]
+        assert not (reload_inputs and commands["reload_page_table"]), commands
+        assert reload_inputs or not commands["reset_sampling_state"], commands
+        may_continue = self.model_capabilities.get("supports_async_decode")
+        assert reload_inputs or may_continue, f"{self.signature.class_name} must reload every step"
+
+    def _params_of_decode(
+        self, sampling_params: DeviceSamplingParams, num_rows: int, *, is_new: bool
+    ) -> TTSamplingParams:
+        # A class may change what it is given where it reads it: it never reads the same twice.
+        params = None if is_new else self._decode_params
+        if params is None or not self.signature.contract:
+            params = self._decode_params = to_tt_sampling_params(sampling_params, num_rows)
+        return params
 
     def read_decode_output(
         self, tt_out: ForwardOutput, async_read: bool = True

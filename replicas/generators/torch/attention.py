@@ -9,30 +9,23 @@ Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+import logging
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from replicas.generators.masks import causal_mask
-from replicas.generators.torch.compiled import TILE
-from replicas.generators.torch.kernels import (
-    PlainKernels,
-    Tiles,
-    attention_for,
-    kernels_for,
-)
+from replicas.generators.torch.plain import Attend, PlainKernels
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Callable, Mapping
 
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
 
-Attend: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, queries (T, H, D)) -> (T, H, D); keys and values of the pass are in the cache."""
+logger = logging.getLogger(__name__)
 
 
 class AttentionBackend(Protocol):
@@ -109,64 +102,33 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
     return scores.softmax(dim=-1, dtype=wide).to(scores.dtype)
 
 
-class FastAttention:
-    """Tokens read the blocks in place: decodes one by one, those of prompts some at a time.
-
-    Args:
-        dtype: Of all tensors.
-        head_dim: D.
-        share: H / G.
-
-    Attributes:
-        kernels: See ``AttentionBackend``.
-        is_compiled: See ``AttentionBackend``.
-    """
-
-    kernels: Kernels | PlainKernels
-    is_compiled = True
-
-    def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
-        self.kernels = kernels_for(dtype)
-        self._attend = attention_for(dtype, head_dim, share)
-
-    def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
-        """See ``AttentionBackend.prepare``."""
-        counts = np.diff(batch.query_start_loc)
-        kinds = ((1, counts == 1), (TILE, counts > 1))
-        parts = [_tiles(batch, which, size) for size, which in kinds if which.any()]
-
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for tiles in parts:
-                self._attend(q, tiles, cache.planes[layer], out)
-            return out
-
-        return attend
-
-
-def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
-    """The tokens of some requests, a request's in tiles from its first on."""
-    requests = np.flatnonzero(which)
-    starts, ends = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
-    num_tiles = -(-(ends - starts) // size)
-    rows = np.repeat(np.arange(len(requests)), num_tiles)
-    places = np.arange(len(rows)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    tokens = starts[rows] + places * size
-    counts = np.minimum(ends[rows] - tokens, size)
-    lengths = batch.seq_lens[requests][rows] - (ends[rows] - tokens - counts)
-    # Longest first: threads take them in order, and the last ones should be short.
-    order = np.argsort(-lengths, kind="stable")
-    tables = np.ascontiguousarray(batch.block_table[requests])
-    return Tiles(size, tokens[order], counts[order], lengths[order], rows[order], tables)
-
-
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """How many blocks hold ``num_tokens``."""
     return -(-num_tokens // block_size)
 
 
+def _fast(dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
+    from replicas.generators.torch.fast_attention import FastAttention
+
+    return FastAttention(dtype, head_dim, share)
+
+
 BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
-    "fast": FastAttention,
+    "fast": _fast,
     "reference": lambda _dtype, _head_dim, _share: ReferenceAttention(),
 }
 """The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""
+
+
+def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
+    """One of `BACKENDS`, or the plain one where its kernels cannot be compiled, which is told."""
+    try:
+        return BACKENDS[name](dtype, head_dim, share)
+    except (ImportError, RuntimeError) as error:
+        logger.warning(
+            "this engine computes attention, norms and rotations without compiled kernels, many "
+            "times slower: %s. Install the numba and llvmlite that constraints.txt names, made for "
+            "this processor; `attention: reference` takes the plain operations without a warning",
+            error,
+        )
+        return ReferenceAttention()

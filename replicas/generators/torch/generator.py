@@ -18,12 +18,12 @@ import torch
 from replicas.errors import ConfigError
 from replicas.generators.model_config import to_model_config
 from replicas.generators.protocol import CpuDevice, ModelCapabilities
-from replicas.generators.torch.attention import BACKENDS
+from replicas.generators.torch.attention import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
 from replicas.generators.torch.kv_cache import TorchKVCache
+from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
-from replicas.generators.torch.stack import LONG_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +121,7 @@ class TorchGenerator:
         _check_exchange(config, mesh_device)
         weights = load_weights(config, mesh_device)
         share = config.num_attention_heads // config.num_key_value_heads
-        attention = BACKENDS[mesh_device.attention](mesh_device.dtype, config.head_dim, share)
+        attention = make_attention(mesh_device.attention, mesh_device.dtype, config.head_dim, share)
         model = PagedTransformer(config, weights, max_seq_len, attention)
         return cls(
             config,

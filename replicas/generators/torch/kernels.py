@@ -1,8 +1,9 @@
 """Kernels of a pass that PyTorch has not: norms, rotation, attention over blocks, products.
 
 Each replaces a dozen operations on tensors too small to be worth one. numba compiles them for this
-processor when they are first needed and keeps them on disk. Threads are those of PyTorch, as many
-as it uses: a second team of threads would fight the first for the cores.
+processor when they are first needed and keeps them on disk: in `__pycache__` beside their source,
+or where that cannot be written in the user's cache folder (`~/.cache/numba`). Threads are those of
+PyTorch, as many as it uses: a second team of threads would fight the first for the cores.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks, S block size, N hidden size,
 B tiles, R sequences, K blocks of the longest one.
@@ -10,11 +11,14 @@ B tiles, R sequences, K blocks of the longest one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import pickle  # noqa: TID251 - an error of numba's cache, which this reads nothing with
+import re
 import struct
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,8 +29,8 @@ import numba
 import numpy as np
 import torch
 from numba import cfunc, types
+from numba.core.errors import NumbaError
 from numba.core.registry import cpu_target
-from torch.nn import functional
 
 from replicas.generators.torch import (
     compiled,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.generators.torch.inputs import Int64Array
+    from replicas.generators.torch.plain import TokenPlaces
     from replicas.generators.torch.products import Panels
 
 logger = logging.getLogger(__name__)
@@ -54,27 +59,16 @@ _ITEMS = {
 }
 """bfloat16 is what its bits are: numba does not know it."""
 
+_STALE_S = 30 * 24 * 3600.0
+"""Code that another version compiled is kept for so long: that of other processors whose hosts
+share the folder, say, which compile it again then."""
+_IN_FILE_NAME = re.compile(r"_([0-9a-f]{16})-\d+\.")
+"""The version in the names of files that numba makes of a qualified name."""
+
 _SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, vectors)
 """What the compiled code is made of."""
 
 # --- what they are given -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenPlaces:
-    """Where the tokens of a pass stand.
-
-    Attributes:
-        cos: (positions, D), the cosines of each position twice.
-        sin: (positions, D), the sines with a minus, then without.
-        positions: int64 (T,), in their sequences.
-        kv_positions: int64 (T,), of their keys and values: block * S + offset.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
-    kv_positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,10 +131,28 @@ def _compile(
     function.__qualname__ = f"{make.__name__}_{kind}_{_version()}"
     signature = types.void(types.voidptr)
     try:
-        return cfunc(signature, cache=True, **compiled.OPTIONS)(function)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
-        return cfunc(signature, **compiled.OPTIONS)(function)
+        try:
+            found: Any = cfunc(signature, cache=True, **compiled.OPTIONS)(function)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
+            return cfunc(signature, **compiled.OPTIONS)(function)
+    except NumbaError as error:
+        raise RuntimeError(f"numba cannot compile {make.__name__}: {error}") from error
+    _prune(Path(found._cache.cache_path))  # noqa: SLF001 - said nowhere else
+    return found
+
+
+@cache
+def _prune(folder: Path) -> None:
+    """Take away what versions other than this one have left in a folder long ago, once."""
+    for path in folder.glob("*.nb[ci]"):
+        version = _IN_FILE_NAME.search(path.name)
+        if version is None or version[1] == _version():
+            continue
+        # Another process may take it away, too, and of another user's folder nothing can be.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
 
 
 @cache
@@ -212,32 +224,6 @@ def bits(number: float) -> int:
 def kernels_for(dtype: torch.dtype) -> Kernels:
     """The kernels for a dtype, made once."""
     return Kernels(dtype)
-
-
-class PlainKernels:
-    """Norm and rotation as PyTorch spells them out: what the compiled ones are held to."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Kernels.rms_norm`."""
-        return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
-
-    def rotate_and_store(
-        self,
-        heads: torch.Tensor,
-        places: TokenPlaces,
-        planes: tuple[torch.Tensor, torch.Tensor],
-        norm: torch.Tensor | None,
-        eps: float,
-    ) -> None:
-        """See `Kernels.rotate_and_store`."""
-        _, num_kv_heads, block_size, head_dim = planes[0].shape
-        turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-        plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
-        cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
-        turning.copy_(plain * cos + plain.roll(head_dim // 2, -1) * sin)
-        blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
-        planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
-        planes[1][blocks, :, offsets] = values
 
 
 class Kernels:

@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch import pairs, products
-from replicas.generators.torch.kernels import kernels_for
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,6 +25,8 @@ _PROBE_ROWS = 4
 _ROUNDING = 2.0**-7
 """Two roundings to bfloat16 of equal sums differ by no more than this share of them."""
 
+LONG_WEIGHTS = 1 << 20
+"""A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
 
 _Results: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -135,43 +134,11 @@ class PackedLinear:
         return _product(x, self._packed, self._bias, "swish", [], "")
 
 
-class PanelLinear:
-    """The weight as panels for a kernel of our own.
+def _as_panels(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The weight for a kernel of our own; ImportError: numba is not to be had."""
+    from replicas.generators.torch.panels import PanelLinear
 
-    Args:
-        weight: (N, K) bfloat16; not kept.
-        bias: (N,) bfloat16 or None.
-
-    Attributes:
-        panels: The packed weight and the bias.
-
-    Raises:
-        RuntimeError: This processor has no instruction for it, or a better one; or K is odd.
-    """
-
-    __slots__ = ("_kernels", "panels")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        if not pairs.suit_products() or weight.shape[1] % 2:
-            raise RuntimeError(f"no products of pairs for {weight.shape[1]} features here")
-        self.panels = products.pack(weight, bias)
-        self._kernels = kernels_for(weight.dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
-        return self._kernels.multiply(x, self.panels)
-
-    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.plus``."""
-        return self._kernels.multiply(x, self.panels, products.PLUS, other)
-
-    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.times``."""
-        return self._kernels.multiply(x, self.panels, products.TIMES, other)
-
-    def swish(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.swish``."""
-        return self._kernels.multiply(x, self.panels, products.SWISH)
+    return PanelLinear(weight, bias)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -184,10 +151,10 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     plain = PlainLinear(weight, bias)
     if weight.dtype != torch.bfloat16:
         return plain
-    for kind in (PanelLinear, PackedLinear):
-        # It is raised where this processor or build does not have the kernels.
-        with torch.inference_mode(), contextlib.suppress(RuntimeError):
-            packed = kind(weight, bias)
+    for pack in (_as_panels, PackedLinear):
+        # They are raised where this processor or build does not have the kernels.
+        with torch.inference_mode(), contextlib.suppress(ImportError, RuntimeError):
+            packed = pack(weight, bias)
             if gives_the_same(packed, plain):
                 return packed
     return plain

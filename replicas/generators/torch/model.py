@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.kernels import TokenPlaces
+from replicas.generators.torch.plain import TokenPlaces
 from replicas.generators.torch.rope import rope_table
-from replicas.generators.torch.stack import LayerStack, cut
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from replicas.generators.torch.inputs import PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.loader import ModelWeights
+    from replicas.generators.torch.stack import LayerStack
 
     _Callbacks: TypeAlias = tuple[LayerCallback | None, LayerCallback | None]
 
@@ -48,8 +48,12 @@ class PagedTransformer:
         dtype = weights.embedding.dtype
         self._rope = rope_table(config.rope, config.head_dim, max_seq_len, dtype)
         self._stack: LayerStack | None = None
-        if attention.is_compiled and LayerStack.can_run(weights):
-            self._stack = LayerStack(config, weights, self._rope)
+        if attention.is_compiled:
+            # Where nothing can be compiled it cannot be loaded, either.
+            from replicas.generators.torch.stack import LayerStack
+
+            if LayerStack.can_run(weights):
+                self._stack = LayerStack(config, weights, self._rope)
 
     @property
     def is_one_call(self) -> bool:
@@ -93,7 +97,7 @@ class PagedTransformer:
         assert self._stack is not None
         layers = range(len(self._weights.layers))
         wanted, order = np.unique(batch.logits_indices.numpy(), return_inverse=True)
-        units = cut(batch.query_start_loc, wanted, torch.get_num_threads())
+        units = self._stack.units(batch, wanted)
         before_layer, after_layer = around
         if before_layer is None and after_layer is None:
             x = self._stack.run(x, batch, cache, layers, units)

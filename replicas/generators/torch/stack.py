@@ -19,8 +19,9 @@ from replicas.generators.torch import compiled_stack
 from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.compiled_stack import COLUMNS, PLANES
 from replicas.generators.torch.kernels import Kernel, address, bits, place
-from replicas.generators.torch.linear import PanelLinear
+from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import DenseLayerWeights
+from replicas.generators.torch.panels import PanelLinear
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -32,9 +33,6 @@ MOST_ROWS = 96
 """Tokens of a unit: more are no faster, and have longer to wait for each other at the end."""
 FEWEST_ROWS = 8
 """A unit of fewer reads the weights for too little."""
-
-LONG_WEIGHTS = 1 << 20
-"""A layer of so many weights takes a core 0.1 ms to read, however few the tokens are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,6 +118,11 @@ class LayerStack:
             and all(isinstance(linear, PanelLinear) for linear in _matrices(layer))
             for layer in weights.layers
         )
+
+    @staticmethod
+    def units(batch: PagedBatch, wanted: Int64Array) -> Units:
+        """How a pass is cut for the threads that PyTorch uses; see `cut`."""
+        return cut(batch.query_start_loc, wanted, torch.get_num_threads())
 
     def run(
         self,

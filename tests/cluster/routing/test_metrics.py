@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.routing.metrics import RouterMetrics, render
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from kv_transfer.store import StoreCounters
-from replicas.messages import EngineMetrics, GroupCounters
+from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
 from tests.cluster.engines import make_member
 from tests.kv_groups import one_kv_group
 
@@ -38,7 +38,7 @@ def engine(groups, transfer, num_recomputed=0):
         num_steps=11,
         scheduled_tokens=99,
         device_seconds=1.5,
-        host_seconds=0.25,
+        host_seconds=HostSeconds(schedule=0.25, encode=0.5),
         groups=groups,
         transfer=transfer,
         kv_recompute_tokens=num_recomputed,
@@ -159,12 +159,18 @@ def test_every_engine_has_its_steps_and_its_queue(samples):
         ("ttserve_steps_total", 11),
         ("ttserve_scheduled_tokens_total", 99),
         ("ttserve_step_device_seconds_total", 1.5),
-        ("ttserve_step_host_seconds_total", 0.25),
     ):
         assert of(samples, name, model_name="tiny") == {
             ("prefill", "prefill-p"): value,
             ("decode", "decode-d"): value,
         }, name
+
+
+def test_a_step_says_what_the_host_did(samples):
+    seconds = of(samples, "ttserve_step_host_seconds_total", pool="decode", model_name="tiny")
+    parts = ("schedule", "prepare", "sample", "update", "transfer", "frames", "encode")
+    wanted = {"schedule": 0.25, "encode": 0.5}
+    assert seconds == {(part, "decode-d"): wanted.get(part, 0.0) for part in parts}
 
 
 PREFILL, DECODE = ("prefill", "prefill-p"), ("decode", "decode-d")

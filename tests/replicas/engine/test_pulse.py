@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from replicas.engine.inbox import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
+from replicas.messages import HostSeconds
 from tests.engines import make_config
 
 
@@ -33,9 +34,10 @@ class Turns:
         self.counts = []
         self.core = SimpleNamespace(
             begin_step=self.begin_step,
-            publish=lambda _: None,
+            collect_step=lambda _: None,
             end_step=lambda _step, _now: False,
             pulse=self.pulse,
+            host=HostSeconds(),
             config=make_config("nowhere"),
         )
 

@@ -20,6 +20,7 @@ from replicas.messages import (
     Activate,
     AddRequest,
     EngineRequest,
+    HostSeconds,
     TokenOutput,
     Utility,
 )
@@ -183,14 +184,13 @@ class Engine:
             return 1
         num_steps = min(self.scheduler.num_repeats(batch), wanted)
         if num_steps == 1:
-            tokens = self.device(batch)
-            outputs = self.scheduler.update(batch, StepResult(tokens, 0.0))
+            result = StepResult(self.device(batch), 0.0)
         else:
             tokens = self.device_run(batch, num_steps)
-            earlier = [row[:-1] for row in tokens]
-            self.scheduler.repeat(batch, earlier)
-            last = StepResult([row[-1] for row in tokens], 0.0)
-            outputs = self.scheduler.update(batch, last)._replace(earlier=earlier)
+            self.scheduler.repeat(batch, num_steps - 1)
+            last = [row.pop() for row in tokens]
+            result = StepResult(last, 0.0, earlier=tokens)
+        outputs = self.scheduler.update(batch, result)
         for seq, output in events_of(outputs):
             self.outputs[seq.request_id].append(output)
         return num_steps
@@ -275,7 +275,6 @@ def running(*fields, config=None, num_blocks=64, max_model_len=100, num_outputs=
 )
 def test_how_long_a_run_may_be(fields, more, num_steps):
     engine = running(*fields, **more)
-    assert engine.scheduler.is_steady
     batch = engine.scheduler.schedule()
     assert engine.scheduler.num_repeats(batch) == num_steps
 
@@ -284,17 +283,13 @@ def test_nobody_is_passed_over():
     """One that waits, one that prefills, or one that does not fit into the step: a step of one."""
     engine = running({}, {}, config=make_config(max_batch_size=2, block_size=16))
     engine.add([1, 2, 3], {"max_tokens": 5}, "local")
-    assert not engine.scheduler.is_steady
     assert engine.scheduler.num_repeats(engine.scheduler.schedule()) == 1
 
     engine = running({}, config=make_config(max_num_batched_tokens=4, block_size=16))
     engine.add([1] * 12, {"max_tokens": 5}, "local")
     engine.step()
     assert not engine.scheduler._waiting
-    assert not engine.scheduler.is_steady
     assert engine.scheduler.num_repeats(engine.scheduler.schedule()) == 1
-
-    assert not Engine(make_config(), 8, 20).scheduler.is_steady
 
 
 # --- through the core -----------------------------------------------------------------------
@@ -331,10 +326,13 @@ class FakeExecutor:
     def _collect_step(self):
         return self._results.popleft()
 
-    def _execute_run(self, batch, num_steps):
-        self._apply(batch)
-        tokens = [self._tokens(batch) for _ in range(num_steps)]
-        return [list(t) for t in zip(*tokens, strict=True)], num_steps * [STEP_S]
+    def repeat(self, batch, num_more):
+        """Run what was submitted so many times more, as one to be collected."""
+        steps = [self._results.popleft().token_ids]
+        steps += [self._tokens(batch) for _ in range(num_more)]
+        tokens = [list(t) for t in zip(*steps, strict=True)]
+        last = [row.pop() for row in tokens]
+        self._results.append(StepResult(last, STEP_S, 0.0, tokens, [STEP_S] * num_more))
 
     def _apply(self, batch):
         for seq in batch.new:
@@ -384,14 +382,15 @@ class Core:
         return did
 
     def run(self, wanted):
-        run = self.core.begin_run(0.0)
-        if run is None:
-            return int(self.step())
-        batch, most = run
-        num_steps = min(most, wanted)
-        self.core.end_run(batch, num_steps)
+        """Returns how many steps that was; none where nothing could run."""
+        step = self.core.begin_step(0.0)
+        num_steps = min(self.core.num_repeats(step), wanted)
+        if num_steps > 1:
+            self.executor.repeat(step.batch, num_steps - 1)
+        self.core.collect_step(step, num_steps)
+        did = self.core.end_step(step, 0.0)
         self.take_events()
-        return num_steps
+        return num_steps if did else 0
 
     def take_events(self):
         for client, events in take_events(self.core).items():
@@ -454,39 +453,47 @@ def length_of(num_steps):
 
 def counters(side):
     """All of them but the seconds that this test took itself."""
-    return msgspec.structs.replace(side.core.metrics(0.0), host_seconds=0.0)
+    return msgspec.structs.replace(side.core.metrics(0.0), host_seconds=HostSeconds())
+
+
+def num_repeats(core, now_s=0.0):
+    """How often the core's next step may run, which then runs once."""
+    step = core.core.begin_step(now_s)
+    found = core.core.num_repeats(step)
+    core.core.collect_step(step)
+    return found
 
 
 def test_a_core_runs_ahead_only_when_nothing_else_is_to_be_done():
     core = Core(make_config(block_size=16), 8, 100)
-    assert core.core.begin_run(0.0) is None, "idle"
+    assert num_repeats(core) == 1, "idle"
     core.add([1, 2, 3], {"max_tokens": 90, "ignore_eos": True}, b"a")
-    assert core.core.begin_run(0.0) is None, "it waits"
-    core.step()
-    batch, num_steps = core.core.begin_run(0.0)
-    assert (batch.slots, num_steps) == ([0], 13)
+    assert num_repeats(core) == 1, "its prompt is computed"
+    assert num_repeats(core) == 13
 
 
 def test_a_core_does_not_run_past_what_its_step_would_notice():
-    core = Core(make_config(block_size=16, reservation_timeout_s=10.0), 32, 100)
+    core = Core(make_config(block_size=64, reservation_timeout_s=10.0), 32, 100)
     scheduler = core.core._scheduler
     core.add([1, 2, 3], {"max_tokens": 90, "ignore_eos": True}, b"a")
     core.step()
-    seq = make_sequence("d", [1] * 5, mode="decode")
+    seq, late = (make_sequence(name, [1] * 5, mode="decode") for name in ("d", "late"))
     assert scheduler.reserve(seq, 1.0) is None
-    assert seq.status is SequenceStatus.RESERVED
-    assert core.core.next_deadline_s() == 11.0
-    assert core.core.begin_run(11.0) is None, "the reservation has lapsed"
-    assert core.core.begin_run(10.5) is not None
+    assert scheduler.reserve(late, 0.5) is None
+    assert seq.status is late.status is SequenceStatus.RESERVED
+    assert core.core.next_deadline_s() == 10.5
+    assert num_repeats(core, 10.4) > 1
+    assert num_repeats(core, 10.5) == 1, "a reservation has lapsed, which is to be told"
+    assert num_repeats(core, 10.5) > 1
 
     connector = core.core._connector = FakeConnector(16)
     connector.on_new_request(TransferRequest("d", [1] * 5, make_ticket("d", 5)), 0.0)
-    assert core.core.begin_run(10.5) is None, "a transfer is under way: news of it may come"
+    assert num_repeats(core, 10.5) == 1, "a transfer is under way: news of it may come"
     connector.cancelled.add("d")
-    assert core.core.begin_run(10.5) is None, "the connector has something to do"
+    assert num_repeats(core, 10.5) == 1, "the connector has something to do"
     core.core._connector = None
     core.core.handle(seq.client, Activate("d", []), 0.0)
-    assert core.core.begin_run(10.5) is None, "the activated one has its prompt to compute"
+    assert num_repeats(core, 10.5) == 1, "the activated one has its prompt to compute"
 
 
 def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
@@ -498,4 +505,4 @@ def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
     seq = next(s for s in scheduler._running if s.mode == "prefill")
     seq.num_computed_tokens = seq.num_tokens - 1
     assert [s.num_new_tokens for s in scheduler._running] == [1, 1]
-    assert not scheduler.is_steady
+    assert scheduler.num_repeats(scheduler.schedule()) == 1

@@ -161,7 +161,7 @@ def test_tokens_are_there_before_the_connector_reads_kv():
         take_events(core)
         step = core.begin_step(0.0)
         assert take_events(core) == {}
-        core.publish(step)
+        core.collect_step(step)
         [output] = take_events(core)[CLIENT]
         assert isinstance(output, TokenOutput)
         assert ("mark_ready",) not in calls
@@ -198,6 +198,8 @@ def test_an_engine_process_sends_the_first_token_before_it_copies_kv():
     assert calls[first - 1] == LAYERS[-1]
     assert calls[first + 1 : first + 5] == AFTER
     assert [c for c in calls if c[0] == "frame"] == [("frame", 0), ("frame", 1), ("frame", 2)]
+    # Each part of a step has its time, to the last frame.
+    assert min(msgspec.structs.astuple(core.host)) > 0
 
 
 def test_transfers_under_way_can_be_looked_at():

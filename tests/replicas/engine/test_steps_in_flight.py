@@ -237,6 +237,17 @@ def test_no_step_follows_a_last_token_that_is_known_to_be_one():
     assert (both[0].device.most, both[1].device.most) == (2, 1)
 
 
+def test_a_turn_is_judged_by_the_step_that_it_waits_for():
+    """That was begun in the turn before, and is the last."""
+    side, sizes = engine(2), []
+    side.add([1, 2, 3], sampling(9))
+    while side.core.num_live:
+        side.core.pulse.work(0.0)
+        side.step(1)
+        sizes.append(side.core.pulse.num_tokens)
+    assert sizes == [3] + 8 * [1]
+
+
 @pytest.mark.parametrize("make_device", [virtual_device, mesh])
 def test_rows_that_end_do_not_stop_the_others(small_model, make_device, monkeypatch):
     """From the first decode on a step is under way whenever one is read, and slots are free."""

@@ -16,6 +16,7 @@ from replicas.engine.virtual_worker import StepClock
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
+from replicas.messages import HostSeconds
 from replicas.sampling_params import SamplingParams
 from tests.engines import generate, num_preemptions, num_prefix_hits
 from tests.kv_groups import one_kv_group
@@ -55,7 +56,9 @@ def both(config, monkeypatch):
 
 def counters(core):
     """All of them but seconds, of which the real side has its own idea."""
-    return msgspec.structs.replace(core.metrics(0.0), device_seconds=0.0, host_seconds=0.0)
+    return msgspec.structs.replace(
+        core.metrics(0.0), device_seconds=0.0, host_seconds=HostSeconds()
+    )
 
 
 def assert_same(real, virtual):
@@ -180,20 +183,23 @@ def test_a_wrong_block_shows_in_the_tokens():
 
 def test_a_turn_of_a_run_waits_for_the_step_that_was_begun_a_turn_before():
     """One step at a time leaves the device idle while its host works; two do not."""
-    worker = plain_worker()
+    clock = StepClock()
+    worker = plain_worker(clock)
     batch = ScheduledBatch("decode", [0], [1], [new(0, 9, num_computed=8)], [])
-    assert worker.run_turns(batch, 3, 10.0, is_ahead=False) == [79.0, 159.0, 240.0]
-    worker = plain_worker()
-    assert worker.run_turns(batch, 3, 10.0, is_ahead=True) == [79.0, 149.0, 220.0]
-    # The second of them is submitted by whoever took the first over, a turn before it is read.
-    _, waits_s = worker.execute_run(batch, 1)
-    assert waits_s == [69.0]
-    worker.submit_step(msgspec.structs.replace(batch, new=[]), None, 0.0)
-    worker._clock.spend(79.0)
     again = msgspec.structs.replace(batch, new=[])
-    assert worker.run_turns(again, 2, 10.0, is_ahead=True) == [149.0, 220.0]
-    _, waits_s = worker.execute_run(again, 2)
-    assert waits_s == [60.0, 61.0]
+    worker.submit_step(batch, None, 0.0)
+    assert worker.wait_s() == 69.0
+    assert worker.end_times_s(batch, 3, 10.0, is_ahead=False) == [79.0, 159.0, 240.0]
+    assert worker.end_times_s(batch, 3, 10.0, is_ahead=True) == [79.0, 149.0, 220.0]
+    # The second of them is submitted by whoever takes the first over, a turn before it is read.
+    worker.submit_step(again, None, 0.0)
+    assert worker.collect_step().device_s == 69.0
+    clock.start(79.0)
+    assert worker.end_times_s(again, 2, 10.0, is_ahead=True) == [149.0, 220.0]
+    worker.repeat(again, 1)
+    clock.start(149.0)
+    result = worker.collect_step()
+    assert [*result.earlier_s, result.device_s] == [60.0, 61.0]
     assert (worker._timeline.free_s, worker._timeline.busy_s) == (210.0, 210.0)
 
 
@@ -256,7 +262,9 @@ def run(worker, kind, slots, counts, new_sequences=()):
 
 
 def turns(worker, batch, num_steps):
-    return worker.run_turns(batch, num_steps, 0.0, is_ahead=False)
+    """When so many turns are over, of which the first submits the step."""
+    worker.submit_step(batch, None, 0.0)
+    return worker.end_times_s(batch, num_steps, 0.0, is_ahead=False)
 
 
 def execute(worker, batch):
@@ -326,14 +334,15 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     ends_s = list(accumulate(r.device_s for r in results))
     assert turns(ahead, batch, 4) == ends_s
     assert ahead._clock.spent == [], "whoever asks passes the time"
-    tokens, waits_s = ahead.execute_run(batch, 3)
-    assert waits_s == [r.device_s for r in results[:3]]
-    assert tokens == [[r.token_ids[i] for r in results[:3]] for i in range(2)]
+    ahead.repeat(batch, 2)
+    ahead._clock.spend(ends_s[1])
+    run_ = ahead.collect_step()
+    assert [*run_.earlier_s, run_.device_s] == [r.device_s for r in results[:3]]
+    assert run_.token_ids == results[2].token_ids
+    assert run_.earlier == [[r.token_ids[i] for r in results[:2]] for i in range(2)]
     # Fewer steps than were asked about were run: the next one goes on from there.
-    ahead._clock.spend(ends_s[2])
     assert turns(ahead, again, 1) == ends_s[3:]
-    tokens, _ = ahead.execute_run(again, 1)
-    assert tokens == [[t] for t in results[3].token_ids]
+    assert ahead.collect_step() == results[3]
 
 
 def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():

@@ -1,6 +1,8 @@
 """Each compiled kernel gives what its formula in PyTorch gives, on one thread as on several."""
 
 import errno
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,18 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numba.core.caching import IndexDataCacheFile
+from numba.core.errors import UnsupportedError
 from torch.nn import functional
 
 from replicas.generators.torch import compiled, kernels
+from replicas.generators.torch.attention import ReferenceAttention, make_attention
 from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import (
     Kernel,
-    PlainKernels,
     Tiles,
-    TokenPlaces,
     attention_for,
     kernels_for,
 )
+from replicas.generators.torch.plain import PlainKernels, TokenPlaces
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 BLOCK = 16
@@ -243,6 +247,41 @@ def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):
     for dtype in DTYPES:
         Kernel(compiled.rms_norm, dtype)
     assert len(list(tmp_path.rglob("*.nbi"))) == len(DTYPES)
+
+
+def test_code_of_other_versions_is_taken_away_when_it_is_old(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
+    Kernel(compiled.rms_norm, torch.float32)
+    [own] = tmp_path.rglob("*.nbi")
+    month_ago_s = time.time() - kernels._STALE_S - 1.0
+    names = {
+        "old": own.name.replace(kernels._version(), "0" * 16),
+        "new": own.name.replace(kernels._version(), "1" * 16),
+        "foreign": "others.function-3.py311.nbi",
+    }
+    for name in names.values():
+        own.with_name(name).touch()
+    for name in (own.name, names["old"], names["foreign"]):
+        os.utime(own.with_name(name), (month_ago_s, month_ago_s))
+    kernels._prune.cache_clear()
+    Kernel(compiled.rms_norm, torch.float32)
+    left = {path.name for path in own.parent.glob("*.nbi")}
+    assert left == {own.name, names["new"], names["foreign"]}
+
+
+def test_where_numba_cannot_compile_plain_operations_are_taken_with_one_warning(
+    monkeypatch, caplog
+):
+    def refuse(*_arguments, **_options):
+        raise UnsupportedError("no such processor")
+
+    assert isinstance(make_attention("fast", torch.float64, 24, 5), FastAttention)
+    attention_for.cache_clear()
+    monkeypatch.setattr(kernels, "cfunc", refuse)
+    assert isinstance(make_attention("fast", torch.float64, 24, 5), ReferenceAttention)
+    [warning] = caplog.records
+    assert "numba cannot compile attend: no such processor" in warning.getMessage()
+    assert "Install the numba" in warning.getMessage()
 
 
 def test_heads_of_another_shape_are_refused():

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from replicas.generators.torch import linear, pairs
 from replicas.generators.torch.linear import (
     PackedLinear,
-    PanelLinear,
     PlainLinear,
     gives_the_same,
     make_linear,
 )
+from replicas.generators.torch.panels import PanelLinear
 
 needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bfloat16"

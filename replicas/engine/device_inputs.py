@@ -1,0 +1,120 @@
+"""What a generator's decode calls are given, and what of it the device has from those before.
+
+Owner: the model runner. A device that goes on by itself is given the inputs of the step with which
+it began, and told to read none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replicas.engine.device_sampling import HOST_SAMPLED, DecodeCommands, device_params
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from replicas.engine.batch import PersistentBatch
+    from replicas.engine.device_sampling import CallRows, DecodeReload, DeviceDraws
+    from replicas.engine.step import ScheduledBatch
+    from replicas.generators.protocol import DeviceSamplingParams
+
+    IntArray = npt.NDArray[np.integer[Any]]
+    Int32Array = npt.NDArray[np.int32]
+
+
+class DeviceInputs:
+    """See the module docstring.
+
+    Args:
+        batch: Every row.
+        draws: Whose tokens the device draws.
+        runs_ahead: Whether it goes on from its own tokens, without the host.
+    """
+
+    def __init__(self, batch: PersistentBatch, draws: DeviceDraws, *, runs_ahead: bool) -> None:
+        self._batch = batch
+        self._draws = draws
+        self._commands = DecodeCommands(runs_ahead=runs_ahead)
+        self._params: DeviceSamplingParams | None = None
+        # Tokens, page table and positions of the last decode that reloaded them.
+        self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def continues(self, slots: Int32Array) -> bool:
+        """Whether a decode of these rows needs nothing from the host, see `DecodeCommands`."""
+        return self._commands.continues(slots)
+
+    def forget(self) -> None:
+        """Another call than a decode comes: the device has nothing of the next one."""
+        self._commands.forget()
+
+    def decode_inputs(
+        self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
+    ) -> dict[str, Any]:
+        """Arguments of `decode_forward`.
+
+        Args:
+            rows: Who is in the call.
+            slots: (R,) their slots.
+            scheduled: The step.
+            is_ahead: The step before it is not collected.
+        """
+        reload = self._reload(rows, slots, scheduled, is_ahead=is_ahead)
+        if reload.page_table:
+            self._batch.keep_decoding(slots)
+        if reload.inputs or self._inputs is None:
+            inputs = self._batch.decode_inputs(slots)
+            last = int(inputs.start_pos.max())
+            self._commands.num_steps_left = self._batch.max_model_len - 1 - last
+            self._inputs = (
+                torch.from_numpy(inputs.tokens),
+                torch.from_numpy(inputs.page_tables[0]),
+                torch.from_numpy(inputs.start_pos),
+            )
+        # Of a device that goes on by itself the first and the last are those that it began with.
+        tokens, page_table, start_pos = self._inputs
+        found: dict[str, Any] = {
+            "tokens": tokens,
+            "page_table": page_table,
+            "start_pos": start_pos,
+            "sampling_params": self._params if len(rows.drawn) else None,
+            "reload_inputs": reload.inputs,
+            "reload_page_table": reload.page_table,
+            "reload_sampling_params": reload.sampling_params,
+            "reset_sampling_state": reload.sampling_state,
+        }
+        if len(rows.drawn) and len(rows.sampled):
+            found["logits_rows"] = slots[rows.sampled].tolist()
+        return found
+
+    def params(
+        self, rows: CallRows, slots: Int32Array, places: IntArray, num_places: int
+    ) -> DeviceSamplingParams:
+        """What the device draws by, for a call whose rows are at `places` of so many."""
+        return device_params(
+            self._batch,
+            slots[rows.drawn],
+            places[rows.drawn],
+            num_places,
+            keeps_state=self._draws.keeps_state,
+        )
+
+    def _reload(
+        self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
+    ) -> DecodeReload:
+        """What a decode call reloads; makes the parameters of those that draw."""
+        if not len(rows.drawn):
+            self._commands.forget()
+            return HOST_SAMPLED
+        reload = self._commands.next_call(
+            slots,
+            has_new=bool(scheduled.new),
+            has_new_blocks=bool(scheduled.appended_blocks),
+            has_hosts=bool(len(rows.sampled)),
+            is_ahead=is_ahead,
+        )
+        if reload.sampling_params or self._params is None:
+            self._params = self.params(rows, slots, slots, len(self._batch.num_tokens))
+        return reload

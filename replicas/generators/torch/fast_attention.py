@@ -1,0 +1,73 @@
+"""Attention over the paged KV cache by compiled kernels.
+
+Dimensions: T tokens, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.kernels import Tiles, attention_for, kernels_for
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from replicas.generators.torch.inputs import PagedBatch
+    from replicas.generators.torch.kernels import Kernels
+    from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.plain import Attend, PlainKernels
+
+
+class FastAttention:
+    """Tokens read the blocks in place: decodes one by one, those of prompts some at a time.
+
+    Args:
+        dtype: Of all tensors.
+        head_dim: D.
+        share: H / G.
+
+    Attributes:
+        kernels: See ``attention.AttentionBackend``.
+        is_compiled: See ``attention.AttentionBackend``.
+    """
+
+    kernels: Kernels | PlainKernels
+    is_compiled = True
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
+        self.kernels = kernels_for(dtype)
+        self._attend = attention_for(dtype, head_dim, share)
+
+    def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
+        """See ``attention.AttentionBackend.prepare``."""
+        counts = np.diff(batch.query_start_loc)
+        kinds = ((1, counts == 1), (TILE, counts > 1))
+        parts = [_tiles(batch, which, size) for size, which in kinds if which.any()]
+
+        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            for tiles in parts:
+                self._attend(q, tiles, cache.planes[layer], out)
+            return out
+
+        return attend
+
+
+def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
+    """The tokens of some requests, a request's in tiles from its first on."""
+    requests = np.flatnonzero(which)
+    starts, ends = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
+    num_tiles = -(-(ends - starts) // size)
+    rows = np.repeat(np.arange(len(requests)), num_tiles)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    tokens = starts[rows] + places * size
+    counts = np.minimum(ends[rows] - tokens, size)
+    lengths = batch.seq_lens[requests][rows] - (ends[rows] - tokens - counts)
+    # Longest first: threads take them in order, and the last ones should be short.
+    order = np.argsort(-lengths, kind="stable")
+    tables = np.ascontiguousarray(batch.block_table[requests])
+    return Tiles(size, tokens[order], counts[order], lengths[order], rows[order], tables)

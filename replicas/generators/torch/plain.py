@@ -1,0 +1,61 @@
+"""What a pass computes besides attention and products, as PyTorch spells it out.
+
+Nothing here needs a compiler: `kernels.py` beside this file has the same compiled.
+
+Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks, S block size, N hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional
+
+Attend: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, queries (T, H, D)) -> (T, H, D); keys and values of the pass are in the cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPlaces:
+    """Where the tokens of a pass stand.
+
+    Attributes:
+        cos: (positions, D), the cosines of each position twice.
+        sin: (positions, D), the sines with a minus, then without.
+        positions: int64 (T,), in their sequences.
+        kv_positions: int64 (T,), of their keys and values: block * S + offset.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+    kv_positions: torch.Tensor
+
+
+class PlainKernels:
+    """Norm and rotation as PyTorch spells them out: what the compiled ones are held to."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `kernels.Kernels.rms_norm`."""
+        return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        places: TokenPlaces,
+        planes: tuple[torch.Tensor, torch.Tensor],
+        norm: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        """See `kernels.Kernels.rotate_and_store`."""
+        _, num_kv_heads, block_size, head_dim = planes[0].shape
+        turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
+        cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
+        turning.copy_(plain * cos + plain.roll(head_dim // 2, -1) * sin)
+        blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
+        planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
+        planes[1][blocks, :, offsets] = values
