@@ -95,5 +95,11 @@ class FakeBackend:
     async def slots(self):
         return SlotsView(num_queued=3, num_at_door=1, replicas=[])
 
+    def routes(self, request_id):
+        return []
+
+    def route_header(self, request):
+        return f"decode={len(request.prompt_token_ids)}"
+
     async def transfers(self):
         return TransfersView(replicas=[ReplicaView(replica="decode-d", pool="decode")])
