@@ -96,16 +96,18 @@ class Ingress:
         root = model_name(str(self._config.model_folder))
         return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
-    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
         """Run a request; see `cluster.edge.routes.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         with _Watch(self.metrics) as watch:
 
             async def take(output: TokenOutput) -> bool:
-                delta = processor.take(output)
-                if delta is not None:
-                    watch.saw(delta)
-                    await emit(delta)
+                for part in parted(output, num_known):
+                    delta = processor.take(part)
+                    is_new = part.index >= num_known
+                    if delta is not None and (is_new or delta.finish_reason is not None):
+                        watch.saw(delta)
+                        await emit(delta)
                 return not processor.is_finished
 
             await self.router.run(request, take)
@@ -207,6 +209,29 @@ class Ingress:
         members = self.fleet.pools.members()
         answers = await asyncio.gather(*map(answer, members))
         return list(zip(members, answers, strict=True))
+
+
+def parted(output: TokenOutput, num_known: int) -> list[TokenOutput]:
+    """An output before and after the tokens that somebody has already, from index 0 on."""
+    num_before, logprobs = num_known - output.index, output.logprobs
+    if not 0 < num_before <= len(output.token_ids):
+        return [output]
+    before = msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[:num_before],
+        finish_reason=None,
+        stop_reason=None,
+        logprobs=logprobs and logprobs[:num_before],
+    )
+    if num_before == len(output.token_ids) and output.finish_reason is None:
+        return [before]
+    after = msgspec.structs.replace(
+        output,
+        index=num_known,
+        token_ids=output.token_ids[num_before:],
+        logprobs=logprobs and logprobs[num_before:],
+    )
+    return [before, after]
 
 
 class Shared(Generic[T]):

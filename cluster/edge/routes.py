@@ -53,6 +53,7 @@ from cluster.edge.openai_responses import (
     model_body,
     whole_body,
 )
+from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resumed
 from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
 from cluster.errors import (
     BadRequestError,
@@ -107,7 +108,7 @@ class Backend(Protocol):
     def models(self) -> Sequence[ModelCard]:
         """The models that requests may name, the default one first."""
 
-    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
         """Run a request.
 
         It is cancelled when the client is gone: it must then abort the request and free its slot
@@ -116,6 +117,7 @@ class Backend(Protocol):
         Args:
             request: Validated.
             emit: Gets each delta as it comes; the last one of each choice has its finish reason.
+            num_known: Tokens of its one choice that nobody needs again: deltas begin after them.
 
         Returns:
             The token counts of the whole request, once every choice has ended.
@@ -241,7 +243,13 @@ class _Routes:
 
         if spec.stream:
             generate = functools.partial(self._backend.generate, request)
-            chunks = ChunkWriter(shape, request, spec)
+            chunks: ChunkWriter | ResumableChunks = ChunkWriter(shape, request, spec)
+            last_event_id = http_request.headers.get(LAST_EVENT_ID)
+            if last_event_id is not None:
+                request, position = resumed(request, last_event_id)
+                chunks = ResumableChunks(ChunkWriter(shape, request, spec), request, position)
+                num_known = position.num_tokens
+                generate = functools.partial(self._backend.generate, request, num_known=num_known)
             return EventStream(generate, chunks, _serving_error, request.timeout_s, more_headers)
         deltas: list[OutputDelta] = []
 

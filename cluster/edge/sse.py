@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cluster.edge.openai import Emit, Usage
     from cluster.edge.openai_responses import ChunkWriter
+    from cluster.edge.resume import ResumableChunks
     from cluster.errors import ServingError
     from replicas.output_processor import OutputDelta
 
@@ -49,7 +50,7 @@ class EventStream(Response):
     def __init__(
         self,
         generate: Callable[[Emit], Awaitable[Usage]],
-        chunks: ChunkWriter,
+        chunks: ChunkWriter | ResumableChunks,
         to_serving_error: Callable[[Exception, str], ServingError],
         timeout_s: float | None,
         more_headers: Callable[[], Headers] = tuple,
