@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
+from cluster.routing.explain import KEPT
 from cluster.routing.pools import Member, PoolState
 from cluster.routing.slot_queue import SlotQueue
 from replicas.kv_groups import KVGroup
@@ -20,6 +22,7 @@ from replicas.messages import EngineDescription, EngineSnapshot, GroupSnapshot, 
 
 if TYPE_CHECKING:
     from cluster.config.schema import PolicyName
+    from cluster.routing.choice import Choice, Side
 
 NUM_REPLICAS = 64
 NUM_GROUPS = 8
@@ -27,6 +30,20 @@ SLOTS = 32
 QUEUES = (0, 1000, 10_000)
 POLICIES: tuple[PolicyName, ...] = ("least_delay", "most_empty_slots", "round_robin")
 _BLOCKS = KVGroup(layers=(0,), block_size=32, num_blocks=40_000, bytes_per_block=1)
+
+
+class _Kept:
+    """Keeps what was chosen of late, as every ingress does."""
+
+    keeps_whole = False
+
+    def __init__(self) -> None:
+        self._choices: deque[Choice] = deque(maxlen=KEPT)
+
+    def note(self, side: Side, request_id: str, choice: Choice) -> None:
+        """See `cluster.routing.choice.Notes`."""
+        del side, request_id
+        self._choices.append(choice)
 
 
 class Fleet:
@@ -41,7 +58,8 @@ class Fleet:
         self._dice = dice
         self._seq = 0
         self.pools = PoolState()
-        self.queue = SlotQueue(self.pools, make_policies(policy).decode, 10**6, 1e9)
+        decode = make_policies(policy, notes=_Kept()).decode
+        self.queue = SlotQueue(self.pools, decode, 10**6, 1e9)
         self.names = [f"engine-{i:03}" for i in range(NUM_REPLICAS)]
         for name in self.names:
             self.pools.add(Member("both", name, _description(name)))

@@ -12,16 +12,19 @@ import math
 import secrets
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from cluster.edge.explain import is_called, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
 from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics, render
+from cluster.routing.route_log import RouteLog
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from replicas.async_client import AsyncMPClient
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from cluster.config.resolve import ClusterConfig
+    from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
@@ -75,6 +79,11 @@ class Ingress:
         self.router = Router(
             self.fleet, config.router, self.metrics, TicketOffice(keys), secrets.randbits(63)
         )
+        self._route_log: RouteLog | None = None
+        if config.router.route_log is not None:
+            folder, name = Path(config.router.route_log), self.metrics.ingress
+            self._route_log = RouteLog(folder, name, config.router.policy)
+            self.router.routes.log(self._route_log.write)
         self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
         self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
@@ -87,16 +96,18 @@ class Ingress:
         root = model_name(str(self._config.model_folder))
         return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
-    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
         """Run a request; see `cluster.edge.routes.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         with _Watch(self.metrics) as watch:
 
             async def take(output: TokenOutput) -> bool:
-                delta = processor.take(output)
-                if delta is not None:
-                    watch.saw(delta)
-                    await emit(delta)
+                for part in parted(output, num_known):
+                    delta = processor.take(part)
+                    is_new = part.index >= num_known
+                    if delta is not None and (is_new or delta.finish_reason is not None):
+                        watch.saw(delta)
+                        await emit(delta)
                 return not processor.is_finished
 
             await self.router.run(request, take)
@@ -133,6 +144,25 @@ class Ingress:
         """What slots are held for, as this ingress knows it."""
         return await self._slot_looks.get()
 
+    def routes(self, request_id: str) -> list[RouteView]:
+        """See `cluster.edge.routes.Backend.routes`."""
+        now_s = asyncio.get_running_loop().time()
+        policy = self._config.router.policy
+        return [
+            route_view(route, self._replica_name, policy=policy, now_s=now_s)
+            for route in self.router.routes.newest_first()
+            if is_called(route, request_id)
+        ]
+
+    def route_header(self, request: EngineRequest) -> str:
+        """See `cluster.edge.routes.Backend.route_header`."""
+        route = self.router.routes.get(request.request_id)
+        return "" if route is None else short_form(route, self._replica_name)
+
+    def _replica_name(self, incarnation: str) -> str:
+        member = self.fleet.pools.member(incarnation)
+        return incarnation if member is None else member.replica_id
+
     async def _slots(self) -> SlotsView:
         admission = self.router.admission
         return slots_view(
@@ -150,6 +180,8 @@ class Ingress:
         self._slot_looks.close()
         self.fleet.close()
         await self.fleet.client.close()
+        if self._route_log is not None:
+            await asyncio.to_thread(self._route_log.close)
 
     async def _scrape(self) -> bytes:
         num_at_door = 0 if self.router.admission is None else len(self.router.admission)
@@ -177,6 +209,29 @@ class Ingress:
         members = self.fleet.pools.members()
         answers = await asyncio.gather(*map(answer, members))
         return list(zip(members, answers, strict=True))
+
+
+def parted(output: TokenOutput, num_known: int) -> list[TokenOutput]:
+    """An output before and after the tokens that somebody has already, from index 0 on."""
+    num_before, logprobs = num_known - output.index, output.logprobs
+    if not 0 < num_before <= len(output.token_ids):
+        return [output]
+    before = msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[:num_before],
+        finish_reason=None,
+        stop_reason=None,
+        logprobs=logprobs and logprobs[:num_before],
+    )
+    if num_before == len(output.token_ids) and output.finish_reason is None:
+        return [before]
+    after = msgspec.structs.replace(
+        output,
+        index=num_known,
+        token_ids=output.token_ids[num_before:],
+        logprobs=logprobs and logprobs[num_before:],
+    )
+    return [before, after]
 
 
 class Shared(Generic[T]):

@@ -17,6 +17,7 @@ from cluster.config.schema import (
     AdmissionConfig,
     ClusterArgs,
     PoolConfig,
+    RouterConfig,
 )
 from cluster.errors import ClusterConfigError
 from kv_transfer.addresses import check_listen_host
@@ -128,12 +129,18 @@ def _check_counts(args: ClusterArgs) -> None:
         )
     if not args.ingress.request_timeout_s > 0:
         raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
-    if args.router.max_queued_requests < 0:
+    _check_router(args.router)
+
+
+def _check_router(router: RouterConfig) -> None:
+    if router.max_queued_requests < 0:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
-    if not args.router.queue_timeout_s > 0:
+    if not router.queue_timeout_s > 0:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
-    if args.router.admission is not None:
-        _check_admission(args.router.admission)
+    if router.admission is not None:
+        _check_admission(router.admission)
+    if router.route_log is not None:
+        _check_absolute("args.router.route_log", router.route_log)
 
 
 def _check_admission(admission: AdmissionConfig) -> None:

@@ -134,6 +134,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         policy: Which DP group a request gets, see `cluster.routing.cost`.
         order: Whether a decode slot or the prompt comes first, see `OrderName`.
         admission: Objectives, and tenants; None lets everybody in who finds room in the queue.
+        route_log: Folder, an absolute path, in which each ingress writes a file of every placement
+            and all that it was chosen among, which `python -m cluster.lab.replay` reads; None
+            writes nothing. What is in it grows with the requests and the replicas: about 350 bytes
+            for each DP group.
     """
 
     max_queued_requests: int = 256
@@ -143,6 +147,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: PolicyName = "least_delay"
     order: OrderName = "decode_first"
     admission: AdmissionConfig | None = None
+    route_log: str | None = None
 
 
 class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,6 +28,11 @@ TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """What a request says of its own objectives, in milliseconds; the names are llm-d's."""
 
 
+def asks_for(headers: Headers, name: str) -> bool:
+    """Whether a header is there, and says anything but no."""
+    return headers.get(name, "0") not in {"", "0", "false"}
+
+
 def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
     """Fields of an `EngineRequest` that headers say: tenant and objectives, where these count.
 

@@ -171,6 +171,11 @@ class ChunkWriter:
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
+    def skip(self, num_tokens: int) -> None:
+        """The client has so many tokens of the one choice already, from a stream that broke."""
+        self._num_tokens = num_tokens
+        self._last.is_first = False
+
     def add(self, delta: OutputDelta) -> bytes:
         """Take a delta; returns the event to send now, or b""."""
         choice = self._choices[delta.choice]

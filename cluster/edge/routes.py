@@ -28,7 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.edge.answers import error_response, json_response
-from cluster.edge.headers import claims
+from cluster.edge.explain import ROUTE_HEADER, engine_request_id
+from cluster.edge.headers import asks_for, claims
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -52,8 +53,15 @@ from cluster.edge.openai_responses import (
     model_body,
     whole_body,
 )
+from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resumed
 from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
-from cluster.errors import BadRequestError, InternalError, PayloadTooLargeError, ServingError
+from cluster.errors import (
+    BadRequestError,
+    InternalError,
+    NotFoundError,
+    PayloadTooLargeError,
+    ServingError,
+)
 from replicas.errors import InvalidRequestError
 from replicas.tokenizer import TooManyTokensError
 
@@ -64,6 +72,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig
+    from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
@@ -99,7 +108,7 @@ class Backend(Protocol):
     def models(self) -> Sequence[ModelCard]:
         """The models that requests may name, the default one first."""
 
-    async def generate(self, request: EngineRequest, emit: Emit) -> Usage:
+    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
         """Run a request.
 
         It is cancelled when the client is gone: it must then abort the request and free its slot
@@ -108,6 +117,7 @@ class Backend(Protocol):
         Args:
             request: Validated.
             emit: Gets each delta as it comes; the last one of each choice has its finish reason.
+            num_known: Tokens of its one choice that nobody needs again: deltas begin after them.
 
         Returns:
             The token counts of the whole request, once every choice has ended.
@@ -127,6 +137,12 @@ class Backend(Protocol):
 
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
+
+    def routes(self, request_id: str) -> list[RouteView]:
+        """Why requests that clients call so went where they did, the latest first."""
+
+    def route_header(self, request: EngineRequest) -> str:
+        """The short form of where a request goes, or went."""
 
 
 def create_app(
@@ -160,6 +176,7 @@ def create_app(
             Route("/metrics", routes.metrics),
             Route("/kv", routes.kv),
             Route("/debug/slots", routes.slots),
+            Route("/debug/routes/{request_id:path}", routes.route),
             Route("/version", routes.version),
         ],
         middleware=[Middleware(_Edge)],
@@ -211,17 +228,29 @@ class _Routes:
             await self._encode_within(card, parsed),
             card,
             vocab_size=self._backend.tokenizer.vocab_size,
-            # A client may repeat its id in a retry; two generations must never share one.
-            request_id=f"{request_id}-{uuid.uuid4().hex[:16]}",
+            request_id=engine_request_id(request_id, uuid.uuid4().hex),
             seed=secrets.randbits(63),
         )
         claimed = claims(http_request.headers, self._admission)
         request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
         spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
+        is_explained = asks_for(http_request.headers, ROUTE_HEADER)
+
+        def more_headers() -> list[tuple[bytes, bytes]]:
+            if not is_explained:
+                return []
+            return [(ROUTE_HEADER.encode(), self._backend.route_header(request).encode())]
+
         if spec.stream:
             generate = functools.partial(self._backend.generate, request)
-            chunks = ChunkWriter(shape, request, spec)
-            return EventStream(generate, chunks, _serving_error, request.timeout_s)
+            chunks: ChunkWriter | ResumableChunks = ChunkWriter(shape, request, spec)
+            last_event_id = http_request.headers.get(LAST_EVENT_ID)
+            if last_event_id is not None:
+                request, position = resumed(request, last_event_id)
+                chunks = ResumableChunks(ChunkWriter(shape, request, spec), request, position)
+                num_known = position.num_tokens
+                generate = functools.partial(self._backend.generate, request, num_known=num_known)
+            return EventStream(generate, chunks, _serving_error, request.timeout_s, more_headers)
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:
@@ -229,7 +258,9 @@ class _Routes:
 
         generating = self._backend.generate(request, emit)
         usage = await until_disconnect(http_request.receive, generating, request.timeout_s)
-        return json_response(whole_body(shape, request, spec, deltas, usage))
+        response = json_response(whole_body(shape, request, spec, deltas, usage))
+        response.raw_headers += more_headers()
+        return response
 
     async def models(self, request: Request) -> Response:
         del request
@@ -281,6 +312,15 @@ class _Routes:
     async def slots(self, request: Request) -> Response:
         del request
         return json_response(msgspec.to_builtins(await self._backend.slots()))
+
+    async def route(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        found = self._backend.routes(request_id)
+        if not found:
+            raise NotFoundError(
+                f"no request {request_id!r} was served by this ingress lately; others may know it"
+            )
+        return json_response({"routes": msgspec.to_builtins(found)})
 
     async def version(self, request: Request) -> Response:
         del request

@@ -19,26 +19,25 @@ from cluster.edge.openai_responses import error_event
 from cluster.errors import DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from cluster.edge.openai import Emit, Usage
     from cluster.edge.openai_responses import ChunkWriter
+    from cluster.edge.resume import ResumableChunks
     from cluster.errors import ServingError
     from replicas.output_processor import OutputDelta
 
+    Headers = Iterable[tuple[bytes, bytes]]
+
 T = TypeVar("T")
 
-_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": (
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # a proxy must not collect the stream
-    ),
-}
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect the stream
+)
 
 
 class ClientGoneError(Exception):
@@ -51,9 +50,10 @@ class EventStream(Response):
     def __init__(
         self,
         generate: Callable[[Emit], Awaitable[Usage]],
-        chunks: ChunkWriter,
+        chunks: ChunkWriter | ResumableChunks,
         to_serving_error: Callable[[Exception, str], ServingError],
         timeout_s: float | None,
+        more_headers: Callable[[], Headers] = tuple,
     ) -> None:
         """Take over a request.
 
@@ -62,12 +62,14 @@ class EventStream(Response):
             chunks: Turns what it emits into the events to send.
             to_serving_error: From an exception and the request's id to what a client may see.
             timeout_s: For all of it, see `until_disconnect`.
+            more_headers: Asked when the first event is there.
         """
         super().__init__()
         self._generate = generate
         self._chunks = chunks
         self._to_serving_error = to_serving_error
         self._timeout_s = timeout_s
+        self._more_headers = more_headers
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +96,8 @@ class EventStream(Response):
     async def _send(self, send: Send, chunk: bytes, *, more: bool) -> None:
         if not self._is_started:
             self._is_started = True
-            await send(_START)
+            headers = (*_HEADERS, *self._more_headers())
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 

@@ -10,12 +10,14 @@ the replica stays the authority and may refuse.
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from cluster.routing.affinity import affinities
+from cluster.routing.choice import Choice, Weighed, Whole
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.views import SPARES, STEP_COSTS, Column
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from cluster.config.schema import PolicyName
+    from cluster.routing.choice import Notes, Side
     from cluster.routing.demand import Demand
     from cluster.routing.views import Views
 
@@ -71,6 +74,10 @@ class Scene:
             unknown. Asked by policies alone that look at them: a prompt has to be hashed for that.
         turn: Index of the place whose turn it is.
         draw: Draws numbers.
+
+    Attributes:
+        weighed: Levels that were looked at.
+        costs: What the first of them said that tells places apart.
     """
 
     def __init__(
@@ -88,6 +95,8 @@ class Scene:
         self.turn = turn
         self.draw = draw
         self.num_output_tokens = min(demand.expected_output_tokens, MAX_OUTPUT_TOKENS)
+        self.weighed: list[Weighed] = []
+        self.costs: Numbers | None = None
         self._cached_tokens = cached_tokens
         # Made when they are asked for; no cached_property, which takes a lock in Python 3.11.
         self._missed: Numbers | float | None = None
@@ -123,6 +132,11 @@ class Scene:
         return self._added_step_s
 
     @property
+    def missed_if_asked(self) -> Numbers | float | None:
+        """`missed_tokens`, unless no term has looked at it."""
+        return self._missed
+
+    @property
     def missed_tokens(self) -> Numbers | float:
         """Prompt tokens that a place has to compute; an engine as a whole may use any group."""
         if self._missed is None:
@@ -147,12 +161,26 @@ class CostPolicy:
         levels: Its weights.
         cached_tokens: Says where how much of a prompt is cached.
         seed: Of what it draws.
+        side: What it chooses.
+        notes: Takes every choice; None: nobody does.
+
+    Attributes:
+        turn: Index of the place whose turn it is.
     """
 
-    def __init__(self, levels: tuple[Level, ...], cached_tokens: CachedTokens, seed: int) -> None:
+    def __init__(
+        self,
+        levels: tuple[Level, ...],
+        cached_tokens: CachedTokens,
+        seed: int,
+        side: Side = "decode",
+        notes: Notes | None = None,
+    ) -> None:
         self._levels = levels
         self._cached_tokens = cached_tokens
-        self._turn = 0
+        self._side: Side = side
+        self._notes = notes
+        self.turn = 0
         self._draw = random.Random(seed)
 
     def place(
@@ -167,13 +195,13 @@ class CostPolicy:
         num_fitting = np.count_nonzero(fitting)
         if not num_fitting:
             return None
-        if num_fitting == 1:
-            index = int(fitting.argmax())
-        else:
-            index = self._least(
-                Scene(demand, views, fitting, self._cached_tokens, self._turn, self._draw)
-            )
-        self._turn = index + 1
+        scene = Scene(demand, views, fitting, self._cached_tokens, self.turn, self._draw)
+        index = int(fitting.argmax()) if num_fitting == 1 else self._least(scene)
+        if self._notes is not None:
+            whole = _whole(scene) if self._notes.keeps_whole else None
+            choice = Choice(scene, index, len(refused), whole)
+            self._notes.note(self._side, demand.request_id, choice)
+        self.turn = index + 1
         return views.placements[index]
 
     def _least(self, scene: Scene) -> int:
@@ -184,6 +212,8 @@ class CostPolicy:
             if isinstance(costs, float):
                 continue
             costs = np.where(best, costs, np.inf)
+            if scene.costs is None:
+                scene.costs = costs
             index = int(costs.argmin())
             best = costs == costs[index]
             if np.count_nonzero(best) == 1:
@@ -195,18 +225,43 @@ class CostPolicy:
 
 def cost(level: Level, scene: Scene) -> Numbers | float:
     """What one level says of every place, one number if that is the same; the least is best."""
-    (weight, term), *others = level
-    total = term(scene) if weight == 1.0 else weight * term(scene)
-    for weight, term in others:
-        total = total + (term(scene) if weight == 1.0 else weight * term(scene))
+    parts = [term(scene) if weight == 1.0 else weight * term(scene) for weight, term in level]
+    scene.weighed.append(Weighed(_names(level), parts))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return total
+
+
+@functools.cache
+def _names(level: Level) -> tuple[str, ...]:
+    """What its terms are called."""
+    return tuple(term.__name__.removeprefix("_") for _, term in level)
+
+
+def _whole(scene: Scene) -> Whole:
+    """What another policy would choose among."""
+    views, demand = scene.views, scene.demand
+    return Whole(
+        views.placements,
+        [told.seq for told in views.told],
+        views.copy(),
+        scene.fitting,
+        scene.missed_if_asked,
+        demand.session,
+        scene.turn,
+    )
 
 
 # --- terms: what a place has, or would have, of something ----------------------------------------
 
 
 def _column(column: Column) -> Term:
-    return lambda scene: scene.views.column(column)
+    def of_views(scene: Scene) -> Numbers:
+        return scene.views.column(column)
+
+    of_views.__name__ = column.name.lower()
+    return of_views
 
 
 _empty_slots = _column(Column.EMPTY_SLOTS)
@@ -244,7 +299,7 @@ def _missed_tokens(scene: Scene) -> Numbers | float:
     return scene.missed_tokens
 
 
-def _first_token_s(scene: Scene) -> Numbers:
+def first_token_s(scene: Scene) -> Numbers:
     """Seconds to its first token there: of the prompts before it, and of its own."""
     return scene.views.column(Column.QUEUE_S) + scene.prompt_s
 
@@ -331,7 +386,7 @@ OUTPUT_WEIGHT = 0.1
 WORK_WEIGHT = 0.3
 """And one of those who will come: what is not cached costs more where many are about."""
 _LEAST_DELAY: Level = (
-    (1.0, _first_token_s),
+    (1.0, first_token_s),
     (1.0, _transfer_s),
     (OUTPUT_WEIGHT, _prompt_harm_s),
     (WORK_WEIGHT, _work_s),
@@ -339,7 +394,7 @@ _LEAST_DELAY: Level = (
 )
 # Whoever is on a prefill engine waits for a prompt. Long prompts go where few wait, short ones
 # where little does.
-_LEAST_PROMPT_DELAY: Level = ((1.0, _first_token_s), (0.5, _prompt_harm_s), (1.0, _work_s))
+_LEAST_PROMPT_DELAY: Level = ((1.0, first_token_s), (0.5, _prompt_harm_s), (1.0, _work_s))
 
 PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
     "least_delay": (
@@ -379,7 +434,10 @@ def nothing_known(demand: Demand) -> Mapping[Placement, int]:
 
 
 def make_policies(
-    name: PolicyName, cached_tokens: CachedTokens = nothing_known, seed: int = 0
+    name: PolicyName,
+    cached_tokens: CachedTokens = nothing_known,
+    seed: int = 0,
+    notes: Notes | None = None,
 ) -> Policies:
     """New policies of this name, with nothing to remember yet.
 
@@ -387,8 +445,10 @@ def make_policies(
         name: Which.
         cached_tokens: Prompt tokens of a request that are cached, by the place that has them.
         seed: Of what they draw; ingresses of one cluster should not draw the same.
+        notes: Takes every choice; None: nobody does.
     """
     decode, prefill = PRESETS[name]
     return Policies(
-        CostPolicy(decode, cached_tokens, seed), CostPolicy(prefill, cached_tokens, seed)
+        CostPolicy(decode, cached_tokens, seed, "decode", notes),
+        CostPolicy(prefill, cached_tokens, seed, "prefill", notes),
     )

@@ -47,6 +47,10 @@ _REQUEST_BUCKETS = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
+_RATIO_BUCKETS = (
+    0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0,
+)  # fmt: skip
+
 _ENGINE_LABELS = ("model_name", "pool", "replica")
 
 
@@ -75,6 +79,8 @@ class RouterMetrics:
             before.
         migration_gap: Seconds between the last token of the one and the first of the other.
         num_shut: Replicas that get nothing new, or a probe, because they failed requests.
+        prediction: What came true of a placement, divided by what was predicted, of "ttft" (from
+            the placement on), "token" (each further one), "computed_tokens" (of the prompt).
     """
 
     def __init__(self, model_name: str) -> None:
@@ -121,6 +127,13 @@ class RouterMetrics:
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
+        self.prediction = Histogram(
+            "ttserve_router_prediction_ratio",
+            "What came true of a placement, divided by what was predicted of it",
+            ["of"],
+            buckets=_RATIO_BUCKETS,
+            registry=self.registry,
+        )
         self._add_counters()
 
     def _add_counters(self) -> None:

@@ -27,11 +27,15 @@ class Placement(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What an engine says of all of its places; `GroupView` has what each is."""
+    """What an engine says of all of its places; `GroupView` has what each is.
+
+    With the sequence number of the snapshot in which it says so.
+    """
 
     role: Role
     kv_groups: tuple[KVGroup, ...]
     step_s: float
+    seq: int = 0
 
 
 class GroupView(msgspec.Struct, frozen=True, gc=False):

@@ -432,7 +432,7 @@ def _write_groups(
         else (0.0, 0.0, 0.0, _bytes_per_token(description.kv_groups) * TRANSFER_BYTE_S)
     )
     of_engine = _of_engine(load, costs, prompt_costs, snapshot.num_waiting_tokens)
-    said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
+    said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
     views.write(first, said, free_blocks, of_places, of_engine)
 
 
@@ -462,7 +462,7 @@ def _write_engine(
     ]
     num_queued_tokens = snapshot.num_waiting_tokens + sum(d.num_prompt_tokens for d in sent)
     of_engine = _of_engine(load, replica.costs, (*replica.costs[4:], 0.0), num_queued_tokens)
-    said = Told(snapshot.role, description.kv_groups, snapshot.step_s)
+    said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
     views.write(first, said, free_blocks, of_places, of_engine)
 
 

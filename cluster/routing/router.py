@@ -30,6 +30,7 @@ from cluster.routing.admission import Admission
 from cluster.routing.admission_waits import AdmissionWaits
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
+from cluster.routing.explain import Routes
 from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from cluster.config.schema import RouterConfig
     from cluster.routing.admission_waits import Pass
+    from cluster.routing.explain import Route
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
@@ -86,6 +88,7 @@ class Router:
 
     Attributes:
         traffic: What was asked so far.
+        routes: Where requests went, and why.
     """
 
     def __init__(
@@ -101,7 +104,10 @@ class Router:
         self.metrics = metrics
         self.tickets = tickets
         self.prefixes = fleet.prefixes
-        self.policies = make_policies(config.policy, fleet.prefixes.cached_tokens, seed)
+        self.routes = Routes(metrics)
+        self.policies = make_policies(
+            config.policy, fleet.prefixes.cached_tokens, seed, self.routes
+        )
         self.queue = SlotQueue(
             fleet.pools, self.policies.decode, config.max_queued_requests, config.queue_timeout_s
         )
@@ -131,12 +137,15 @@ class Router:
         Raises:
             ServingError: It cannot run, or stopped midway.
         """
-        run = Run(self, request, emit)
-        self.traffic.come(len(request.prompt_token_ids))
-        try:
-            await self._live(run)
-        finally:
-            self.traffic.end(len(request.prompt_token_ids), sum(map(len, run.progress.tokens)))
+        num_prompt_tokens = len(request.prompt_token_ids)
+        with self.routes.follow(request.request_id, num_prompt_tokens) as route:
+            run = Run(self, request, emit, route)
+            self.traffic.come(num_prompt_tokens)
+            try:
+                await self._live(run)
+            finally:
+                route.num_tokens = sum(map(len, run.progress.tokens))
+                self.traffic.end(num_prompt_tokens, route.num_tokens)
 
     async def _live(self, run: Run) -> None:
         story = prefill_first if self.config.order == "prefill_first" else decode_first
@@ -196,6 +205,7 @@ class Run:
         router: What this ingress places requests with.
         request: What to run.
         emit: Gets its outputs.
+        route: Keeps what came true of its placements.
 
     Attributes:
         progress: What the client has, or gets next.
@@ -203,8 +213,9 @@ class Run:
         num_lost: Decode engines that were lost; those that were left because they stall are none.
     """
 
-    def __init__(self, router: Router, request: EngineRequest, emit: Emit) -> None:
+    def __init__(self, router: Router, request: EngineRequest, emit: Emit, route: Route) -> None:
         self._router = router
+        self._route = route
         self._pools = router.fleet.pools
         self._request = request
         self._emit = emit
@@ -469,7 +480,7 @@ class Run:
 
     def _heard(self) -> None:
         """The decode engine has given tokens; of one that goes on with a stream, the first."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._route.last_s = asyncio.get_running_loop().time()
         seam = self.progress.heard(now_s)
         if seam is not None:
             self._router.metrics.migrated(seam.reason, now_s - seam.heard_s)
@@ -478,6 +489,7 @@ class Run:
         """Keep what the client gets; says whether that was all."""
         if output.token_ids and not self.has_tokens:
             self._router.traffic.begin(self._demand.num_prompt_tokens, output.num_cached_tokens)
+            self._route.began(output.num_cached_tokens, asyncio.get_running_loop().time())
         self.progress.note(output)
         if self._pass is not None:
             self._pass.saw_token()

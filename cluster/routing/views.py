@@ -93,7 +93,7 @@ class Views:
     def __getitem__(self, index: int) -> GroupView:
         index = range(len(self))[index]
         values = self._table[:, index].tolist()
-        role, kv_groups, step_s = self.told[index]
+        role, kv_groups, step_s, _ = self.told[index]
         return GroupView(
             *self.placements[index],
             role,
@@ -150,6 +150,21 @@ class Views:
     def columns(self, columns: slice) -> npt.NDArray[np.float64]:
         """What all places have of several things, [things, places]; not to be changed."""
         return self._table[columns]
+
+    def columns_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """What some places have of all things, [things, places]: a copy."""
+        return self._table.take(indices, axis=1)
+
+    def copy(self) -> npt.NDArray[np.float64]:
+        """What all places have of all things; `of` makes views of it."""
+        return self._table.copy()
+
+    @classmethod
+    def of(cls, placements: Iterable[Placement], columns: npt.NDArray[np.float64]) -> Views:
+        """Views of what places have, [things, places]; of nothing that engines say besides."""
+        views = cls(placements)
+        views._table[:] = columns
+        return views
 
     @cached_property
     def keys(self) -> npt.NDArray[np.uint64]:

@@ -374,15 +374,34 @@ def stream_events(
     base_url: str, path: str, body: dict[str, Any], timeout_s: float = 60.0
 ) -> Iterator[str]:
     """The data of each server-sent event of a POST, as it comes."""
+    for _, data in events_with_ids(base_url, path, body, None, timeout_s):
+        yield data
+
+
+def events_with_ids(
+    base_url: str,
+    path: str,
+    body: dict[str, Any],
+    last_event_id: str | None,
+    timeout_s: float = 60.0,
+) -> Iterator[tuple[str, str]]:
+    """The id, "" where it has none, and the data of each server-sent event of a POST."""
     address = base_url.removeprefix("http://")
+    headers = {"Content-Type": "application/json"}
+    if last_event_id is not None:
+        headers["Last-Event-ID"] = last_event_id
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), headers)
         reply = connection.getresponse()
         assert reply.status == 200, reply.read()
+        event_id = ""
         for line in reply:
-            if line.startswith(b"data: "):
-                yield line[6:].strip().decode()
+            if line.startswith(b"id: "):
+                event_id = line[4:].strip().decode()
+            elif line.startswith(b"data: "):
+                yield event_id, line[6:].strip().decode()
+                event_id = ""
     finally:
         connection.close()
 

@@ -1,8 +1,11 @@
 """What a death costs the server of `test_serving.py`: one decode engine, all, its supervisor."""
 
+import contextlib
+import http.client
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -91,6 +94,56 @@ def test_streams_of_a_killed_decode_engine_go_on_with_the_tokens_of_an_undisturb
     assert 0 < num_migrated < NUM_STREAMS
     print(f"\n{num_migrated:.0f} of {NUM_STREAMS} streams migrated; the longest gap is "
           f"{max(stream.longest_gap_s for stream in streams):.2f} s")  # fmt: skip
+
+
+def ingress(server):
+    """Process id of the only ingress."""
+    table = harness.process_table()
+    [process_id] = [
+        process_id
+        for process_id in server.footprint.look()
+        if re.match(r"ray::ServeReplica:[^:]*:ingress", table[process_id].command)
+    ]
+    return process_id
+
+
+def test_a_client_of_a_killed_ingress_gets_every_token_once_from_the_next_one(server):
+    """It chose no seed: the ids of the events carry that of the first ingress."""
+    wait_whole(server)
+    body = {
+        "model": MODEL, "prompt": "come back", "max_tokens": NUM_TOKENS, "ignore_eos": True,
+        "stream": True, "return_token_ids": True, **SEEDED,
+    }  # fmt: skip
+
+    def token_ids(data):
+        return [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
+
+    whole = [*harness.events_with_ids(server.url, "/v1/completions", body, "0")]
+    *expected, (_, done) = whole
+    assert done == "[DONE]"
+    first_id, first = whole[0]
+    got, last_id = token_ids(first), first_id
+    events = harness.events_with_ids(server.url, "/v1/completions", body, last_id)
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        for number, (event_id, data) in enumerate(events):
+            last_id = event_id
+            got += token_ids(data)
+            if number == 5:
+                os.kill(ingress(server), signal.SIGKILL)
+    assert len(got) < NUM_TOKENS, "it was cut"
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            rest = [*harness.events_with_ids(server.url, "/v1/completions", body, last_id)]
+            break
+        except (AssertionError, OSError, http.client.HTTPException):
+            assert time.monotonic() < deadline_s, "no ingress took over"
+            time.sleep(0.1)
+    for _, data in rest[:-1]:
+        got += token_ids(data)
+    assert got == [token for _, data in expected for token in token_ids(data)]
+    assert (len(got), rest[-1][1]) == (NUM_TOKENS, "[DONE]")
+    wait_idle(server)
 
 
 def test_killing_every_decode_engine_is_one_typed_error_and_they_come_back(server):

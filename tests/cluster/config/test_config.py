@@ -241,6 +241,11 @@ FILE_MISTAKES = [
     ("applications[0].args.kv_store", STORE | {"unit_tokens": 48}, "multiple of 32, got 48"),
     ("applications[0].args.kv_store", STORE | {"timeout_s": 0}, "timeout_s must be positive"),
     ("applications[0].args.key_file", "keys", "args.key_file 'keys' is a relative path"),
+    (
+        "applications[0].args.router.route_log",
+        "routes",
+        "args.router.route_log 'routes' is a relative path",
+    ),
     ("applications[0].args.engine.keys", ["x" * 16], "engine.keys is set by the cluster"),
     ("applications[0].args.pools.decode.engine.kv_store", STORE, "kv_store is set by the cluster"),
     ("applications[0].args.engine.gang", {"rank": 0}, "engine.gang is set by the cluster"),

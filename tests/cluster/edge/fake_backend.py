@@ -62,15 +62,17 @@ class FakeBackend:
         adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
         return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
 
-    async def generate(self, request, emit):
+    async def generate(self, request, emit, num_known=0):
         self.requests.append(request)
         self.num_open += 1
         try:
-            return await (self.script or self._echo)(request, emit)
+            if self.script is None:
+                return await self._echo(request, emit, num_known)
+            return await self.script(request, emit)
         finally:
             self.num_open -= 1
 
-    async def _echo(self, request, emit):
+    async def _echo(self, request, emit, num_known):
         processor = OutputProcessor(self.tokenizer, request, frozenset())
         sampling = request.sampling
         echo = request.prompt_token_ids[: sampling.max_tokens]
@@ -82,7 +84,7 @@ class FakeBackend:
                     request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
                 )
                 delta = processor.take(output)
-                if delta is not None:
+                if delta is not None and (i >= num_known or reason is not None):
                     await emit(delta)
         return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
 
@@ -94,6 +96,12 @@ class FakeBackend:
 
     async def slots(self):
         return SlotsView(num_queued=3, num_at_door=1, replicas=[])
+
+    def routes(self, request_id):
+        return []
+
+    def route_header(self, request):
+        return f"decode={len(request.prompt_token_ids)}"
 
     async def transfers(self):
         return TransfersView(replicas=[ReplicaView(replica="decode-d", pool="decode")])

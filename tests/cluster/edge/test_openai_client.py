@@ -96,6 +96,15 @@ def test_a_conversation_whole_and_streamed(client):
     assert again.choices[0].message.content.startswith("[user]hello")
 
 
+def test_events_with_ids_are_read_as_those_without(client):
+    options = {"model": "demo", "messages": MESSAGES, "stream": True}
+    options["stream_options"] = {"include_usage": True}
+    plain = list(client.chat.completions.create(**options))
+    with_ids = client.chat.completions.create(**options, extra_headers={"Last-Event-ID": "0"})
+    assert with_ids.response.headers["content-type"].startswith("text/event-stream")
+    assert [(c.choices, c.usage) for c in with_ids] == [(c.choices, c.usage) for c in plain]
+
+
 @pytest.fixture
 def all_on(monkeypatch):
     turn_on(monkeypatch, "n", "logprobs", "top_logprobs")

@@ -515,6 +515,24 @@ def test_debug_slots_says_what_waits_and_what_is_held():
     assert client.body == {"num_queued": 3, "num_at_door": 1, "replicas": []}
 
 
+def test_a_request_that_is_not_known_has_no_route():
+    client = call(FakeBackend(), "GET", "/debug/routes/some/id")
+    assert client.status == 404
+    assert "'some/id'" in client.body["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "answer"),
+    [((), None), ([("x-debug-route", "0")], None), ([("x-debug-route", "1")], "decode=3")],
+)
+def test_a_route_comes_in_a_header_for_those_who_ask(stream, headers, answer):
+    body = {"prompt": "abc", "stream": stream}
+    client = call(FakeBackend(), "POST", "/v1/completions", body, headers=headers)
+    assert client.status == 200
+    assert client.headers.get("x-debug-route") == answer
+
+
 def test_kv_says_what_moves_between_the_replicas():
     client = call(FakeBackend(), "GET", "/kv")
     assert client.status == 200

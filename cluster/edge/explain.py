@@ -1,0 +1,179 @@
+"""Why a request went where it did: GET /debug/routes/{request_id}, and its short form. Pure.
+
+The ingress that ran the request tells it to whoever knows the request's id; it lists none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.routing.explain import Made, Route, Told
+    from cluster.routing.placement import Placement
+
+    NameOf = Callable[[str], str]
+
+ROUTE_HEADER = "x-debug-route"
+"""A request that has it, with any value but 0, gets its short form back under the same name."""
+_SUFFIX_CHARS = 17
+
+
+def engine_request_id(request_id: str, random_hex: str) -> str:
+    """What engines know a request by: a client may repeat its id, and two must never share one."""
+    return f"{request_id}-{random_hex[: _SUFFIX_CHARS - 1]}"
+
+
+def is_called(route: Route, request_id: str) -> bool:
+    """Whether a client knows a request by this id."""
+    return route.request_id[:-_SUFFIX_CHARS] == request_id
+
+
+class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the places that were weighed.
+
+    Attributes:
+        dp_group: None: the engine as a whole.
+        snapshot: Sequence number of what the replica had last said.
+        cost: The least is best, of those that can take it: null where it could not; and where
+            nothing told places apart.
+        terms: What each of the policy's terms added, by level one after the other.
+        missed_tokens: Prompt tokens that it would have to compute; null if nobody asked.
+    """
+
+    replica: str
+    dp_group: int | None
+    snapshot: int
+    cost: float | None
+    terms: dict[str, float]
+    missed_tokens: float | None
+
+
+class ChoiceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One placement.
+
+    Attributes:
+        side: decode (a slot) or prefill (who computes the prompt).
+        made_s: Seconds from the request's arrival.
+        num_places: Places on that side; those that could take it, and those that had refused it.
+        candidates: The chosen one, and those that cost least beside it.
+    """
+
+    side: str
+    made_s: float
+    num_places: int
+    num_fitting: int
+    num_refused: int
+    candidates: list[CandidateView]
+
+
+class ToldView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was predicted, or came true; see `cluster.routing.explain.Told`."""
+
+    ttft_s: float | None
+    token_s: float | None
+    cached_tokens: int | None
+
+
+class RouteView(msgspec.Struct, frozen=True, kw_only=True):
+    """One request.
+
+    Attributes:
+        age_s: Seconds since it came.
+        outcome: running, finished, abort or the code of its error.
+        ttft_s: Seconds from its arrival to its first token.
+    """
+
+    policy: str
+    age_s: float
+    outcome: str
+    num_prompt_tokens: int
+    num_tokens: int
+    ttft_s: float | None
+    predicted: ToldView
+    actual: ToldView
+    choices: list[ChoiceView]
+
+
+def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> RouteView:
+    """What is known of a request at `now_s`, on the clock of its route.
+
+    Args:
+        route: The request's.
+        name_of: From an incarnation to its replica's name.
+        policy: Who chose.
+        now_s: The time.
+    """
+    return RouteView(
+        policy=policy,
+        age_s=now_s - route.arrived_s,
+        outcome=route.outcome,
+        num_prompt_tokens=route.num_prompt_tokens,
+        num_tokens=route.num_tokens,
+        ttft_s=None if route.first_s is None else route.first_s - route.arrived_s,
+        predicted=_told(route.predicted),
+        actual=_told(route.actual),
+        choices=[_choice(made, route.arrived_s, name_of) for made in route.made],
+    )
+
+
+def short_form(route: Route, name_of: NameOf) -> str:
+    """What a header says, a dictionary of RFC 9651: where it went, and how that was predicted."""
+    fields = []
+    for side in ("decode", "prefill"):
+        made = route.last_of(side)
+        if made is not None:
+            choice = made.choice
+            name = _place(choice.chosen, name_of)
+            fields.append(f'{side}="{name}";of={choice.num_fitting};snapshot={choice.seqs[0]}')
+    fields.append(f"placements={len(route.made)}")
+    for kind, told in (("predicted", route.predicted), ("actual", route.actual)):
+        if told.ttft_s is not None:
+            fields.append(f"{kind}-ttft-ms={1e3 * told.ttft_s:.3f}")
+        if told.cached_tokens is not None:
+            fields.append(f"{kind}-cached-tokens={told.cached_tokens}")
+    return ", ".join(fields)
+
+
+def _place(placement: Placement, name_of: NameOf) -> str:
+    group = f"/{placement.dp_group}" if placement.dp_group >= 0 else ""
+    return name_of(placement.incarnation) + group
+
+
+def _told(told: Told) -> ToldView:
+    return ToldView(ttft_s=told.ttft_s, token_s=told.token_s, cached_tokens=told.cached_tokens)
+
+
+def _choice(made: Made, arrived_s: float, name_of: NameOf) -> ChoiceView:
+    choice = made.choice
+    missed = choice.missed_tokens
+    candidates = []
+    for rank, placement in enumerate(choice.places):
+        cost = math.inf if choice.costs is None else float(choice.costs[rank])
+        if rank == 0 or cost < math.inf:
+            candidates.append(
+                CandidateView(
+                    replica=name_of(placement.incarnation),
+                    dp_group=placement.dp_group if placement.dp_group >= 0 else None,
+                    snapshot=choice.seqs[rank],
+                    cost=cost if cost < math.inf else None,
+                    terms=choice.terms(rank),
+                    missed_tokens=(
+                        missed
+                        if missed is None or isinstance(missed, float)
+                        else float(missed[rank])
+                    ),
+                )
+            )
+    return ChoiceView(
+        side=made.side,
+        made_s=made.made_s - arrived_s,
+        num_places=choice.num_places,
+        num_fitting=choice.num_fitting,
+        num_refused=choice.num_refused,
+        candidates=candidates,
+    )

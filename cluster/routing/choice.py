@@ -1,0 +1,169 @@
+"""One choice of a place, kept so that somebody may ask later why it was made. Pure.
+
+Every placement pays for keeping one: of the few best places the numbers are copied, for views are
+written in place, and nothing is named, added up or predicted before somebody asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from cluster.routing.demand import Demand
+    from cluster.routing.placement import Placement
+    from cluster.routing.views import Views
+
+    Numbers = npt.NDArray[np.float64]
+    Side = Literal["decode", "prefill"]
+
+FEW = 3
+"""Places that are kept of a choice: the chosen one, and those that cost least beside it."""
+
+
+class Weighed(NamedTuple):
+    """One level of a policy, as it was looked at.
+
+    Attributes:
+        names: Of its terms.
+        parts: What each of them, with its weight, says of all places; one number where that is the
+            same.
+    """
+
+    names: Sequence[str]
+    parts: list[Numbers | float]
+
+
+class Whole(NamedTuple):
+    """All that a policy can ask of all places: what another one would choose among.
+
+    Attributes:
+        placements: The places.
+        seqs: Sequence number of the snapshot that each was weighed by.
+        columns: Of each column of the views what all have.
+        fitting: Which of them could take the request.
+        missed: Prompt tokens that each would have to compute; None if nobody asked.
+        session: Of the request.
+        turn: Whose turn it was.
+    """
+
+    placements: Sequence[Placement]
+    seqs: list[int]
+    columns: Numbers
+    fitting: npt.NDArray[np.bool_]
+    missed: Numbers | float | None
+    session: str
+    turn: int
+
+
+class Looked(Protocol):
+    """A request before all places, as a policy has looked at it; see `cluster.routing.cost.Scene`.
+
+    Attributes:
+        demand: The request.
+        views: The places.
+        fitting: Which of them could take it.
+        weighed: Levels that were looked at; none where there was no other place.
+        costs: What the first of them said that tells places apart; None if none does.
+    """
+
+    demand: Demand
+    views: Views
+    fitting: npt.NDArray[np.bool_]
+    weighed: list[Weighed]
+    costs: Numbers | None
+
+    @property
+    def missed_if_asked(self) -> Numbers | float | None:
+        """Prompt tokens that each place would have to compute; None if no term asked."""
+
+
+class Choice:
+    """See the module docstring; never changes.
+
+    Args:
+        scene: The request before all places, as the policy has looked at it.
+        index: Which place was chosen.
+        num_refused: How many places had refused it.
+        whole: The whole of it, for whoever keeps that.
+
+    Attributes:
+        num_prompt_tokens: Of the request; with its output, where it has migrated.
+        num_choices: Of the request.
+        num_output_tokens: Most that it expects.
+        places: The few best, the chosen one first.
+        seqs: Sequence number of the snapshot that each place was weighed by.
+        columns: Of each column of the views what these have.
+        costs: Of each; infinite where it could not take the request.
+        missed_tokens: Of each; None if nobody asked.
+        num_places: How many there were.
+        num_fitting: How many could take it.
+        num_refused: As given.
+        whole: As given.
+    """
+
+    __slots__ = (
+        "_levels", "columns", "costs", "missed_tokens", "num_choices", "num_fitting",
+        "num_output_tokens", "num_places", "num_prompt_tokens", "num_refused", "places", "seqs",
+        "whole",
+    )  # fmt: skip
+
+    def __init__(self, scene: Looked, index: int, num_refused: int, whole: Whole | None) -> None:
+        demand, views, costs, missed = scene.demand, scene.views, scene.costs, scene.missed_if_asked
+        few = [index] if costs is None else _few(index, costs)
+        at = np.array(few)
+        self.num_prompt_tokens = demand.num_prompt_tokens
+        self.num_choices = demand.num_choices
+        self.num_output_tokens = demand.expected_output_tokens
+        self.places = [views.placements[i] for i in few]
+        self.seqs = [views.told[i].seq for i in few]
+        self.columns = views.columns_of(at)
+        self.costs = None if costs is None else costs.take(at)
+        self.missed_tokens = missed.take(at) if isinstance(missed, np.ndarray) else missed
+        # What a term says may be a column, which is written in place.
+        self._levels = [
+            (names, [part.take(at) if isinstance(part, np.ndarray) else part for part in parts])
+            for names, parts in scene.weighed
+        ]
+        self.num_places = len(views)
+        self.num_fitting = int(np.count_nonzero(scene.fitting))
+        self.num_refused = num_refused
+        self.whole = whole
+
+    @property
+    def chosen(self) -> Placement:
+        """Where the request was to go."""
+        return self.places[0]
+
+    def terms(self, rank: int) -> dict[str, float]:
+        """What each term added to the cost of one of the few, in the order of the levels."""
+        return {
+            name: float(part if isinstance(part, float) else part[rank])
+            for names, parts in self._levels
+            for name, part in zip(names, parts, strict=True)
+        }
+
+
+class Notes(Protocol):
+    """Takes every choice that a policy makes."""
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether it wants the whole of each."""
+
+    def note(self, side: Side, request_id: str, choice: Choice) -> None:
+        """A choice was made."""
+
+
+def _few(index: int, costs: Numbers) -> list[int]:
+    """The chosen one, then those that cost least."""
+    left, few = costs.copy(), [index]
+    while len(few) < min(FEW, len(left)):
+        left[few[-1]] = np.inf
+        few.append(int(left.argmin()))
+    return few

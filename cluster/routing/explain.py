@@ -1,0 +1,255 @@
+"""Why requests went where they did: what was weighed, what was predicted, and what came true.
+
+Owner: one ingress's event loop; of the requests that this ingress took lately, `KEPT` of them, and
+nothing of their text. A prediction is of one placement, from its moment on; one is made only where
+the policy learns what steps cost. Where there was one place alone nothing was weighed, and nothing
+is predicted of its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.errors import ServingError
+from cluster.routing.cost import Scene, first_token_s
+from cluster.routing.demand import Demand
+from cluster.routing.views import Column, Views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cluster.routing.choice import Choice, Side
+    from cluster.routing.metrics import RouterMetrics
+
+KEPT = 1024
+
+
+class Made(NamedTuple):
+    """A choice: when it was made, on the event loop's clock, of what, and itself."""
+
+    made_s: float
+    side: Side
+    choice: Choice
+
+
+class Told(NamedTuple):
+    """Of a request: what was predicted, or what came true; None where nobody knows.
+
+    Attributes:
+        ttft_s: Seconds from the placement of whoever computes the prompt to the first token.
+        token_s: Seconds of each further token.
+        cached_tokens: Prompt tokens that need not be computed.
+    """
+
+    ttft_s: float | None = None
+    token_s: float | None = None
+    cached_tokens: int | None = None
+
+
+class Route:
+    """One request's way. Owner: the `Run` of the request, until it ends.
+
+    Args:
+        request_id: The request.
+        num_prompt_tokens: Of it.
+        arrived_s: When it came, on the event loop's clock.
+
+    Attributes:
+        request_id: As given.
+        num_prompt_tokens: As given.
+        arrived_s: As given.
+        made: Its placements, in their order.
+        first_s: When its first token came.
+        last_s: When the last token so far came of a decode engine.
+        ended_s: When it ended.
+        outcome: "running", "finished", "abort", or the code of its error.
+        num_tokens: Tokens that it got in all.
+        num_cached_tokens: Of its prompt, as the engine said that computed it.
+    """
+
+    __slots__ = (
+        "arrived_s", "ended_s", "first_s", "last_s", "made", "num_cached_tokens",
+        "num_prompt_tokens", "num_tokens", "outcome", "request_id",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, num_prompt_tokens: int, arrived_s: float) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.arrived_s = arrived_s
+        self.made: list[Made] = []
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self.ended_s: float | None = None
+        self.outcome = "running"
+        self.num_tokens = 0
+        self.num_cached_tokens: int | None = None
+
+    def began(self, num_cached_tokens: int, now_s: float) -> None:
+        """Its first token has come."""
+        self.first_s = self.last_s = now_s
+        self.num_cached_tokens = num_cached_tokens
+
+    def last_of(self, side: Side) -> Made | None:
+        """The latest placement of one side, if there is one."""
+        return next((made for made in reversed(self.made) if made.side == side), None)
+
+    @property
+    def of_prompt(self) -> Made | None:
+        """The placement of whoever computed the prompt, as far as placement says."""
+        before = [m for m in self.made if self.first_s is None or m.made_s <= self.first_s]
+        candidates = [made for made in before if made.side == "prefill"] or before
+        return candidates[-1] if candidates else None
+
+    @property
+    def predicted(self) -> Told:
+        """What was predicted of it."""
+        prompt, decode = self.of_prompt, self.last_of("decode")
+        return Told(
+            None if prompt is None else predicted_ttft_s(prompt.choice),
+            None if decode is None else predicted_token_s(decode.choice),
+            None if prompt is None else predicted_cached_tokens(prompt.choice),
+        )
+
+    @property
+    def actual(self) -> Told:
+        """What came true so far; a token's time of those alone who stayed where they were."""
+        if self.first_s is None:
+            return Told()
+        prompt, token_s = self.of_prompt, None
+        if self.num_tokens > 1 and not self._moved:
+            token_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
+        ttft_s = None if prompt is None else self.first_s - prompt.made_s
+        return Told(ttft_s, token_s, self.num_cached_tokens)
+
+    @property
+    def _moved(self) -> bool:
+        first_s = self.first_s
+        return first_s is None or any(
+            made.side == "decode" and made.made_s > first_s for made in self.made[1:]
+        )
+
+
+class Following:
+    """Lets a request's route end with it, whatever it ends with."""
+
+    def __init__(self, routes: Routes, route: Route) -> None:
+        self._routes = routes
+        self._route = route
+
+    def __enter__(self) -> Route:
+        return self._route
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            self._route.outcome = "finished"
+        elif isinstance(error, ServingError):
+            self._route.outcome = error.code
+        else:
+            self._route.outcome = "error" if isinstance(error, Exception) else "abort"
+        self._routes.end(self._route)
+
+
+class Routes:
+    """See the module docstring.
+
+    Args:
+        metrics: Is told how predictions were met.
+    """
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._routes: OrderedDict[str, Route] = OrderedDict()
+        self._on_end: Callable[[Route], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Routes({len(self._routes)})"
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether somebody wants to choose again among all that there was."""
+        return self._on_end is not None
+
+    def log(self, on_end: Callable[[Route], None]) -> None:
+        """Give every route that ends to somebody, with the whole of its choices."""
+        self._on_end = on_end
+
+    def follow(self, request_id: str, num_prompt_tokens: int) -> Following:
+        """A request has come; for its length."""
+        now_s = asyncio.get_running_loop().time()
+        route = self._routes[request_id] = Route(request_id, num_prompt_tokens, now_s)
+        if len(self._routes) > KEPT:
+            self._routes.popitem(last=False)
+        return Following(self, route)
+
+    def note(self, side: Side, request_id: str, choice: Choice) -> None:
+        """See `choice.Notes`; of one that is forgotten already, nothing is kept."""
+        route = self._routes.get(request_id)
+        if route is not None:
+            route.made.append(Made(asyncio.get_running_loop().time(), side, choice))
+
+    def end(self, route: Route) -> None:
+        """A request has ended."""
+        route.ended_s = asyncio.get_running_loop().time()
+        predicted, actual = route.predicted, route.actual
+        self._compare("ttft", predicted.ttft_s, actual.ttft_s)
+        self._compare("token", predicted.token_s, actual.token_s)
+        if predicted.cached_tokens is not None and actual.cached_tokens is not None:
+            length = route.num_prompt_tokens
+            missed = length - predicted.cached_tokens, length - actual.cached_tokens
+            self._compare("computed_tokens", *missed)
+        if self._on_end is not None:
+            self._on_end(route)
+
+    def get(self, request_id: str) -> Route | None:
+        """Of one request, as engines know it; None if it is forgotten."""
+        return self._routes.get(request_id)
+
+    def newest_first(self) -> Iterator[Route]:
+        """Everything that is kept."""
+        return reversed(self._routes.values())
+
+    def _compare(self, of: str, predicted: float | None, actual: float | None) -> None:
+        if predicted and actual is not None:
+            self._metrics.prediction.labels(of).observe(actual / predicted)
+
+
+def predicted_ttft_s(choice: Choice) -> float | None:
+    """Seconds to the first token at the place that was chosen; None if it computes no prompt."""
+    columns = choice.columns
+    if choice.missed_tokens is None or not columns[Column.PROMPT_S :, 0][:3].any():
+        return None
+    return float(first_token_s(_scene(choice))[0])
+
+
+def predicted_token_s(choice: Choice) -> float | None:
+    """Seconds of a step of decodes there with the request among them; None before any was seen."""
+    scene = _scene(choice)
+    step_s = float(scene.views.column(Column.STEP_S)[0])
+    return step_s + float(scene.added_step_s[0]) if step_s else None
+
+
+def predicted_cached_tokens(choice: Choice) -> int | None:
+    """Prompt tokens that are cached there; None if the policy does not ask."""
+    missed = choice.missed_tokens
+    if missed is None:
+        return None
+    return choice.num_prompt_tokens - int(missed if isinstance(missed, float) else missed[0])
+
+
+def _scene(choice: Choice) -> Scene:
+    """The request before the place that it got."""
+    num_cached = predicted_cached_tokens(choice) or 0
+    demand = Demand(
+        "", range(choice.num_prompt_tokens), choice.num_choices, choice.num_output_tokens
+    )
+    views = Views.of([choice.chosen], choice.columns[:, :1])
+    draw = random.Random(0)  # no prediction asks it
+    return Scene(
+        demand, views, views.fitting(demand), lambda _: {choice.chosen: num_cached}, 0, draw
+    )

@@ -1,0 +1,147 @@
+"""Why a request went where it did: what is kept of a choice, and choosing again from a log."""
+
+import math
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.placing import Fleet
+from cluster.lab.replay import replay, summary
+from cluster.routing.choice import FEW
+from cluster.routing.cost import PRESETS, make_policies
+from cluster.routing.demand import Demand
+from cluster.routing.explain import Made, Route, predicted_token_s, predicted_ttft_s
+from cluster.routing.placement import Placement
+from cluster.routing.route_log import LoggedRoute, RouteLog, logged
+from cluster.routing.views import Column
+
+
+class Notes:
+    """Keeps every choice."""
+
+    def __init__(self, *, keeps_whole=False):
+        self.keeps_whole = keeps_whole
+        self.made = []
+
+    def note(self, side, request_id, choice):
+        self.made.append(Made(len(self.made), side, choice))
+
+
+def choose(policy, count, *, keeps_whole=True, seed=0):
+    """What a policy chose in so many situations."""
+    dice = random.Random(seed)
+    fleet, notes = Fleet("least_delay", dice), Notes(keeps_whole=keeps_whole)
+    cached = {}
+    decode = make_policies(policy, lambda _demand: cached, notes=notes).decode
+    for number in range(count):
+        cached = {Placement(dice.choice(fleet.names), dice.randrange(8)): 512 for _ in range(3)}
+        demand = Demand(f"r{number}", [7] * 1000, expected_output_tokens=200, session="s")
+        chosen = decode.place(demand, fleet.pools.decode_views())
+        fleet.pools.hold(demand, chosen)
+        assert notes.made[-1].choice.chosen == chosen
+        fleet.tell(dice.choice(fleet.names))
+    return fleet, notes.made
+
+
+def test_a_choice_keeps_the_best_few_with_what_each_term_said_and_which_snapshot_it_was():
+    fleet, [made] = choose("least_delay", 1, keeps_whole=False)
+    choice = made.choice
+    assert choice.whole is None
+    assert len(set(choice.places)) == FEW
+    assert choice.num_places == choice.num_fitting == 64 * 8
+    assert list(choice.costs) == sorted(choice.costs)
+    for rank, place in enumerate(choice.places):
+        terms = choice.terms(rank)
+        names = ["first_token_s", "transfer_s", "prompt_harm_s", "work_s", "output_s"]
+        assert list(terms) == names
+        assert sum(terms.values()) == pytest.approx(choice.costs[rank])
+        # The eight engines that told since have later ones.
+        assert choice.seqs[rank] <= fleet.pools.snapshot(place.incarnation).seq
+    assert choice.missed_tokens[0] in {1000.0, 488.0}
+
+
+def test_what_was_weighed_is_kept_though_views_are_written_in_place():
+    fleet, [made] = choose("least_loaded", 1, keeps_whole=False)
+    before = made.choice.terms(0), made.choice.columns.copy()
+    for name in fleet.names:
+        fleet.tell(name)
+    views = fleet.pools.decode_views()
+    index = views.index_of(made.choice.chosen)
+    assert views.column(Column.ACTIVE)[index] != before[0]["active"]
+    assert made.choice.terms(0) == before[0]
+    assert np.array_equal(made.choice.columns, before[1])
+
+
+def test_a_place_without_rivals_is_kept_and_nothing_is_predicted_of_its_first_token():
+    fleet, notes = Fleet("least_delay", random.Random(0)), Notes()
+    decode = make_policies("least_delay", notes=notes).decode
+    views = fleet.pools.decode_views()
+    others = set(views.placements[1:])
+    assert decode.place(Demand("r", [7] * 100), views, others) == views.placements[0]
+    [made] = notes.made
+    assert made.choice.places == [views.placements[0]]
+    assert (made.choice.num_fitting, made.choice.num_refused) == (1, len(others))
+    assert made.choice.terms(0) == {}
+    assert predicted_ttft_s(made.choice) is None
+    assert predicted_token_s(made.choice) > 0.0
+
+
+def test_a_prediction_is_what_the_policy_believed():
+    _, [made] = choose("least_delay", 1)
+    assert predicted_ttft_s(made.choice) == pytest.approx(made.choice.terms(0)["first_token_s"])
+
+
+@pytest.mark.parametrize(
+    "policy", [name for name in PRESETS if name not in {"random", "power_of_two"}]
+)
+def test_a_log_replays_to_the_same_choices_by_the_same_policy(policy):
+    _, made = choose(policy, 60)
+    route = Route("r", 1000, 0.0)
+    route.made = made
+    line = msgspec.json.encode(logged(route, policy))
+    again = replay([msgspec.json.decode(line, type=LoggedRoute)], policy)
+    assert len(again) == 60
+    assert [row.now for row in again] == [row.then for row in again]
+    assert summary(again)[1]["decode_same"] == 1.0
+
+
+def test_a_log_tells_what_another_policy_would_have_cost():
+    _, made = choose("round_robin", 60)
+    route = Route("r", 1000, 0.0)
+    route.made = made
+    lines, figures = summary(replay([logged(route, "round_robin")], "least_delay"))
+    assert figures["placements"] == 60
+    assert figures["decode_same"] < 0.5
+    assert figures["decode_added_ms_now"] < figures["decode_added_ms_then"]
+    assert len(lines) == 2
+
+
+def test_a_log_is_its_owners_alone_and_a_full_disk_costs_lines(tmp_path):
+    log = RouteLog(tmp_path / "routes", "i", "least_delay")
+    log.write(Route("r", 3, 0.0))
+    log.close()
+    [path] = (tmp_path / "routes").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert msgspec.json.decode(path.read_bytes(), type=LoggedRoute).num_prompt_tokens == 3
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "routes-i.jsonl").symlink_to("/dev/full")
+    log = RouteLog(full, "i", "least_delay")
+    log.write(Route("r", 3, 0.0))
+    log.close()
+    assert log.num_lost == 1
+
+
+def test_a_route_of_a_stream_that_moved_has_no_time_of_a_token():
+    _, [first, second] = choose("least_delay", 2)
+    route = Route("r", 1000, 0.0)
+    route.made = [first]
+    route.began(512, 1.0)
+    route.last_s, route.num_tokens = 3.0, 5
+    assert route.actual == (1.0 - first.made_s, 0.5, 512)
+    route.made.append(second._replace(made_s=2.0))
+    assert route.actual.token_s is None
+    assert route.of_prompt is first
+    assert math.isfinite(route.predicted.ttft_s)
