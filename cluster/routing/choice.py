@@ -123,11 +123,11 @@ class Choice:
         self.places = [views.placements[i] for i in few]
         self.seqs = [views.told[i].seq for i in few]
         self.columns = views.columns_of(at)
-        self.costs = None if costs is None else costs.take(at)
-        self.missed_tokens = missed.take(at) if isinstance(missed, np.ndarray) else missed
+        self.costs = None if costs is None else costs[at]
+        self.missed_tokens = missed[at] if isinstance(missed, np.ndarray) else missed
         # What a term says may be a column, which is written in place.
         self._levels = [
-            (names, [part.take(at) if isinstance(part, np.ndarray) else part for part in parts])
+            (names, [part if isinstance(part, float) else part[at] for part in parts])
             for names, parts in scene.weighed
         ]
         self.num_places = len(views)
