@@ -298,7 +298,7 @@ class PoolState:
                 replica.pace.see(step, fit.costs)
                 if _is_looked_at(replica.pace.num_steps):
                     is_looked_at = True
-                    usual = replica.pace.usual(step)
+                    usual = fit.model.plausible(replica.pace.usual(step))
                     fit.model.learn(usual)
                     self._common.learn(usual)
         if fit.model.num_steps >= fit.next_step:

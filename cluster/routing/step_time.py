@@ -32,6 +32,14 @@ PACE_KEPT = 0.95
 MIN_PACE_STEPS = 20
 ORDINARY = 1.25
 """A replica has a pace of its own from so many steps on, and beyond this factor either way."""
+LONGEST = 4.0
+"""A step counts as so many times as long as was to be expected, at the most.
+
+A device that compiles, or was held up once, says little of what steps cost. What has become slower
+for good shows all the same, in some steps.
+"""
+_KNOWN = 0.25
+"""And where steps like it have been seen: of ones that are all alike, so many are four."""
 
 # One of each number that makes a step of some size: rows there are any, rows, KV tokens, the
 # longest context, prompts, their tokens, pairs of tokens.
@@ -102,8 +110,9 @@ class Pace:
             )
         if usual_s > 0.0 and 0.0 <= work.device_s < math.inf:
             sums = self._sums[work.num_prompts > 0]
+            expected_s = usual_s * (sums[1] / sums[2] if sums[1] else 1.0)
             sums[0] += 1.0
-            sums[1] = PACE_KEPT * sums[1] + work.device_s
+            sums[1] = PACE_KEPT * sums[1] + min(work.device_s, LONGEST * expected_s)
             sums[2] = PACE_KEPT * sums[2] + usual_s
 
     def factors(self) -> tuple[float, float]:
@@ -165,6 +174,16 @@ class StepTimeModel:
         self._num_decodes += work.num_rows > 0
         self._num_prompts += work.num_prompts > 0
         self.num_steps += 1
+
+    def plausible(self, work: StepWork) -> StepWork:
+        """A step as it is to be learned: see `LONGEST`."""
+        longest_s = LONGEST * self.seconds(work)
+        if not longest_s or work.device_s <= longest_s or not math.isfinite(work.device_s):
+            return work
+        inputs = _inputs(work)
+        held = self._information + PULL * np.eye(len(_UNITS))
+        is_known = float(inputs @ np.linalg.solve(held, inputs)) <= _KNOWN
+        return msgspec.structs.replace(work, device_s=longest_s) if is_known else work
 
     @property
     def known_costs(self) -> StepCosts:

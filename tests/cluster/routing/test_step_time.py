@@ -130,6 +130,35 @@ def test_a_replica_that_becomes_slower_is_found_slower():
     assert model.known_costs.prompt_token_s == pytest.approx(3.0 * TRUE.prompt_token_s, rel=0.05)
 
 
+def test_one_step_that_was_held_up_is_no_cost():
+    rng = np.random.default_rng(6)
+    model = taught([drawn(rng, 0.001) for _ in range(100)])
+    before = model.known_costs
+    step = drawn(rng, 0.0)
+    held_up = msgspec.structs.replace(step, device_s=1000.0 * step.device_s)
+    model.learn(model.plausible(held_up))
+    assert model.seconds(step) < 2.0 * step.device_s
+    assert model.known_costs.decode_step_s(16, 10**4, 10**3) == pytest.approx(
+        before.decode_step_s(16, 10**4, 10**3), rel=0.5
+    )
+
+
+def test_steps_unlike_any_before_are_believed():
+    model = taught([work(prompts=1, tokens=16, pairs=128, device_s=0.02)] * 100)
+    long = work(prompts=1, tokens=10**4, pairs=10**8, device_s=9.0)
+    assert model.plausible(long) == long
+
+
+def test_what_has_become_much_slower_for_good_is_found_slower():
+    rng = np.random.default_rng(7)
+    model = taught([drawn(rng, 0.001) for _ in range(300)])
+    for _ in range(1200):
+        step = drawn(rng, 0.0)
+        slower = msgspec.structs.replace(step, device_s=20.0 * step.device_s)
+        model.learn(model.plausible(slower))
+    assert model.known_costs.decode_s == pytest.approx(20.0 * TRUE.decode_s, rel=0.1)
+
+
 def test_what_a_replica_has_not_done_costs_what_it_costs_others():
     others = taught([work(rows=1, device_s=0.5), work(prompts=1, tokens=10**4, device_s=7.0)] * 9)
     own = StepTimeModel()
@@ -163,6 +192,12 @@ def test_a_replica_within_the_ordinary_costs_what_its_pool_costs(factor):
 def test_a_replica_out_of_the_ordinary_is_known_by_its_pace(factor):
     assert paced(factor, 10).costs(TRUE) is TRUE, "it is too early to tell"
     assert paced(factor, 120).costs(TRUE) == pytest.approx([factor * s for s in TRUE], rel=0.1)
+
+
+def test_one_step_that_was_held_up_is_no_pace():
+    pace = paced(1.0, 120)
+    pace.see(msgspec.structs.replace(drawn(np.random.default_rng(8), 0.0), device_s=60.0), TRUE)
+    assert pace.costs(TRUE) is TRUE
 
 
 def test_a_pace_says_nothing_where_nothing_is_usual():
