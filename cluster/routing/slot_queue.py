@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.errors import NotReadyError, SaturatedError
+from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
 from cluster.routing.placement import fits
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Waiter:
     Attributes:
         demand: The request.
         order: When it came, among the requests of this ingress.
-        is_promised: Whether it was let in by `check_open`: work has been done for it, and it may
-            wait whoever has come since.
+        is_promised: Whether work has been done for it, as it was let in by `check_open` or has lost
+            its slot: it may wait whoever has come since, and for an engine that is yet to come.
         deadline_s: When it has waited too long; None before it is entered.
         refused: Placements that had no room for it just now.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
@@ -131,7 +131,7 @@ class SlotQueue:
         """Place a request at once if it is its turn and there is room, else let it wait.
 
         Raises:
-            NotReadyError: No replica can decode now.
+            NotReadyError: No replica can decode now, and it was promised nothing.
             SaturatedError: The queue is full.
         """
         is_new = waiter.deadline_s is None
@@ -139,8 +139,9 @@ class SlotQueue:
             asked_s = waiter.demand.deadline_s
             limit_s = now_s + self.timeout_s
             waiter.deadline_s = limit_s if asked_s is None else min(asked_s, limit_s)
-        if not self._waiters or waiter.key < self._waiters[0].key:
+        if not waiter.is_promised:
             self._check_ready()
+        if not self._waiters or waiter.key < self._waiters[0].key:
             placement = self._place(waiter)
             if placement is not None:
                 return placement
@@ -183,9 +184,26 @@ class SlotQueue:
         return late
 
     def clear(self) -> list[Waiter]:
-        """Take out everybody."""
-        waiters, self._waiters = self._waiters, []
+        """Take out everybody who was promised nothing."""
+        waiters = [waiter for waiter in self._waiters if not waiter.is_promised]
+        self._waiters = [waiter for waiter in self._waiters if waiter.is_promised]
         return waiters
+
+    def check_time(self, waiter: Waiter, now_s: float) -> None:
+        """Whether a request that found no room where it was placed may be placed once more.
+
+        Raises:
+            QueueTimeoutError: It has been tried for as long as one may wait.
+        """
+        if waiter.deadline_s is not None and waiter.deadline_s <= now_s:
+            raise self.too_late()
+
+    def too_late(self) -> QueueTimeoutError:
+        """What whoever has waited too long is told."""
+        return QueueTimeoutError(
+            f"no decode slot became free within {self.timeout_s:g} s",
+            retry_after_s=RETRY_AFTER_S,
+        )
 
     def check_invariants(self) -> None:
         """The queue is in order, and after every `assign` its head has no room."""

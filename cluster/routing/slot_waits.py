@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cluster.errors import QueueTimeoutError
-from cluster.routing.slot_queue import RETRY_AFTER_S, not_ready
+from cluster.routing.slot_queue import not_ready
 
 if TYPE_CHECKING:
     from cluster.routing.placement import Placement
@@ -34,7 +33,7 @@ class SlotWaits:
         """Wait, in order, for a DP group with room; it is held for the request from then on.
 
         Raises:
-            NotReadyError: No replica can decode now.
+            NotReadyError: No replica can decode now, and it was promised nothing.
             SaturatedError: The queue is full.
             QueueTimeoutError: No room within the deadline.
         """
@@ -85,8 +84,4 @@ class SlotWaits:
         # A timer may come early by the clock's resolution.
         now_s = max(asyncio.get_running_loop().time(), deadline_s)
         for waiter in self._queue.expire(now_s):
-            error = QueueTimeoutError(
-                f"no decode slot became free within {self._queue.timeout_s:g} s",
-                retry_after_s=RETRY_AFTER_S,
-            )
-            self._futures.pop(waiter).set_exception(error)
+            self._futures.pop(waiter).set_exception(self._queue.too_late())

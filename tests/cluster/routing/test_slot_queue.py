@@ -280,6 +280,28 @@ def test_the_last_decoder_that_goes_is_told_to_all_who_wait():
     asyncio.run(run())
 
 
+def test_whoever_was_promised_a_slot_waits_for_a_decoder_to_come_back():
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        early = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"), is_promised=True)))
+        await asyncio.sleep(0)
+        pools.remove("one")
+        waits.capacity_changed()
+        late = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("b"), is_promised=True)))
+        await asyncio.sleep(0)
+        with pytest.raises(NotReadyError):
+            await waits.wait(queue.new_waiter(asks("c")))
+        assert len(queue) == 2
+        pools.add(make_member("decode", "two"))
+        pools.take_snapshot("two", snapshot(0, num_slots=2))
+        waits.capacity_changed()
+        assert [p.incarnation for p in await asyncio.gather(early, late)] == ["two"] * 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("whose", ["queue", "request"])
 def test_whoever_waits_too_long_is_told_and_the_next_one_is_tried(whose):
     pools = one_engine(num_slots=1)
