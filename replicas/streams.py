@@ -75,6 +75,11 @@ class EngineStream:
         return self._table.stalled
 
     @property
+    def leaving(self) -> EngineLeavingError | None:
+        """Said once its engine hands over what it has."""
+        return self._table.leaving
+
+    @property
     def away(self) -> EngineLeavingError | EngineStalledError | None:
         """Why one should go elsewhere, where there is room."""
         return self._table.leaving or self._table.stalled

@@ -237,7 +237,7 @@ class Leg:
 
 
 class Legs:
-    """The legs of one request, at most one on each side, and the inbox that both write to.
+    """The legs of one request, at most one on each side but for an heir, and their one inbox.
 
     Owner: the request's `Run`.
 
@@ -251,9 +251,13 @@ class Legs:
 
     Attributes:
         decode: The leg that has, or asks for, the decode slot.
+        heir: The leg that is to follow on it, once its engine has accepted.
         prefill: The leg that computes the prompt, or keeps its KV.
         demand: See there.
         on_prompt: Told which engine was asked for the prompt, each time.
+        hands_over: Asked when the decode engine hands over: whether the request stays there until
+            another one has accepted it.
+        on_heir: Gets what is heard of the heir, and why the decode engine is to be left.
     """
 
     def __init__(
@@ -273,11 +277,14 @@ class Legs:
         self._num_leaves_left = max_leaves
         self._inbox: Inbox = asyncio.Queue()
         self.decode: Leg | None = None
+        self.heir: Leg | None = None
         self.prefill: Leg | None = None
+        self.hands_over: Callable[[], bool] = lambda: False
+        self.on_heir: Callable[[EngineEvent | News, str], None] = lambda _event, _why: None
         self.on_prompt: Callable[[str], None] = lambda _engine: None
 
     def __repr__(self) -> str:
-        return f"{self.prefill!r}, {self.decode!r}"
+        return f"{self.prefill!r}, {self.decode!r}, {self.heir!r}"
 
     def ask_to_decode(self, placement: Placement, message: AddRequest) -> Leg:
         """Begin the decode leg; see `Leg`.
@@ -288,6 +295,19 @@ class Legs:
         if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
             self.drop_prefill(abort=True)
         self.decode = self._ask(placement, message)
+        return self.decode
+
+    def ask_heir(self, placement: Placement, message: AddRequest) -> None:
+        """Begin the leg that is to follow on the decode leg, which goes on; see `ask_to_decode`."""
+        if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
+            self.drop_prefill(abort=True)
+        self.heir = self._ask(placement, message)
+
+    def adopt(self) -> Leg:
+        """The heir is the decode leg from now on."""
+        assert self.decode is None, "only one at a time has the stream"
+        assert self.heir is not None
+        self.decode, self.heir = self.heir, None
         return self.decode
 
     def ask_to_prefill(
@@ -320,10 +340,10 @@ class Legs:
                 continue  # It was dropped; this was on its way.
             self._judge(leg, event)
             leg.has_tokens |= isinstance(event, TokenOutput)
-            if isinstance(event, EngineDeadError):
+            if leg is self.heir:
+                self._hear_heir(leg, event)
+            elif isinstance(event, EngineDeadError | EngineLateError):
                 self._lose(leg, wanted, event)
-            elif isinstance(event, EngineLateError):
-                self._lose_late(leg, wanted, event)
             elif isinstance(event, EngineStalledError | EngineLeavingError):
                 self._check_away(leg, wanted)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
@@ -334,6 +354,19 @@ class Legs:
             else:
                 leg.keep(event)
 
+    def _hear_heir(self, heir: Leg, event: EngineEvent | News) -> None:
+        """Pass on what is heard of the heir, which says little but yes or no.
+
+        Raises:
+            DecodeLeftError: It says yes.
+        """
+        if isinstance(event, EngineDeadError | EngineLateError):
+            self._count_lost(heir.mode)
+        if isinstance(event, Accepted):
+            heir.answered()
+        leaving = self.decode.stream.leaving if self.decode is not None else None
+        self.on_heir(event, str(leaving))
+
     async def answer_of(self, leg: Leg) -> Accepted | Refused:
         """What an engine says to being asked; see `next_of`."""
         while True:
@@ -342,7 +375,7 @@ class Legs:
                 return event
 
     def _judge(self, leg: Leg, event: EngineEvent | Exception) -> None:
-        """Tell the pools what an engine is worth: its first token, or that it failed the request.
+        """Tell the pools what an engine is worth: that it failed the request, drains, gives tokens.
 
         A connection that breaks, which ends many at once, is told by whoever notices it.
 
@@ -352,6 +385,8 @@ class Legs:
         """
         if isinstance(event, Refused) and leg is self.decode and leg.has_answered:
             raise DecodeLeftError("refused", event.message)
+        if isinstance(event, Refused) and event.reason == "draining":
+            self._pools.drains(leg.incarnation)
         if isinstance(event, TokenOutput):
             if event.finish_reason == "error":
                 if _is_own_fault(event.error or ""):
@@ -367,40 +402,29 @@ class Legs:
             self._metrics.lapses.inc()
         return _error(event.error or "the engine ended the request", is_waiting=is_waiting)
 
-    def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError) -> None:
-        """Count a leg whose engine died, and drop it if nobody waits for it.
+    def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError | EngineLateError) -> None:
+        """Give up a leg whose engine died, or has not answered, unless it has just done so.
 
         Raises:
             DecodeLostError: It is the decode leg.
             EngineDeadError: It is the prefill leg, and waited for.
+            EngineLateError: Likewise.
         """
-        self._count_lost(leg.mode)
-        if leg is self.decode:
-            raise DecodeLostError(str(error))
-        if leg is wanted:
-            raise error
-        self.drop_prefill(abort=False)
-
-    def _lose_late(self, leg: Leg, wanted: Leg, error: EngineLateError) -> None:
-        """Give up a leg whose engine has not answered, unless it has just done so.
-
-        Raises:
-            DecodeLostError: It is the decode leg.
-            EngineLateError: It is the prefill leg, and waited for.
-        """
-        if leg.state is not LegState.ASKED:
+        is_late = isinstance(error, EngineLateError)
+        if is_late and leg.has_answered:
             return
         self._count_lost(leg.mode)
         if leg is self.decode:
             raise DecodeLostError(str(error))
         if leg is wanted:
             raise error
-        self.drop_prefill(abort=True)
+        self.drop_prefill(abort=is_late)
 
     def _check_away(self, leg: Leg, wanted: Leg) -> None:
         """Leave a leg whose engine stalls, unless it is a prefill leg that is not waited for.
 
-        So is a decode leg left whose engine hands over; a prompt ends there in time.
+        So is a decode leg left whose engine hands over, unless it has a stream, which goes on until
+        another engine has accepted it; a prompt ends there in time.
 
         A decode leg stays while nobody else has room, and once enough engines were left.
 
@@ -413,6 +437,8 @@ class Legs:
             return  # It moves again.
         if leg is self.decode:
             is_leaving = error is not stalled
+            if is_leaving and leg.has_answered and self.hands_over():
+                return
             if not is_leaving and not self._num_leaves_left:
                 return
             if not self._stalls.has_room(self.demand):
@@ -442,7 +468,7 @@ class Legs:
         self._metrics.lost.labels("prefill" if mode == "prefill" else "decode").inc()
 
     def _leg_of(self, stream: EngineStream) -> Leg | None:
-        for leg in (self.decode, self.prefill):
+        for leg in (self.decode, self.prefill, self.heir):
             if leg is not None and leg.stream is stream:
                 return leg
         return None
@@ -453,6 +479,12 @@ class Legs:
             self._stalls.forget(self.decode.stream)
             self.decode.close(abort=abort, reason=reason)
             self.decode = None
+
+    def drop_heir(self) -> None:
+        """Let go of the leg that was to follow, if there is one; see `Leg.close`."""
+        if self.heir is not None:
+            self.heir.close(abort=True)
+            self.heir = None
 
     def drop_prefill(self, *, abort: bool) -> None:
         """Let go of the prefill leg, if there is one; see `Leg.close`."""

@@ -59,12 +59,17 @@ class Member:
 
 @dataclass(slots=True)
 class _Replica:
-    """A member, its last snapshot, and the requests that were sent to it and not answered yet."""
+    """A member, its last snapshot, and the requests that were sent to it and not answered yet.
+
+    Attributes:
+        refuses: Whether it has refused a request as it drains; its snapshots are yet to say so.
+    """
 
     member: Member
     snapshot: EngineSnapshot | None = None
     holds: dict[str, tuple[int, Demand]] = field(default_factory=dict)
     moves: bool = True
+    refuses: bool = False
     pace: Pace = field(default_factory=Pace)
     costs: StepCosts = field(default_factory=StepCosts)
 
@@ -73,7 +78,8 @@ class _Replica:
         """Where it is in its life, as far as this ingress has heard; one that is dead is gone."""
         if self.snapshot is None:
             return LifeState.STARTING
-        return LifeState.DRAINING if self.snapshot.draining else LifeState.READY
+        is_draining = self.refuses or self.snapshot.draining
+        return LifeState.DRAINING if is_draining else LifeState.READY
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +168,13 @@ class PoolState:
         replica = self._replicas.get(incarnation)
         if replica is not None and replica.moves != moves:
             replica.moves = moves
+            self._relist()
+
+    def drains(self, incarnation: str) -> None:
+        """A replica has refused a request because it drains: it will take no other either."""
+        replica = self._replicas.get(incarnation)
+        if replica is not None and not replica.refuses:
+            replica.refuses = True
             self._relist()
 
     def hold(self, demand: Demand, placement: Placement) -> None:

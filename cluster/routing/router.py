@@ -31,12 +31,14 @@ from cluster.routing.admission_waits import AdmissionWaits
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.explain import Routes
+from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
+from cluster.routing.standing import Standing
 from cluster.routing.traffic import Traffic
 from replicas.errors import EngineDeadError
 from replicas.messages import (
@@ -55,15 +57,20 @@ if TYPE_CHECKING:
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
+    from cluster.routing.progress import Seam
+    from cluster.routing.slot_queue import Waiter
     from cluster.routing.tickets import TicketOffice
-    from replicas.messages import EngineRequest, RequestMode
+    from replicas.messages import Accepted, EngineRequest, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
     """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
     Story = Callable[["Run"], Awaitable[None]]
 
-_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full"})
-"""Refusals that mean that somebody else was faster: the request waits on, where it stood."""
+_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full", "draining"})
+"""Refusals that mean that somebody else was faster: the request waits on, where it stood.
+
+A replica that drains says so once: nobody asks it again.
+"""
 
 
 class Part(NamedTuple):
@@ -229,11 +236,9 @@ class Run:
             max_leaves=router.config.max_attempts - 1,
         )
         self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
-        # Decode engines that were lost or left: the last resort of the next reservation.
-        self._left: set[str] = set()
-        # Its place among those who wait for a slot: whoever lost one comes back to it.
-        self._order: int | None = None
+        self._standing = Standing(router.queue, self._pools)
         self.progress = Progress(request.sampling.n)
+        self._hand_over = HandOver(router, request, self._legs, self.progress, self._heir_waiter)
         self.is_over = False
         self.num_lost = 0
         self._pass: Pass | None = None
@@ -280,13 +285,14 @@ class Run:
         Raises:
             ServingError: There is none to be had.
         """
+        taken = self._hand_over.take()
+        if taken is not None:
+            heir, placement, accepted = taken
+            self._note_accepted(placement, accepted)
+            return heir
         now_s = asyncio.get_running_loop().time
         started_s = now_s()
-        waiter = self._router.queue.new_waiter(
-            self._demand, is_promised=self.has_tokens, order=self._order
-        )
-        self._order = waiter.order
-        waiter.refused |= self._avoided()
+        waiter = self._new_waiter()
         num_failures = 0
         while True:
             placement = await self._router.waits.wait(waiter)
@@ -294,29 +300,24 @@ class Run:
                 self._pass.placed()
             answer = await self._ask_to_decode(placement)
             if isinstance(answer, Leg):
-                self._router.metrics.queue_time.observe(now_s() - started_s)
+                if not self._standing.left:  # Whoever migrates has waited before.
+                    self._router.metrics.queue_time.observe(now_s() - started_s)
                 return answer
             self._router.queue.refuse(waiter, placement)
-            if isinstance(answer, Refused):
-                self._router.metrics.refusals.labels(answer.reason).inc()
-                if answer.reason == "invalid":
-                    raise BadRequestError(answer.message, param="prompt")
-                if answer.reason in _NO_ROOM:
-                    continue
-            if isinstance(answer, DecodeLeftError):
-                continue
-            num_failures += 1
-            if num_failures < self._router.config.max_attempts:
-                continue
-            raise _no_place(num_failures, answer)
+            if not _costs_nothing(self._router, answer, waiter):
+                num_failures += 1
+                if num_failures == self._router.config.max_attempts:
+                    raise _no_place(num_failures, answer)
 
-    def _avoided(self) -> set[Placement]:
-        """Places that are the last resort."""
-        avoided = self._pass.to_spare() if self._pass is not None else set()
-        if self._left:
-            places = self._pools.decode_views().placements
-            avoided |= {place for place in places if place.incarnation in self._left}
-        return avoided
+    def _new_waiter(self) -> Waiter:
+        """Its place in the slot queue, which it keeps."""
+        spared = self._pass.to_spare() if self._pass is not None else set()
+        return self._standing.new_waiter(self._demand, spared, is_promised=self.has_tokens)
+
+    def _heir_waiter(self) -> Waiter:
+        """The same for whoever goes on with it while it still runs."""
+        self._grow()
+        return self._new_waiter()
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
         """Have the prompt computed by the prefill pool; see `Prompt.tokens`."""
@@ -359,13 +360,16 @@ class Run:
 
         Raises:
             DecodeLostError: The decode engine died.
-            DecodeLeftError: It stalls, or hands over, and there is another one.
+            DecodeLeftError: It stalls, and there is another one; or it hands over, and another one
+                has accepted.
             ServingError: It says that the request failed.
         """
         while not self.is_over:
             event = await self._legs.next_of(decode)
             if isinstance(event, TokenOutput):
                 self._heard()
+                if decode.stream.leaving is not None:
+                    self._hand_over.begin()
                 if self._note(event):
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
@@ -394,23 +398,25 @@ class Run:
             seam = self.progress.seam
             if seam is None or self._legs.decode is not None:
                 raise
-            raise ReplicaLostError(
-                f"the decode replica was lost mid-request ({seam.why}), and nobody can go on: "
-                f"{error}",
-                retry_after_s=RETRY_AFTER_S,
-            ) from error
+            raise _nobody_goes_on(seam, error) from error
         return True
 
     def _leave_decode(self, reason: str, error: Exception) -> None:
         """Drop the decode engine, and the transfer that only it could fetch."""
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
-        self._left.add(decode.incarnation)
+        self._standing.left.add(decode.incarnation)
+        if reason != "leaving":
+            self._hand_over.stop()
         self._drop_decode(abort=True)
         if not decode.has_tokens:
             self._router.metrics.retries.labels(f"decode_{reason}").inc()
             return
         self.progress.break_off(reason, str(error))
+        self._grow()
+
+    def _grow(self) -> None:
+        """Whoever goes on with it computes its output too."""
         demand = self._demand.with_output(self._request, self.progress.longest)
         self._demand = self._legs.demand = demand
 
@@ -427,11 +433,12 @@ class Run:
 
     def close(self) -> None:
         """Abort what is still open, drop every hold, and be under way no more. Idempotent."""
+        self._hand_over.stop()
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
         self._legs.drop_prefill(abort=True)
         if self._pass is not None:
             # What another engine went on with says nothing of how fast they are.
-            is_usual = self.is_over and not self._left
+            is_usual = self.is_over and not self._standing.left
             self._pass.end(len(self.progress.tokens[0]) if is_usual else 0)
         self._router.prefixes.end(self._demand)
 
@@ -459,12 +466,16 @@ class Run:
             self._drop_decode(abort=True)
             return answer
         leg.answered()
+        self._note_accepted(placement, answer)
+        return leg
+
+    def _note_accepted(self, placement: Placement, answer: Accepted) -> None:
+        """A decode engine has given it a slot."""
         dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
         self._router.prefixes.note_routed(
             self._demand, placement._replace(dp_group=dp_group), asyncio.get_running_loop().time()
         )
         self._router.capacity_changed()
-        return leg
 
     def _mode(self, placement: Placement) -> RequestMode:
         """Whether a decode engine waits to be activated or computes the prompt at once."""
@@ -495,6 +506,30 @@ class Run:
             self._pass.saw_token()
         self.is_over = self.progress.is_finished
         return self.is_over
+
+
+def _costs_nothing(router: Router, answer: Refused | Exception, waiter: Waiter) -> bool:
+    """Whether an engine that does not take a request leaves it as many attempts as it had.
+
+    Raises:
+        ServingError: There is no use in another one.
+    """
+    if isinstance(answer, Refused):
+        router.metrics.refusals.labels(answer.reason).inc()
+        if answer.reason == "invalid":
+            raise BadRequestError(answer.message, param="prompt")
+        if answer.reason in _NO_ROOM:
+            router.queue.check_time(waiter, asyncio.get_running_loop().time())
+            return True
+    return isinstance(answer, DecodeLeftError)
+
+
+def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
+    """What a stream ends with that broke off."""
+    return ReplicaLostError(
+        f"the decode replica was lost mid-request ({seam.why}), and nobody can go on: {error}",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:

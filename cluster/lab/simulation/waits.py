@@ -100,6 +100,10 @@ class WaitMonitor:
         self._longest = longest
         # For each request the alarms of what it waits for, by incarnation; of a slot by None.
         self._waits: dict[str, dict[str | None, asyncio.TimerHandle]] = {}
+        # For each request the decode engine that has accepted it; and one that was asked since, for
+        # whose answer nothing waits but the hand-over.
+        self._accepted: dict[str, str] = {}
+        self._heirs: dict[str, str] = {}
 
     def began(self, request_id: str) -> None:
         """A request has come, or has to begin again."""
@@ -111,21 +115,27 @@ class WaitMonitor:
         if isinstance(message, AddRequest):
             request_id = message.request.request_id
             self._stop(request_id, None)
+            if message.mode != "prefill" and request_id in self._accepted:
+                self._heirs[request_id] = host.incarnation
             self._wait(request_id, "an answer", self._longest.answer_s, host)
         elif isinstance(message, Activate) and any(message.token_ids):
-            self.ended(message.request_id)
+            self._cancel(message.request_id)
             self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
         elif isinstance(message, Activate):
-            self.ended(message.request_id)
+            self._cancel(message.request_id)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self._give_up(request_id, host.incarnation)
+                self._forget(request_id, host.incarnation)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """An event has arrived."""
         if isinstance(event, UtilityResult | NotGreeted):
             return
         request_id = event.request_id
+        if isinstance(event, Accepted) and host.role != "prefill":
+            self._accepted[request_id] = host.incarnation
+            self._heirs.pop(request_id, None)
         if host.incarnation not in self._waits.get(request_id, ()):
             return
         if host.role == "prefill":
@@ -136,6 +146,9 @@ class WaitMonitor:
                 self._give_up(request_id, host.incarnation)
             else:
                 self._stop(request_id, host.incarnation)
+        elif isinstance(event, Refused) and self._heirs.get(request_id) == host.incarnation:
+            self._stop(request_id, host.incarnation)
+            self._forget(request_id, host.incarnation)
         elif isinstance(event, Refused):
             self.began(request_id)
         else:
@@ -146,21 +159,36 @@ class WaitMonitor:
         """The connection to an engine is gone."""
         for request_id in list(self._waits):
             self._give_up(request_id, incarnation)
+        for request_id in [*self._accepted]:
+            self._forget(request_id, incarnation)
 
     def ended(self, request_id: str) -> None:
+        """A request is over."""
+        self._accepted.pop(request_id, None)
+        self._heirs.pop(request_id, None)
+        self._cancel(request_id)
+
+    def _cancel(self, request_id: str) -> None:
         """A request waits for nothing any more."""
         for alarm in self._waits.pop(request_id, {}).values():
             alarm.cancel()
 
     def died(self) -> None:
         """The ingress is gone."""
-        for request_id in list(self._waits):
+        for request_id in {*self._waits, *self._accepted}:
             self.ended(request_id)
 
     def _give_up(self, request_id: str, incarnation: str) -> None:
         """Nothing comes of what a request waits for from an engine."""
-        if self._stop(request_id, incarnation) and not self._waits[request_id]:
+        is_heir = self._heirs.get(request_id) == incarnation
+        if self._stop(request_id, incarnation) and not is_heir and not self._waits[request_id]:
             self.began(request_id)
+
+    def _forget(self, request_id: str, incarnation: str) -> None:
+        """A request has nothing to do with a decode engine any more."""
+        for engines in (self._accepted, self._heirs):
+            if engines.get(request_id) == incarnation:
+                del engines[request_id]
 
     def _stop(self, request_id: str, incarnation: str | None) -> bool:
         """It does not wait for one thing any more; says whether it did."""

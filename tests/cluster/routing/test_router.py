@@ -520,12 +520,33 @@ def test_a_stream_of_an_engine_without_kv_transfer_goes_on_on_another_one():
     assert results == reference(*cases)
 
 
-def test_decode_engine_killed_mid_stream_is_a_typed_error_where_it_is_the_only_one(pool, victim):
+def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, victim):
+    prefill, decode, lost = pool[0], pool[2], victim("decode")
+    cases = mixed_cases(LONG)
+
+    async def run():
+        async with rig(prefill, lost) as made:
+            streams, heads = await begin(made, cases)
+            finishing = asyncio.ensure_future(finish(streams, heads))
+            lost.kill()
+            await until(lambda: made.num_queued > 1, "they wait")
+            with pytest.raises(NotReadyError):
+                await made.tokens([5, 6, 7])
+            assert made.num_queued > 1, "who has just come is told at once, and nobody else"
+            await made.connect(decode.member)
+            results = await finishing
+            await until_idle(made, prefill, decode)
+            return results
+
+    assert asyncio.run(run()) == reference(*cases)
+
+
+def test_decode_engine_killed_mid_stream_is_a_typed_error_where_no_other_comes(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
 
     async def run():
-        async with rig(prefill, lost) as made:
+        async with rig(prefill, lost, queue_timeout_s=0.5) as made:
             streams = [start(made, p, sampling(LONG)) for p in prompts(3, lengths=(40,))]
             for outputs in streams:
                 await token_of(outputs)
@@ -548,13 +569,13 @@ def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(
     prefill, lost = pool[0], victim("decode")
 
     async def run():
-        async with rig(prefill, lost) as made:
+        async with rig(prefill, lost, queue_timeout_s=0.5) as made:
             async with loading(made, prefill, lost) as task:
                 leased = (await made.engine_metrics(prefill)).transfer.num_leased_blocks
                 assert leased == 16, "blocks wait for the decode engine"
                 lost.kill()
-                # The client has its first token; there is nobody to go on from it.
-                with pytest.raises(NotReadyError):
+                # The client has its first token; nobody comes to go on from it.
+                with pytest.raises(QueueTimeoutError):
                     await asyncio.wait_for(task, 5)
             await until_idle(made, prefill)
 
@@ -652,7 +673,7 @@ def test_stopped_decode_engine_counts_as_lost_and_serves_again_when_it_wakes(poo
     prefill, decode = pool[0], pool[2]
 
     async def run():
-        async with rig(prefill, decode) as made:
+        async with rig(prefill, decode, queue_timeout_s=0.5) as made:
             outputs = start(made, [7, 7, 7], sampling(LONG))
             await token_of(outputs)
             await token_of(outputs)
@@ -904,9 +925,57 @@ def test_draining_engine_gives_way_and_is_not_asked_for_ever():
             rig(max_attempts=2) as made,
         ):
             await made.connect(one.member, other.member)
-            with pytest.raises(SaturatedError):
-                await made.tokens([1])
+            for _ in range(2):
+                with pytest.raises(NotReadyError):
+                    await made.tokens([1])
             assert len(one.received(AddRequest)) == len(other.received(AddRequest)) == 1
+            assert made.pools.num_draining == 2
+
+
+def test_engines_that_drain_cost_a_request_none_of_its_attempts():
+    """Their snapshots are not here yet, as in an update of one replica after the other."""
+
+    def drains(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "draining", "draining")]
+        return []
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            engines = [
+                await stack.enter_async_context(ScriptedEngine("both", f"e{i}", answer))
+                for i, answer in enumerate([drains] * 3 + [finishes])
+            ]
+            made = await stack.enter_async_context(rig(max_attempts=2))
+            await made.connect(*(engine.member for engine in engines))
+            await engines[3].send(snapshot=engines[3].snapshot(1))  # The last that is chosen.
+            await until(lambda: made.pools.snapshot("e3").groups[0].num_empty_slots == 1, "known")
+            assert await made.tokens([1]) == [5]
+            assert [len(engine.received(AddRequest)) for engine in engines] == [1] * 4
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_refused_again_and_again_waits_no_longer_than_any_other():
+    def answer(message):
+        if isinstance(message, AddRequest):
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return []
+
+    async def run():
+        async with ScriptedEngine("both", "e", answer) as engine, rig(queue_timeout_s=0.5) as made:
+            await made.connect(engine.member)
+            task = asyncio.ensure_future(made.tokens([1]))
+            while not task.done():
+                # It says that it has room, and has not.
+                await engine.send(snapshot=engine.snapshot(1))
+                await asyncio.sleep(0.01)
+                assert len(engine.received(AddRequest)) < 1000
+            with pytest.raises(QueueTimeoutError):
+                await task
+            assert len(engine.received(AddRequest)) > 1
+
+    asyncio.run(run())
 
     asyncio.run(run())
 

@@ -467,6 +467,131 @@ def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_coun
     asyncio.run(run())
 
 
+# --- an engine that hands over ----------------------------------------------------------------
+
+
+async def hand_over(engine):
+    """Let an engine drain, with little time left."""
+    leaving = engine.snapshot(num_empty_slots=3, draining=True, hands_over=True)
+    await engine.send(snapshot=leaving)
+
+
+def read(outputs):
+    """Read a stream to its end; what has come of it so far, and the reader."""
+    tokens = []
+
+    async def follow():
+        async for output in outputs:
+            tokens.extend(output.token_ids)
+
+    return tokens, asyncio.ensure_future(follow())
+
+
+async def fill(made, engine):
+    await engine.send(snapshot=engine.snapshot(num_empty_slots=0))
+    incarnation = engine.member.description.incarnation
+    await until(
+        lambda: not made.pools.snapshot(incarnation).groups[0].num_empty_slots, "it is full"
+    )
+
+
+def test_a_stream_that_is_handed_over_goes_on_until_another_engine_has_accepted_it():
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as leaving,
+            ScriptedEngine("both", "d2", silent) as other,
+            rig() as made,
+        ):
+            await made.connect(leaving.member)
+            outputs, request_id = await stream_on(made, leaving)
+            tokens, reader = read(outputs)
+            await made.connect(other.member)
+            await hand_over(leaving)
+            await until(lambda: asked(other), "the other is asked")
+            assert leaving.received(Abort) == [], "it has not answered"
+            await leaving.send(TokenOutput(request_id, 1, [6]))
+            await until(lambda: tokens == [6], "the stream goes on")
+            await other.send(Refused(request_id, "no_slot", "taken"))
+            await leaving.send(TokenOutput(request_id, 2, [7]))
+            await until(lambda: tokens == [6, 7], "a refusal costs it nothing")
+            await other.send(snapshot=other.snapshot(num_empty_slots=4))
+            await until(lambda: asked(other) == 2, "the other is asked anew")
+            await other.send(Accepted(request_id, 0, 0, 0, 1))
+            await until(lambda: other.received(Activate), "the other goes on")
+            assert other.received(Activate)[0].token_ids == [[5, 6, 7]]
+            await leaving.send(TokenOutput(request_id, 3, [9], "length"))
+            await other.send(TokenOutput(request_id, 3, [8], "length"))
+            await answer_of(reader)
+            assert tokens == [6, 7, 8]
+            assert leaving.received(Abort) == [Abort([request_id])]
+            assert made.count("ttserve_router_migrations_total", reason="leaving") == 1
+            queued = "vllm:request_queue_time_seconds_count"
+            assert made.count(queued, model_name="tiny") == 1, "it has waited for a slot once"
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_is_handed_over_stands_before_those_who_came_later():
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as leaving,
+            ScriptedEngine("both", "d2", decodes) as other,
+            rig() as made,
+        ):
+            await made.connect(leaving.member)
+            outputs, request_id = await stream_on(made, leaving)
+            tokens, reader = read(outputs)
+            await made.connect(other.member)
+            await fill(made, leaving)
+            await fill(made, other)
+            late = [ask(made) for _ in range(2)]
+            await until(lambda: made.num_queued == 2, "others wait for a slot")
+            await hand_over(leaving)
+            await until(lambda: made.num_queued == 3, "and so does the stream")
+            await other.send(snapshot=other.snapshot(num_empty_slots=1))
+            await until(lambda: asked(other), "somebody is placed")
+            assert other.received(AddRequest)[0].request.request_id == request_id
+            await answer_of(reader)
+            assert tokens == [6]
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["finished", "left", "lost"])
+def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
+    async def run():
+        async with (
+            ScriptedEngine("both", "d1", accepts) as leaving,
+            ScriptedEngine("both", "d2", silent) as other,
+            rig() as made,
+        ):
+            await made.connect(leaving.member)
+            outputs, request_id = await stream_on(made, leaving)
+            tokens, reader = read(outputs)
+            await made.connect(other.member)
+            await hand_over(leaving)
+            await until(lambda: asked(other), "the other is asked")
+            if end == "finished":
+                await leaving.send(TokenOutput(request_id, 1, [6], "length"))
+                await answer_of(reader)
+            elif end == "left":
+                reader.cancel()
+                await asyncio.wait({reader})
+            else:
+                leaving.die()
+                await until(lambda: asked(other) == 2, "it begins anew")
+                await other.send(Accepted(request_id, 0, 0, 0, 1))
+                await other.send(TokenOutput(request_id, 1, [6], "length"))
+                await answer_of(reader)
+            assert tokens == ([] if end == "left" else [6])
+            await until(lambda: other.received(Abort), "the other is told")
+
+    asyncio.run(run())
+
+
 # --- a real engine whose device hangs ----------------------------------------------------------
 
 
