@@ -13,6 +13,7 @@ nothing before it has seen requests come and end.
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.routing.step_time import StepCosts
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from replicas.messages import EngineDescription
 
 _TRAFFIC, _COST = "traffic_", "cost_"
+_LEARNED = "steps_learned"
 _DP_GROUPS, _SLOTS, _COLD_START_S = "dp_groups", "slots_per_group", "cold_start_s"
 _OLDEST_S = 60.0
 """A report that is older is of a replica that does not answer."""
@@ -38,8 +40,10 @@ _OLDEST_S = 60.0
 
 def ingress_report(router: Router) -> dict[str, float]:
     """What an ingress tells the controller: its counts, and what it has learned of steps."""
-    traffic, costs = router.traffic.as_dict(), router.fleet.pools.common_costs._asdict()
+    pools = router.fleet.pools
+    traffic, costs = router.traffic.as_dict(), pools.common_costs._asdict()
     return {
+        _LEARNED: float(pools.num_steps_learned),
         **{_TRAFFIC + name: value for name, value in traffic.items()},
         **{_COST + name: value for name, value in costs.items()},
     }
@@ -77,12 +81,10 @@ class ApplicationPolicy:
     ) -> tuple[dict[DeploymentID, int], dict[DeploymentID, dict[str, Any]]]:
         """Replicas of each pool; every other deployment is left as it is."""
         counted: dict[str, Traffic] = {}
-        costs = StepCosts()
+        costs, most_learned = StepCosts(), 0.0
         pools: dict[Role, Pool] = {}
         ids: dict[Role, DeploymentID] = {}
-        now_s = 0.0
         for deployment, context in contexts.items():
-            now_s = max(now_s, context.current_time or 0.0)
             role = _ROLES.get(deployment.name)
             if role is not None:
                 pool = _pool(context)
@@ -91,8 +93,11 @@ class ApplicationPolicy:
                 continue
             for replica, values in _latest(context, f"{_TRAFFIC}came").items():
                 counted[replica.unique_id] = Traffic(**_with_prefix(values, _TRAFFIC))
-                # Any that has learned something: they all look at the same engines.
-                costs = max(costs, StepCosts(**_with_prefix(values, _COST)))
+                # They all look at the same engines: whoever has seen most of them knows best.
+                if values[_LEARNED] > most_learned:
+                    costs = StepCosts(**_with_prefix(values, _COST))
+                    most_learned = values[_LEARNED]
+        now_s = time.monotonic()  # Contexts have the wall's time, which may be set.
         if not pools or not counted or now_s - self._looked_s < LOOK_S:
             # Serve keeps the counts of whom the policy does not name.
             return {}, {}

@@ -252,6 +252,11 @@ class PoolState:
         return self._common.known_costs
 
     @property
+    def num_steps_learned(self) -> int:
+        """How many steps `common_costs` was learned from."""
+        return self._common.num_steps
+
+    @property
     def num_open(self) -> int:
         """How many replicas take requests, or will once they move again."""
         return sum(replica.is_open for replica in self._replicas.values())

@@ -1,5 +1,6 @@
 """The policy as Serve's controller has it: found by name, given contexts, and bounded by Serve."""
 
+import time
 import warnings
 
 import pytest
@@ -18,7 +19,7 @@ from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
-from cluster.scaling.policy import LOOK_S
+from cluster.scaling.policy import LOOK_S, Autoscaler
 from tests.cluster.engines import KEYS, make_member
 
 POLICY = "cluster.lifecycle.autoscaling:ApplicationPolicy"
@@ -49,6 +50,14 @@ def policy():
     """As Serve's controller makes it: pickled where it is deployed, with its defaults around it."""
     given = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"ttft_s": 3.0, "tpot_s": 0.1})
     return _apply_app_level_autoscaling_config(given.get_policy()(**given.policy_kwargs))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The controller's time; the wall's is in contexts."""
+    now_s = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    return now_s
 
 
 @pytest.fixture
@@ -82,14 +91,16 @@ def come(router, num):
         router.traffic.end(4000, 200)
 
 
-def test_pools_grow_with_what_ingresses_report(policy, router, monkeypatch):
+def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatch):
     costs = router.fleet.pools.common_costs._replace(
         decode_s=0.04, row_s=1e-3, prompt_s=0.1, prompt_token_s=1e-4
     )
     monkeypatch.setattr(type(router.fleet.pools), "common_costs", costs)
+    monkeypatch.setattr(type(router.fleet.pools), "num_steps_learned", 9)
     targets = {"prefill": 1, "decode": 1}
     for step in range(12):
         come(router, 60)
+        clock[0] += LOOK_S
         decided = ask(policy, router, 1e9 + step * LOOK_S, targets)
         targets = {**targets, **{k: v for k, v in decided.items() if k in targets}}
         assert decided.get("ingress", 1) == 1
@@ -97,10 +108,34 @@ def test_pools_grow_with_what_ingresses_report(policy, router, monkeypatch):
     assert 2 <= targets["decode"] <= 8
 
 
-def test_between_two_looks_every_count_stays(policy, router):
+def test_between_two_looks_every_count_stays(policy, router, clock):
+    targets = {"prefill": 3, "decode": 2}
+    assert ask(policy, router, 1e9, targets) == targets
+    clock[0] += LOOK_S / 2
+    assert ask(policy, router, 1e9 + LOOK_S / 2, targets) == {}
+
+
+def test_a_wall_clock_that_is_set_back_does_not_stop_it(policy, router, clock):
     targets = {"prefill": 3, "decode": 2}
     ask(policy, router, 1e9, targets)
-    assert ask(policy, router, 1e9 + LOOK_S / 2, targets) == {}
+    clock[0] += LOOK_S
+    assert ask(policy, router, 1e9 - 3600.0, targets) == targets
+
+
+def test_costs_are_those_of_the_ingress_that_has_seen_most(policy, router, clock, monkeypatch):
+    """Not of the one that takes them for largest, as one may that has seen only the first steps."""
+    now_s, seen = 1e9, []
+    decide = Autoscaler.decide
+    monkeypatch.setattr(
+        Autoscaler, "decide", lambda self, *given: seen.append(given[2]) or decide(self, *given)
+    )
+    report = ingress_report(router)
+    reports = {
+        "new": {**report, "steps_learned": 3.0, "cost_decode_s": 9.0},
+        "old": {**report, "steps_learned": 500.0, "cost_decode_s": 0.04},
+    }
+    policy(dict([context("ingress", reports, now_s), context("decode", {"d": REPLICA}, now_s)]))
+    assert [costs.decode_s for costs in seen] == [0.04]
 
 
 def test_nothing_changes_before_replicas_and_ingresses_have_reported(policy):
