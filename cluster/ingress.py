@@ -187,7 +187,7 @@ class Ingress:
         num_at_door = 0 if self.router.admission is None else len(self.router.admission)
         self.metrics.num_queued.set(len(self.router.queue) + num_at_door)
         self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
-        self.metrics.num_shut.set(self.fleet.pools.breakers.num_shut)
+        self.metrics.num_shut.set(self.fleet.pools.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         return render(self.metrics, engines, self._config.served_model_name)

@@ -113,10 +113,20 @@ class Breakers:
         breaker = self._breakers.get(incarnation)
         return "closed" if breaker is None else breaker.state
 
+    def until_s(self, incarnation: str) -> float | None:
+        """When an open breaker lets a probe go; None if it is not open."""
+        breaker = self._breakers.get(incarnation)
+        return None if breaker is None else breaker.until_s
+
     @property
-    def num_shut(self) -> int:
-        """Replicas that get nothing new, or one request alone."""
-        return sum(breaker.state != "closed" for breaker in self._breakers.values())
+    def probes(self) -> list[tuple[str, str]]:
+        """(incarnation, request id) of every probe that is under way."""
+        return [(i, b.probe) for i, b in self._breakers.items() if b.probe is not None]
+
+    def check_invariants(self, now_s: float) -> None:
+        """None is open for longer than its time."""
+        for incarnation, breaker in self._breakers.items():
+            assert breaker.until_s is None or now_s <= breaker.until_s, f"{incarnation}: {breaker}"
 
     # Each says whether it has changed who may be placed on.
 

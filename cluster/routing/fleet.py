@@ -123,6 +123,9 @@ class Fleet(Generic[ClientT_co]):
         self._num_failures = 0
         # Set when it is time to look who is there.
         self._look = asyncio.Event()
+        # When a replica is tried again that has failed requests.
+        self._reopenings: dict[str, asyncio.TimerHandle] = {}
+        self.pools.on_shut = self._reopen_at
 
     def __repr__(self) -> str:
         return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
@@ -143,8 +146,7 @@ class Fleet(Generic[ClientT_co]):
                 wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
             now_s = asyncio.get_running_loop().time()
             self.prefixes.expire(now_s)
-            if self.pools.expire(now_s):
-                self.on_change()
+            self._expire(now_s)
             # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
             try:
@@ -209,6 +211,8 @@ class Fleet(Generic[ClientT_co]):
         """Connect to nobody any more; whoever made the client closes it."""
         for task in self._connecting.values():
             task.cancel()
+        for timer in self._reopenings.values():
+            timer.cancel()
 
     def _is_new(self, incarnation: str) -> bool:
         return incarnation not in self._connecting and incarnation not in self.client.incarnations
@@ -226,6 +230,23 @@ class Fleet(Generic[ClientT_co]):
             logger.warning("replica=%s does not move: it gets nothing new", replica)
         self.pools.set_moves(incarnation, moves)
         self.on_change()
+
+    def _reopen_at(self, incarnation: str, until_s: float) -> None:
+        """Let a request try a replica again then, however long discovery takes to answer."""
+        before = self._reopenings.pop(incarnation, None)
+        if before is not None:
+            before.cancel()
+        loop = asyncio.get_running_loop()
+        self._reopenings[incarnation] = loop.call_at(until_s, self._reopen, incarnation, until_s)
+
+    def _reopen(self, incarnation: str, until_s: float) -> None:
+        del self._reopenings[incarnation]
+        # A timer may come early by the clock's resolution.
+        self._expire(max(asyncio.get_running_loop().time(), until_s))
+
+    def _expire(self, now_s: float) -> None:
+        if self.pools.expire(now_s):
+            self.on_change()
 
     def _lose(self, incarnation: str, reason: str) -> None:
         member = self.pools.member(incarnation)

@@ -22,7 +22,7 @@ from replicas.kv_groups import KVGroup
 from replicas.life import LifeState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from cluster.routing.demand import Demand
     from cluster.routing.load import Load
@@ -120,12 +120,15 @@ class PoolState:
         num_snapshots: How many snapshots were taken over so far.
         num_changes: How often there may have been more room since the start.
         breakers: Of replicas that fail requests.
+        on_shut: Called with (incarnation, until when) each time that a breaker opens; whoever has a
+            clock calls `expire` then.
     """
 
     def __init__(self, *, learns_steps: bool = True) -> None:
         self._learns_steps = learns_steps
         self._replicas: dict[str, _Replica] = {}
         self.breakers = Breakers()
+        self.on_shut: Callable[[str, float], None] = lambda _incarnation, _until_s: None
         self._decode = _Side(DECODING, self.breakers, is_whole=False)
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
         # Fitted to the steps of each pool; and to all: what one costs that no pool's have shown.
@@ -196,8 +199,12 @@ class PoolState:
 
     def failed(self, incarnation: str, now_s: float) -> None:
         """A replica failed a request: an error, or no answer; or its connection broke."""
+        was_until_s = self.breakers.until_s(incarnation)
         if self.breakers.failed(incarnation, now_s):
             self._relist()
+        until_s = self.breakers.until_s(incarnation)
+        if until_s is not None and until_s != was_until_s:
+            self.on_shut(incarnation, until_s)
 
     def end(self, request_id: str, incarnation: str) -> None:
         """A request has nothing to do with a replica any more. Idempotent."""
@@ -265,6 +272,11 @@ class PoolState:
     def num_draining(self) -> int:
         """How many replicas take no more requests and still have some."""
         return sum(r.state is LifeState.DRAINING for r in self._replicas.values())
+
+    @property
+    def num_shut(self) -> int:
+        """How many replicas get nothing new, or a probe alone, because they failed requests."""
+        return sum(self.breakers.state(i) != "closed" for i in self._replicas)
 
     @property
     def num_stalled(self) -> int:

@@ -427,7 +427,7 @@ class Run:
 
     def parts(self) -> Iterator[Part]:
         """What engines do for it now."""
-        for leg in (self._legs.prefill, self._legs.decode):
+        for leg in (self._legs.prefill, self._legs.decode, self._legs.heir):
             if leg is not None:
                 yield Part(self._demand, leg.incarnation, leg.mode, leg.state.value, leg.asked_s)
 

@@ -36,6 +36,12 @@ class Stalls:
         """Nobody listens to this stream any more. Idempotent."""
         self._staying.pop(stream, None)
 
+    def check_invariants(self) -> None:
+        """Nobody stays, who was not told, while another engine has room."""
+        if self._staying:
+            stream, demand = next(iter(self._staying.items()))
+            assert stream.away is None or not self._queue.has_room(demand), f"{demand} may go"
+
     def capacity_changed(self) -> None:
         """Tell whoever has stayed longest, and the next, as long as there is room."""
         while self._staying:

@@ -135,6 +135,9 @@ class Invariants:
             ingress.router.queue.check_invariants()
             if ingress.router.admission is not None:
                 ingress.router.admission.admission.check_invariants()
+            ingress.fleet.pools.breakers.check_invariants(now_s)
+            ingress.router.stalls.check_invariants()
+            _check_probes(ingress)
             for link in ingress.fleet.client.links:
                 believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
@@ -173,6 +176,15 @@ class Invariants:
                         f"{link.num_lost} messages of {ingress.name} to {link.host!r} were lost"
                     )
                     _check_view(ingress, link)
+
+
+def _check_probes(ingress: VirtualIngress) -> None:
+    """Whoever tries a replica that has failed requests is still under way there."""
+    probes = ingress.fleet.pools.breakers.probes
+    if probes:
+        asked = {(part.incarnation, part.demand.request_id) for part in ingress.router.parts()}
+        lost = {*probes} - asked - {*ingress.fleet.pools.holds()}
+        assert not lost, f"{ingress.name} waits for probes that are over: {lost}"
 
 
 def _is_idle(host: VirtualHost, now_s: float) -> bool:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import InternalError
+from cluster.routing import breaker
 from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
 from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
 from tests.cluster.engines import ScriptedEngine, rig, until
@@ -110,5 +111,33 @@ def test_an_engine_whose_connection_breaks_again_and_again_is_given_a_rest():
                 made.client._lost(link, "its connection broke")
             await made.connect(engine.member)
             assert {view.incarnation for view in made.pools.decode_views()} == {"other"}
+
+    asyncio.run(run())
+
+
+def test_a_breaker_opens_when_its_time_is_over_though_nobody_says_who_is_there(monkeypatch):
+    """Discovery may take for ever to answer; and an engine that is gone is shut out no more."""
+    monkeypatch.setattr(breaker, "FIRST_OPEN_S", 0.2)
+    error = ["its device is broken"]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "bad", answering(error)) as bad,
+            ScriptedEngine("both", "good", answering([])) as good,
+            rig(policy="most_empty_slots") as made,
+        ):
+            await preferred(made, bad, good)
+            for _ in range(THRESHOLD):
+                with pytest.raises(InternalError):
+                    await made.tokens([1])
+            assert made.pools.num_shut == 1
+            await until(lambda: made.pools.breakers.state("bad") == "half_open", "due")
+            with pytest.raises(InternalError):
+                await made.tokens([1])
+            assert made.pools.breakers.state("bad") == "open"
+            await until(lambda: made.pools.breakers.state("bad") == "half_open", "due again")
+            bad.die()
+            await until(lambda: made.lost == ["bad"], "lost")
+            assert made.pools.num_shut == 0
 
     asyncio.run(run())
