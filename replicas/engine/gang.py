@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.keys import KeyRing
     from replicas.config import EngineConfig, GangConfig
+    from replicas.engine.pulse import Pulse
     from replicas.gang.wire import Down, Up
     from replicas.generators.protocol import CpuDevice, SupportsGang
 
@@ -96,16 +98,17 @@ class GangRank:
 
     def idle(self) -> None:
         """Say that this rank has no batch, unless that was said."""
-        self._declare(works=False)
+        self._declare(0)
 
-    def compute(self, serve: Callable[[], None]) -> None:
-        """Return when the rank's batch is to be computed; until then `serve` others' turns."""
-        self._declare(works=True)
-        while not self._rank.take(self._turns.get()):
-            serve()
-            self._declare(works=True)
+    def compute(self, num_tokens: int, serve: Callable[[Turn], None]) -> Turn:
+        """The turn that the rank's batch is computed in; until then `serve` others' turns."""
+        self._declare(num_tokens)
+        while not self._rank.take(turn := self._turns.get()):
+            serve(turn)
+            self._declare(num_tokens)
+        return turn
 
-    def follow(self, serve: Callable[[], None]) -> None:
+    def follow(self, serve: Callable[[Turn], None]) -> None:
         """`serve` the others' turn that has started, if there is one."""
         try:
             turn = self._turns.get_nowait()
@@ -113,14 +116,14 @@ class GangRank:
             return
         if self._rank.take(turn):
             raise LockstepError(f"{turn} starts without the batch of rank {self._config.rank}")
-        serve()
+        serve(turn)
 
     def drained(self) -> None:
         """Say that no request is left here; the rank serves on until none is left anywhere."""
         self._send(Drained())
 
-    def _declare(self, *, works: bool) -> None:
-        said = self._rank.declare(works=works)
+    def _declare(self, num_tokens: int) -> None:
+        said = self._rank.declare(num_tokens)
         if said is not None:
             self._send(said)
 
@@ -142,7 +145,7 @@ class GangRank:
             match said:
                 case Turn():
                     self._turns.put(said)
-                    if not said.works[self._config.rank]:
+                    if not said.num_tokens[self._config.rank]:
                         self._wake()
                 case Complete():
                     self._complete.put(said)
@@ -212,28 +215,22 @@ class GangExecutor:
     """Runs one worker on the caller's thread, and its batches in the gang's turns.
 
     Args:
-        config: The engine's configuration.
-        incarnation: Random id of this start.
-        notify: As for `UniProcExecutor`.
-        progress: As for `UniProcExecutor`.
+        worker: The worker.
         gang: The way to the others.
+        pulse: Is told of every turn what the largest batch in it is: so long it takes all ranks.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        incarnation: str,
-        notify: Callable[[], None],
-        progress: Callable[[str, float], None],
-        gang: GangRank,
-    ) -> None:
+    def __init__(self, worker: GangWorker, gang: GangRank, pulse: Pulse) -> None:
+        self._worker = worker
         self._gang = gang
-        self._worker = GangWorker(config, incarnation, notify, progress, gang)
+        self._pulse = pulse
 
-    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
         """See `Executor`; a step with a batch waits for its turn."""
         if method == "submit_step" and args[0] is not None:
-            self._gang.compute(self._worker.serve)
+            # To wait for a turn is none: it says nothing of how long one takes.
+            self._pulse.compute(0)
+            self._begin(self._gang.compute(args[0].num_tokens, self._serve))
         return [getattr(self._worker, method)(*args)]
 
     def drained(self) -> None:
@@ -246,4 +243,13 @@ class GangExecutor:
 
     def follow(self) -> None:
         """Take part in the others' turn, if one has started."""
-        self._gang.follow(self._worker.serve)
+        self._gang.follow(self._serve)
+
+    def _serve(self, turn: Turn) -> None:
+        self._begin(turn)
+        self._worker.serve()
+        self._pulse.work(time.monotonic())
+
+    def _begin(self, turn: Turn) -> None:
+        self._pulse.work(time.monotonic())
+        self._pulse.compute(turn.largest)

@@ -235,7 +235,7 @@ def main() -> None:
     with contextlib.closing(SignalSender(faults)):
         try:
             door = Door(arguments)
-            executor, gang = _make_executor(arguments, inbox, tell, tell_of_start)
+            executor, gang = _make_executor(arguments, inbox, pulse, tell, tell_of_start)
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
@@ -268,6 +268,7 @@ def main() -> None:
 def _make_executor(
     arguments: EngineArguments,
     inbox: Inbox,
+    pulse: Pulse,
     tell: Callable[[EngineReport], None],
     tell_of_start: Callable[[EngineReport], None],
 ) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
@@ -283,7 +284,7 @@ def _make_executor(
     if config.gang is None:
         return UniProcExecutor(config, arguments.incarnation, notify, progress), None
     # Nobody else loads it.
-    from replicas.engine.gang import GangExecutor, GangRank
+    from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
     rank = GangRank(
         config.gang, config.keys, arguments.host,
@@ -291,7 +292,8 @@ def _make_executor(
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),
     )  # fmt: skip
-    gang = GangExecutor(config, arguments.incarnation, notify, progress, rank)
+    worker = GangWorker(config, arguments.incarnation, notify, progress, rank)
+    gang = GangExecutor(worker, rank, pulse)
     return gang, gang
 
 

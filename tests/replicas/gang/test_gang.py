@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kv_transfer.keys import KeyRing
@@ -21,6 +24,7 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
 from tests.replicas.gang.gangs import gang
+from tests.replicas.slow_generators import MANY_TOKENS
 
 pytestmark = pytest.mark.process
 
@@ -34,10 +38,10 @@ ENDS_S = 20.0
 
 def config(**changes):
     settings = {
-        "max_model_len": 256, "max_batch_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16,
-        **changes,
+        "model": model_folder("qwen3-moe"), "max_model_len": 256, "max_batch_size": 4,
+        "num_blocks": 40, "max_num_batched_tokens": 16, **changes,
     }  # fmt: skip
-    return make_config(model_folder("qwen3-moe"), **settings)
+    return make_config(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,27 @@ def test_an_idle_gang_takes_no_turn_and_a_request_to_any_rank_wakes_all(pair, al
     time.sleep(0.2)
     assert run_all(handles[:1], GREEDY) == alone[GREEDY]
     assert hub.num_waves >= waves + 2
+
+
+def test_a_long_prompt_of_one_rank_is_no_stall_of_another(tmp_path, caplog):
+    folder = Path(shutil.copytree(model_folder("qwen3-moe"), tmp_path / "long"))
+    described = msgspec.json.decode((folder / "config.json").read_bytes())
+    described["max_position_embeddings"] = 4096
+    (folder / "config.json").write_bytes(msgspec.json.encode(described))
+    slow = config(
+        model=str(folder), generator="tests.replicas.slow_generators:LateWithMany",
+        max_model_len=4096, max_num_batched_tokens=4096, num_blocks=140,
+    )  # fmt: skip
+    prompt = [7 * i % 149 for i in range(MANY_TOKENS)]
+    with gang(slow, 2) as (hub, handles):
+
+        async def run():
+            async with clients(handles[:1]) as (client,):
+                return await tokens(client, handles[0], "r", prompt, GREEDY)
+
+        assert len(asyncio.run(run())) == GREEDY.max_tokens
+    assert hub.num_turns == GREEDY.max_tokens
+    assert not [r for r in caplog.records if "stalls" in r.getMessage()]
 
 
 @pytest.mark.slow
