@@ -110,14 +110,14 @@ class PoolReplica:
         context = serve.get_replica_context()
         rank = context.rank.rank if config.fault_plan.faults else 0
         keys = deployment_keys(config, context.app_name)
-        gang, self._hub = find_gang(context.gang_context, keys, host)
-        engine = replica_engine(config, role, rank, host=host, keys=keys, gang=gang)
-        self._engine = start_engine(
-            engine,
-            host=host,
-            env=engine_environment(engine, environment),
-            progress=self._show_progress,
-        )
+        with find_gang(context.gang_context, keys, host) as (gang, self._hub):
+            engine = replica_engine(config, role, rank, host=host, keys=keys, gang=gang)
+            self._engine = start_engine(
+                engine,
+                host=host,
+                env=engine_environment(engine, environment),
+                progress=self._show_progress,
+            )
         self._cold_start_s = time.monotonic() - began_s
         self._life.become(LifeState.READY)
         self._engine.call_at_exit(self._on_engine_exit)
