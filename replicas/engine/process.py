@@ -87,7 +87,8 @@ MAX_MESSAGES_PER_STEP = 4096
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 
-_MAX_DOING_CHARS = 2000
+_MAX_DOING_BYTES = 2000
+"""Several threads write to the parent's pipe, which keeps a line whole that has 4,096 at most."""
 
 _START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
 """What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
@@ -367,7 +368,8 @@ def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
         state = repr(core)
     except RuntimeError:  # it moves again, and has changed what was looked at
         state = "its state changes"
-    return f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"[:_MAX_DOING_CHARS]
+    doing = f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"
+    return doing.encode()[:_MAX_DOING_BYTES].decode(errors="ignore")
 
 
 def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
