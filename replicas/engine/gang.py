@@ -35,11 +35,12 @@ from replicas.gang.wire import (
 from replicas.generators.torch.exchange import GlooExchange, open_store, reach_store
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
-    from kv_transfer.keys import KeyRing
-    from replicas.config import EngineConfig, GangConfig
+    from replicas.config import EngineConfig
     from replicas.engine.pulse import Pulse
+    from replicas.engine.reports import EngineArguments
     from replicas.gang.wire import Down, Up
     from replicas.generators.protocol import CpuDevice, SupportsGang
 
@@ -51,50 +52,58 @@ class GangRank:
     """The way to the gang: what this rank says, and the turns that it hears.
 
     Args:
-        config: Its place in the gang.
-        keys: The deployment's secrets.
-        host: This host's address for the other ranks.
+        arguments: With which the engine was started; its configuration has a place in a gang.
+        pulse: Of its core thread, for the hub to know who it is that hangs.
         wake: Called from another thread when the others' turn starts.
         on_loss: Called once, from another thread, with why the gang has ended.
-        on_drained: Called from another thread once no rank has a request left.
-
-    Raises:
-        GangLostError: There is no such gang.
+        on_drained: Called from another thread once no rank has a request left; from then on the
+            others may end, which is no loss.
     """
 
     def __init__(
         self,
-        config: GangConfig,
-        keys: KeyRing,
-        host: str,
+        arguments: EngineArguments,
+        pulse: Pulse,
         *,
         wake: Callable[[], None],
         on_loss: Callable[[str], None],
         on_drained: Callable[[], None],
     ) -> None:
-        self._config = config
-        self._host = host
+        assert arguments.config.gang is not None
+        self._config = arguments.config.gang
+        self._keys = arguments.config.keys
+        self._host = arguments.host
+        self._pulse = pulse
         self._wake = wake
         self._on_loss = on_loss
         self._on_drained = on_drained
-        self._rank = Rank(config.rank)
+        self._rank = Rank(self._config.rank)
         self._watch = SilenceWatch(1, SILENT_LOOKS)
         self._complete: queue.SimpleQueue[Complete] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._loss: str | None = None
+        self._is_drained = False
         self._is_lost = threading.Event()
         self._sending = threading.Lock()
-        self._connection = connect(config.hub, keys, config.name)
+        self._connection: socket.socket
 
     def join(self) -> GlooExchange:
-        """Wait for all ranks, and connect with them."""
+        """Wait for all ranks, and connect with them.
+
+        Raises:
+            GangLostError: There is no such gang.
+        """
         store, at = open_store(self._host) if self._config.rank == 0 else (None, "")
+        self._connection = connect(self._config.hub, self._keys, self._config.name)
         self._send(Join(self._config.rank, at))
         for work in (self._hear, self._beat):
             threading.Thread(target=work, name="gang", daemon=True).start()
         complete = self._complete.get()
         store = store or reach_store(complete.store)
-        return GlooExchange(store, self._config.rank, self._config.size, self._host, self._explain)
+        return GlooExchange(
+            store, self._config.rank, self._config.size, self._host, self._explain,
+            self._pulse.waiting,
+        )  # fmt: skip
 
     def idle(self) -> None:
         """Say that this rank has no batch, unless that was said."""
@@ -103,7 +112,7 @@ class GangRank:
     def compute(self, num_tokens: int, serve: Callable[[Turn], None]) -> Turn:
         """The turn that the rank's batch is computed in; until then `serve` others' turns."""
         self._declare(num_tokens)
-        while not self._rank.take(turn := self._turns.get()):
+        while not self._rank.take(turn := self._next_turn()):
             serve(turn)
             self._declare(num_tokens)
         return turn
@@ -121,6 +130,10 @@ class GangRank:
     def drained(self) -> None:
         """Say that no request is left here; the rank serves on until none is left anywhere."""
         self._send(Drained())
+
+    def _next_turn(self) -> Turn:
+        with self._pulse.waiting():
+            return self._turns.get()
 
     def _declare(self, num_tokens: int) -> None:
         said = self._rank.declare(num_tokens)
@@ -150,6 +163,7 @@ class GangRank:
                 case Complete():
                     self._complete.put(said)
                 case Drained():
+                    self._is_drained = True
                     self._on_drained()
                 case Loss(rank, reason):
                     self._end(f"rank {rank} was lost: {reason}")
@@ -160,14 +174,16 @@ class GangRank:
         while not self._is_lost.wait(BEAT_S):
             if self._watch.look():
                 self._end(f"its hub was silent for {BEAT_S * SILENT_LOOKS:g} s")
+            is_own = self._pulse.count % 2 == 1
+            stalled_s = self._pulse.stalled_s(time.monotonic()) if is_own else 0.0
             try:
                 with self._sending:
-                    send(self._connection, Beat())
+                    send(self._connection, Beat(stalled_s))
             except OSError:  # the other thread says why
                 return
 
     def _end(self, reason: str) -> None:
-        if not self._is_lost.is_set():
+        if not self._is_lost.is_set() and not self._is_drained:
             self._loss = f"the gang {self._config.name} has ended: {reason}"
             self._is_lost.set()
             self._on_loss(self._loss)

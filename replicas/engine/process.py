@@ -288,7 +288,7 @@ def _make_executor(
     from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
     rank = GangRank(
-        config.gang, config.keys, arguments.host,
+        arguments, pulse,
         wake=lambda: inbox.put((b"", TURN_DUE)),
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),

@@ -2,12 +2,12 @@
 
 The experts of a mixture-of-experts model are shared out over the ranks of a gang, so every forward
 pass is a collective of them all: it happens on all ranks or, where it has begun, never ends. Each
-rank *declares*, once for each turn, how many tokens its batch has, if it has one. Once all have, and one has a batch, the
-turn starts, and a rank without one serves the others' (an idle pass). While nobody has a batch no
-turn starts: a *wave* of turns is over, the gang is paused, and every rank has said that it would
-serve. So the first batch, whoever has it, begins the next wave with nobody else being asked. A rank
-that said that it had none may say otherwise until the turn starts; what the turn says of a rank
-counts, not what the rank has by then.
+rank *declares*, once for each turn, how many tokens its batch has, if it has one. Once all have,
+and one has a batch, the turn starts, and a rank without one serves the others' (an idle pass).
+While nobody has a batch no turn starts: a *wave* of turns is over, the gang is paused, and every
+rank has said that it would serve. So the first batch, whoever has it, begins the next wave with
+nobody else being asked. A rank that said that it had none may say otherwise until the turn starts;
+what the turn says of a rank counts, not what the rank has by then.
 
 Source: what vLLM's data-parallel engines do with waves and dummy batches; there the ranks agree
 every few steps, here in each, by one message up and one down.
@@ -131,12 +131,13 @@ class Waves:
         return is_new and len(self._drained) == len(self._declared)
 
     def lose(self, rank: int, reason: str) -> Loss | None:
-        """A rank is no more, or says that it cannot go on.
+        """A rank is no more, or nothing is heard of it.
 
         Returns:
-            What every rank is to be told; None if they have been told already.
+            What every rank is to be told; None if they have been told already, or if they are all
+            drained: then they end as they should.
         """
-        if self.loss is not None:
+        if self.loss is not None or len(self._drained) == len(self._declared):
             return None
         self.loss = Loss(rank, reason)
         return self.loss

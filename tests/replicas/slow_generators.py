@@ -69,6 +69,18 @@ class LateWithMany(TorchGenerator):
         return super()._forward(batch, *args, **kwargs)
 
 
+class HangsServing(TorchGenerator):
+    """Does not return from the fifth time that it serves other ranks of its gang."""
+
+    num_served = 0
+
+    def forward_idle(self):
+        self.num_served += 1
+        if self.num_served == HANGS_AT:
+            threading.Event().wait()
+        super().forward_idle()
+
+
 class Slow(_Counting):
     """Takes long over every pass, and holds the interpreter for half of it."""
 

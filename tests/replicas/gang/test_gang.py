@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, GangLostError
+from replicas.gang import wire
 from replicas.gang.hub import GangHub
 from replicas.gang.wire import connect
 from replicas.messages import AddRequest, EngineRequest, TokenOutput
@@ -32,6 +34,8 @@ PROMPTS = [[5, 9, 3], list(range(1, 38)), [11], [7 * i % 149 for i in range(1, 2
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, seed=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
 LONG = SamplingParams(max_tokens=240, temperature=0.0, seed=0, ignore_eos=True)
+HANGS_S = 9.0
+"""When a step of an engine hangs: more than the first of its size may take before it stalls."""
 ENDS_S = 20.0
 """Longest time for all ranks to be told of a loss; five seconds of silence count as one."""
 
@@ -158,7 +162,7 @@ def test_a_long_prompt_of_one_rank_is_no_stall_of_another(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_gang_drains_as_one(alone):
-    with gang(config(), 2) as (_, handles):
+    with gang(config(), 2) as (hub, handles):
 
         async def run():
             async with clients(handles) as opened:
@@ -174,6 +178,10 @@ def test_a_gang_drains_as_one(alone):
                 return found
 
         assert asyncio.run(run()) == alone[GREEDY][1]
+        for handle in handles:
+            handle.stop()
+        assert [handle.wait() for handle in handles] == [0, 0]
+        assert hub.loss is None
 
 
 def lose(size, rank, deed, *, is_idle):
@@ -217,6 +225,28 @@ def test_a_rank_that_is_lost_ends_all_with_the_same_error(deed, is_idle):
     assert all(f"rank 1 was lost: {reason}" in failure for failure in failures)
 
 
+def test_of_a_rank_that_hangs_all_are_told_and_nobody_is_blamed_for_waiting():
+    hangs = config(
+        generator="tests.replicas.slow_generators:HangsServing", step_timeout_s=HANGS_S
+    )  # fmt: skip
+    with gang(hangs, 2) as (hub, handles):
+
+        async def run():
+            async with clients(handles[:1]) as (client,):
+                with pytest.raises(EngineDeadError):
+                    await tokens(client, handles[0], "r", PROMPTS[0], GREEDY)
+
+        asyncio.run(run())
+        for handle in handles:
+            ended = threading.Event()
+            handle.call_at_exit(lambda _code, ended=ended: ended.set())
+            assert ended.wait(ENDS_S)
+        assert hub.loss.rank == 1
+        assert "s in one step" in hub.loss.reason
+        assert f"rank 1 was lost: {hub.loss.reason}" in str(handles[0].failure)
+        assert "a step did not end" in str(handles[1].failure)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
 def test_of_four_ranks_none_outlives_the_first(deed):
@@ -247,3 +277,26 @@ def test_a_hub_lets_in_only_who_holds_a_secret():
     with socket.socket() as probe:
         port = int(hub.address.rpartition(":")[2])
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def is_hung_up(connection):
+    """Whether the other end is gone, found out by one more byte."""
+    try:
+        connection.send(b"x")
+        return not connection.recv(64)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_who_greets_byte_by_byte_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(wire, "PROVE_S", 0.5)
+    hub = GangHub("g", 2, KeyRing((b"k" * 32,)))
+    host, _, port = hub.address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port))) as slow:
+            slow.settimeout(0.1)
+            assert any(is_hung_up(slow) for _ in range(int(ENDS_S / 0.1))), "the hub waits on"
+    finally:
+        hub.close()

@@ -239,6 +239,7 @@ def test_after_a_loss_no_turn_starts():
 def test_a_gang_is_drained_when_its_last_rank_is():
     waves = Waves(2)
     assert [waves.drain(rank) for rank in (1, 1, 0, 0)] == [False, False, True, False]
+    assert waves.lose(1, "it has ended") is None
 
 
 def test_a_rank_is_silent_after_so_many_looks_and_who_looks_late_accuses_nobody():
