@@ -32,6 +32,7 @@ from replicas.engine.pulse import STALL_S, first_turn_s
 from replicas.engine.reports import (
     DRAIN_LINE,
     HAND_OVER_LINE,
+    PROBE_LINE,
     STOP_S,
     EngineArguments,
     EngineReport,
@@ -188,6 +189,10 @@ class EngineHandle:
                 if self.drained.wait(_LOOK_DRAINED_S):
                     return True
         return self.drained.is_set() and self.is_alive
+
+    def probe(self) -> None:
+        """Let an engine without requests take a step, and return: if it hangs it is killed."""
+        self._say(PROBE_LINE)
 
     def _say(self, line: bytes) -> bool:
         """Tell the engine something; False if it has ended, or was stopped."""

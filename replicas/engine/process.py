@@ -43,6 +43,7 @@ from replicas.engine.fault_injection import (
 from replicas.engine.inbox import (
     DRAIN,
     HAND_OVER,
+    PROBE,
     STOP,
     TURN_DUE,
     WAKE,
@@ -50,6 +51,7 @@ from replicas.engine.inbox import (
     Drain,
     HandOver,
     Inbox,
+    Probe,
     Stop,
     TurnDue,
     Unreadable,
@@ -61,6 +63,7 @@ from replicas.engine.pulse import Pulse
 from replicas.engine.reports import (
     DRAIN_LINE,
     HAND_OVER_LINE,
+    PROBE_LINE,
     EngineArguments,
     EngineReport,
 )
@@ -195,6 +198,8 @@ class EngineProcess:
                 self._is_draining = True
             case HandOver():
                 self._server.hand_over()
+            case Probe():
+                self._server.core.probe()
             case Stop():
                 self._stopped = True
             case _:
@@ -390,6 +395,8 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
             inbox.put((b"", DRAIN))
         if HAND_OVER_LINE in lines:
             inbox.put((b"", HAND_OVER))
+        if PROBE_LINE in lines:
+            inbox.put((b"", PROBE))
     _ask_to_stop(inbox, faults)
     # One that is to cling does so for longer than its parent waits, and not for ever: whatever
     # happens to the parent, nothing of it is to be left.
