@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 _SCRAPE_TIMEOUT_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
+_PROBE_TIMEOUT_S = 20.0
+"""A step may have a long prompt; SGLang waits as long."""
 MIN_ASK_INTERVAL_S = 0.5
 """Between two rounds of questions to every engine, of one kind."""
 
@@ -87,6 +89,7 @@ class Ingress:
         self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
         self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
+        self._probes = Shared(self._probe, MIN_ASK_INTERVAL_S)
         self._created_s = int(time.time())
         self._was_complete = False
 
@@ -140,6 +143,10 @@ class Ingress:
         """What moves between the replicas now; one that does not answer soon is silent."""
         return await self._looks.get()
 
+    async def probe(self) -> dict[str, bool]:
+        """Of every replica whether it has ended a step while it was waited for."""
+        return await self._probes.get()
+
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
         return await self._slot_looks.get()
@@ -178,6 +185,7 @@ class Ingress:
         self._scrapes.close()
         self._looks.close()
         self._slot_looks.close()
+        self._probes.close()
         self.fleet.close()
         await self.fleet.client.close()
         if self._route_log is not None:
@@ -194,6 +202,10 @@ class Ingress:
 
     async def _look(self) -> TransfersView:
         return transfers_view(await self._ask_all(self.fleet.client.kv_transfers, _LOOK_TIMEOUT_S))
+
+    async def _probe(self) -> dict[str, bool]:
+        answers = await self._ask_all(self.fleet.client.probe, _PROBE_TIMEOUT_S)
+        return {member.replica_id: answer is not None for member, answer in answers}
 
     async def _ask_all(
         self, ask: Callable[[str], Awaitable[T]], timeout_s: float

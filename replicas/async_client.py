@@ -166,6 +166,14 @@ class AsyncMPClient:
         """
         return msgspec.convert(await self._call(incarnation, "metrics"), EngineMetrics)
 
+    async def probe(self, incarnation: str) -> bool:
+        """Return once the engine has ended a step, which it takes also without a request.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "probe"), bool)
+
     async def kv_transfers(self, incarnation: str) -> KVTransfers:
         """The KV transfers of an engine that are under way.
 

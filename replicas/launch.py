@@ -32,6 +32,7 @@ from replicas.engine.pulse import STALL_S, first_turn_s
 from replicas.engine.reports import (
     DRAIN_LINE,
     HAND_OVER_LINE,
+    PROBE_LINE,
     STOP_S,
     EngineArguments,
     EngineReport,
@@ -71,7 +72,9 @@ class HangWatch:
     Counts its own looks and reads no clock: a machine that slept must not end its engines.
 
     Args:
-        timeout_s: How long a step may take, and how long no beat may come; rounded up to looks.
+        timeout_s: How long a step may take, and how long no beat may come; rounded up to looks. A
+            step that waits for other engines may take twice as long: who holds them all up is
+            ended first, and the others hear of that.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -80,20 +83,23 @@ class HangWatch:
         self._num_looks_in_step = 0
         self._num_looks_without_beat = 0
 
-    def look(self, beats: Sequence[int]) -> Hang | None:
+    def look(self, beats: Sequence[int], *, stalls: bool = False) -> Hang | None:
         """Take the beats since the last look, `LOOK_S` ago; says whether the engine hangs.
 
         Args:
             beats: Values of `Pulse.count`, in order.
+            stalls: Whether it has said that it does, with the last of them.
         """
         self._num_looks_without_beat = 0 if beats else self._num_looks_without_beat + 1
         count = beats[-1] if beats else self._count
-        is_same_step = count == self._count and count % 2 == 1
+        works = count % 2 == 1
+        is_same_step = count == self._count and (works or stalls)
         self._num_looks_in_step = self._num_looks_in_step + 1 if is_same_step else 0
         self._count = count
         if self._num_looks_without_beat >= self._max_looks:
             return "frozen"
-        return "step" if self._num_looks_in_step >= self._max_looks else None
+        max_looks = self._max_looks if works else 2 * self._max_looks
+        return "step" if self._num_looks_in_step >= max_looks else None
 
 
 class EngineHandle:
@@ -121,6 +127,7 @@ class EngineHandle:
     ) -> None:
         self._process = process
         self._stop_s = stop_s
+        self._watcher: threading.Thread | None = None
         self.description = description
         self.keys = keys
         self.drained = threading.Event()
@@ -136,12 +143,30 @@ class EngineHandle:
         return self._process.wait()
 
     def call_at_exit(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(exit code)` from a thread of its own once the process has ended."""
+        """Call `callback(exit code)` from a thread of its own once the process has ended.
+
+        Whatever it said before that is known by then.
+        """
 
         def watch() -> None:
-            callback(self._process.wait())
+            code = self._process.wait()
+            if self._watcher is not None:
+                self._watcher.join()
+            callback(code)
 
         threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+    def watch(
+        self, reports: _Reports, process_fd: int, dump_fd: int, step_timeout_s: float
+    ) -> None:
+        """Hear the process from now on, and kill it if it hangs; the descriptors are owned."""
+        self._watcher = threading.Thread(
+            target=_watch_for_hang,
+            args=(self, self._process, reports, process_fd, dump_fd, step_timeout_s),
+            name="engine-hang-watch",
+            daemon=True,
+        )
+        self._watcher.start()
 
     def drain(self, timeout_s: float) -> bool:
         """Let the engine take no more requests, and wait until those that it has are done.
@@ -164,6 +189,10 @@ class EngineHandle:
                 if self.drained.wait(_LOOK_DRAINED_S):
                     return True
         return self.drained.is_set() and self.is_alive
+
+    def probe(self) -> None:
+        """Let an engine without requests take a step, and return: if it hangs it is killed."""
+        self._say(PROBE_LINE)
 
     def _say(self, line: bytes) -> bool:
         """Tell the engine something; False if it has ended, or was stopped."""
@@ -192,28 +221,39 @@ def _watch_for_hang(
     handle: EngineHandle,
     process: subprocess.Popen[bytes],
     reports: _Reports,
+    process_fd: int,
     dump_fd: int,
     timeout_s: float,
 ) -> None:
     """Kill the process if it hangs. Runs on a thread of its own until the process ends."""
     watch = HangWatch(timeout_s)
-    stalls = StallReports(process.pid, dump_fd, LOOK_S, STALL_S)
+    stalls = StallReports(process.pid, process_fd, dump_fd, LOOK_S, STALL_S)
+    ended = select.poll()
+    ended.register(process_fd, select.POLLIN)
     with reports, contextlib.closing(stalls):
-        while process.poll() is None:
-            time.sleep(LOOK_S)
-            said = reports.read(0.0) or []
-            if any(report.is_drained for report in said):
-                handle.drained.set()
-            for report in said:
-                if report.failed is not None:
-                    handle.failure = EngineDeadError(report.failed)
+        while not ended.poll(LOOK_S * 1000):
+            said = _hear(handle, reports)
             stalls.look(said)
-            hang = watch.look([r.beat for r in said if r.beat is not None])
-            if hang is not None and process.poll() is None:
+            beats = [report.beat for report in said if report.beat is not None]
+            hang = watch.look(beats, stalls=stalls.is_stalled)
+            if hang is not None and not ended.poll(0):
                 # Before the process ends: whoever notices that must find out why.
                 handle.failure = _hang_error(hang, timeout_s)
                 process.kill()
                 return
+        # Its last words, as why it ended.
+        _hear(handle, reports)
+
+
+def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
+    """What the engine has said since the last time."""
+    said = reports.read(0.0) or []
+    if any(report.is_drained for report in said):
+        handle.drained.set()
+    for report in said:
+        if report.failed is not None:
+            handle.failure = EngineDeadError(report.failed)
+    return said
 
 
 def _hang_error(hang: Hang, timeout_s: float) -> EngineDeadError:
@@ -252,6 +292,8 @@ def start_engine(
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
     process, reports, ready_fd, dump_fd = _spawn(environment)
+    # Before anybody may wait for it, and its number be another's.
+    process_fd = os.pidfd_open(process.pid)
     arguments = EngineArguments(
         config=config,
         incarnation=secrets.token_hex(8),
@@ -268,17 +310,13 @@ def start_engine(
     except BaseException:
         reports.close()
         os.close(dump_fd)
+        os.close(process_fd)
         process.kill()
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
     assert ready.ready is not None
     handle = EngineHandle(process, ready.ready, config.keys, stop_timeout_s(config))
-    threading.Thread(
-        target=_watch_for_hang,
-        args=(handle, process, reports, dump_fd, step_timeout_s(config, ready.warm_up_s)),
-        name="engine-hang-watch",
-        daemon=True,
-    ).start()
+    handle.watch(reports, process_fd, dump_fd, step_timeout_s(config, ready.warm_up_s))
     return handle
 
 

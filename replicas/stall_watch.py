@@ -68,22 +68,30 @@ class StallReports:
     """Logs each stall of one engine once: what it was doing, and its stacks. Owner of their file.
 
     Args:
-        process_id: The engine's.
+        process_id: The engine's, for a person.
+        process_fd: The same as a descriptor, which is never another's; owned from now on.
         dump_fd: The file that it writes its stacks to; owned from now on.
         look_s: Seconds from one look to the next.
         stall_s: How long it may be silent before it stalls.
     """
 
-    def __init__(self, process_id: int, dump_fd: int, look_s: float, stall_s: float) -> None:
+    def __init__(
+        self, process_id: int, process_fd: int, dump_fd: int, look_s: float, stall_s: float
+    ) -> None:
         self._process_id = process_id
+        self._process_fd = process_fd
         self._dump_fd = dump_fd
         self._look_s = look_s
         self._watch = StallWatch(math.ceil(stall_s / look_s))
-        self._num_read = 0
         self._num_looks = 0
         self._doing = ""
         # A dump is read one look after it was asked for: by then it is written.
         self._is_asked = False
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it stalls, as far as was heard."""
+        return self._watch.is_stalled
 
     def look(self, said: Sequence[EngineReport]) -> None:
         """Take what the engine has said since the last look."""
@@ -110,6 +118,7 @@ class StallReports:
         if self._is_asked:
             self._tell_dump()
         os.close(self._dump_fd)
+        os.close(self._process_fd)
 
     def _begin(self) -> None:
         state = kernel_state(self._process_id)
@@ -119,15 +128,17 @@ class StallReports:
         )  # fmt: skip
         # One that is stopped would answer when it goes on, which nobody wants to know.
         if not state.startswith("T"):
+            # Both ends of the file share one position: the last dump is told, and need not stay.
+            os.ftruncate(self._dump_fd, 0)
+            os.lseek(self._dump_fd, 0, os.SEEK_SET)
             try:
-                os.kill(self._process_id, DUMP_SIGNAL)
+                signal.pidfd_send_signal(self._process_fd, DUMP_SIGNAL)
             except ProcessLookupError:
                 return
             self._is_asked = True
 
     def _tell_dump(self) -> None:
-        raw = os.pread(self._dump_fd, MAX_DUMP_BYTES, self._num_read)
-        self._num_read = os.fstat(self._dump_fd).st_size
+        raw = os.pread(self._dump_fd, MAX_DUMP_BYTES, 0)
         stacks = raw.decode(errors="replace") or "it did not answer"
         logger.warning("stacks of engine pid=%d:\n%s", self._process_id, stacks)
 

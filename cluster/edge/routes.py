@@ -135,6 +135,9 @@ class Backend(Protocol):
     async def transfers(self) -> TransfersView:
         """What moves between the replicas now."""
 
+    async def probe(self) -> dict[str, bool]:
+        """Of every replica whether it has ended a step while it was waited for."""
+
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
 
@@ -172,6 +175,7 @@ def create_app(
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health", routes.health),
+            Route("/health_generate", routes.health_generate),
             Route("/live", routes.live),
             Route("/metrics", routes.metrics),
             Route("/kv", routes.kv),
@@ -296,6 +300,18 @@ class _Routes:
         if is_ready:
             return json_response({"status": "degraded", "reason": reason}) if reason else Response()
         return json_response({"status": "not ready", "reason": reason}, 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """As SGLang names it: what `/health` believes is found out by a step of every replica."""
+        del request
+        steps = await self._backend.probe()
+        status = "degraded" if any(steps.values()) else "not ready"
+        silent = [replica for replica, has_stepped in steps.items() if not has_stepped]
+        if steps and not silent:
+            return Response()
+        return json_response(
+            {"status": status, "silent": silent}, 200 if any(steps.values()) else 503
+        )
 
     async def live(self, request: Request) -> Response:
         del request

@@ -68,6 +68,8 @@ _deployment = partial(
     # A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty.
     max_constructor_retry_count=2,
 )
+PROBE_S = 10.0
+"""How often an engine that has nothing to do takes a step all the same."""
 _INGRESS_VARIABLES = {
     # Serve would run the ingress on an event loop of its own in a second thread, and carry every
     # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
@@ -104,20 +106,21 @@ class PoolReplica:
         self._role: Role = role
         self._drain_timeout_s = config.pools[role].drain_timeout_s
         self._stage = ""
+        self._probed_s = began_s
         host, environment = config.data_host, process_environment()
         if host == NODE_HOST:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         context = serve.get_replica_context()
         rank = context.rank.rank if config.fault_plan.faults else 0
         keys = deployment_keys(config, context.app_name)
-        gang, self._hub = find_gang(context.gang_context, keys, host)
-        engine = replica_engine(config, role, rank, host=host, keys=keys, gang=gang)
-        self._engine = start_engine(
-            engine,
-            host=host,
-            env=engine_environment(engine, environment),
-            progress=self._show_progress,
-        )
+        with find_gang(context.gang_context, keys, host) as (gang, self._hub):
+            engine = replica_engine(config, role, rank, host=host, keys=keys, gang=gang)
+            self._engine = start_engine(
+                engine,
+                host=host,
+                env=engine_environment(engine, environment),
+                progress=self._show_progress,
+            )
         self._cold_start_s = time.monotonic() - began_s
         self._life.become(LifeState.READY)
         self._engine.call_at_exit(self._on_engine_exit)
@@ -134,11 +137,17 @@ class PoolReplica:
     async def check_health(self) -> None:
         """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
 
+        Now and then an idle engine is let take a step: who hangs then is found out before a request
+        comes, gets nothing new, and is killed (`replicas.launch`).
+
         Raises:
             RuntimeError: It does not, or hangs.
         """
         if not self._engine.is_alive:
             raise RuntimeError(str(self._engine.failure or "the engine process is gone"))
+        if time.monotonic() >= self._probed_s + PROBE_S:
+            self._probed_s = time.monotonic()
+            self._engine.probe()
 
     async def __del__(self) -> None:
         """Drain, then stop the engine. Serve awaits this before it ends the replica."""

@@ -7,16 +7,19 @@ gang that starts again has another name, so that nobody can join one that has en
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from replicas.config import GangConfig
 from replicas.errors import EngineStartError
 from replicas.gang.hub import GangHub
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ray.serve.gang import GangContext
 
     from kv_transfer.keys import KeyRing
@@ -27,10 +30,14 @@ _LOOK_S = 0.5
 _NAMESPACE = b"ttserve"
 
 
+@contextlib.contextmanager
 def find_gang(
     context: GangContext | None, keys: KeyRing, host: str
-) -> tuple[GangConfig | None, GangHub | None]:
+) -> Iterator[tuple[GangConfig | None, GangHub | None]]:
     """A replica's place in its gang, and the gang's hub if this is where it is.
+
+    To be left once the engine has started, which all ranks do together, or has failed to: then
+    nobody looks for the hub any more. Of a start that failed no hub is left.
 
     Args:
         context: What Serve says of the gang; None if there is none.
@@ -41,16 +48,25 @@ def find_gang(
         EngineStartError: The replica of rank 0 does not come.
     """
     if context is None:
-        return None, None
+        yield None, None
+        return
     key = f"hub of gang {context.gang_id}".encode()
     hub = None
     if context.rank == 0:
         hub = GangHub(context.gang_id, context.world_size, keys, host)
         _internal_kv_put(key, hub.address.encode(), overwrite=True, namespace=_NAMESPACE)
-    place = GangConfig(
-        name=context.gang_id, rank=context.rank, size=context.world_size, hub=_address(key)
-    )
-    return place, hub
+    try:
+        place = GangConfig(
+            name=context.gang_id, rank=context.rank, size=context.world_size, hub=_address(key)
+        )
+        yield place, hub
+    except BaseException:
+        if hub is not None:
+            hub.close()
+        raise
+    finally:
+        if hub is not None:
+            _internal_kv_del(key, namespace=_NAMESPACE)
 
 
 def _address(key: bytes) -> str:

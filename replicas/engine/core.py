@@ -35,6 +35,7 @@ from kv_transfer.connector import (
 from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.events import ClientEvents
 from replicas.engine.facts import connector_settings
+from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
 from replicas.engine.request_checks import RequestChecks
 from replicas.engine.requests import Requests
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
+    from replicas.engine.step import ModelFacts, ScheduledBatch, StepKind, StepResult
     from replicas.messages import WireEvent
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class EngineCore:
         self._device_s = 0.0
         self._step_s = 0.0
         self._notes = StepNotes()
+        self._probes = Probes()
         with _closing_if_it_fails(executor):
             self._start(config, incarnation, unix_now_s)
 
@@ -177,7 +179,9 @@ class EngineCore:
         Nothing that a client can send raises here. What it says of a request is done only if the
         request is its own.
         """
-        if isinstance(message, Utility):
+        if isinstance(message, Utility) and message.method == "probe":
+            self._probes.ask(client, message.call_id)
+        elif isinstance(message, Utility):
             self._events[client].append(_call_utility(self, message, now_s))
         else:
             self._requests.handle(client, message, now_s)
@@ -185,6 +189,10 @@ class EngineCore:
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
         self._scheduler.drain()
+
+    def probe(self) -> None:
+        """Take a step soon, also without a request: the pulse says whether it ends."""
+        self._probes.ask_silently()
 
     def hand_over(self) -> None:
         """Say that what runs should go on elsewhere, where there is room; until then it goes on."""
@@ -194,6 +202,7 @@ class EngineCore:
         """Drop everything that a client asked for; returns how many requests that was."""
         num_dropped = self._scheduler.abort_client(client)
         self._requests.client_gone(client)
+        self._probes.client_gone(client)
         self._events.pop(client, None)
         return num_dropped
 
@@ -236,6 +245,8 @@ class EngineCore:
         self.host.schedule += time.perf_counter() - started
         if not is_begun:
             self._submit(batch, meta, now_s)
+        if self._probes.are_due and batch is None and meta is None and not self.num_live:
+            self._take_probe_step(now_s)
         return StepUnderWay(batch, meta, bool(lapsed))
 
     def _submit(
@@ -248,6 +259,20 @@ class EngineCore:
         if batch is not None or meta is not None:
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
         self.host.prepare += time.perf_counter() - started
+
+    def _take_probe_step(self, now_s: float) -> None:
+        # One that drains and has nothing left computes no more: ranks of its gang may be gone.
+        if not self._scheduler.is_draining:
+            kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
+            batch = probe_batch(kind, len(self.facts.kv_groups))
+            self.pulse.compute(batch.num_tokens)
+            self._executor.collective_rpc("submit_step", batch, None, now_s)
+            self._executor.collective_rpc("collect_step")
+        self._answer_probes()
+
+    def _answer_probes(self) -> None:
+        for client, answer in self._probes.answers():
+            self._events[client].append(answer)
 
     def num_repeats(self, step: StepUnderWay) -> int:
         """How often a step may run in a row before there is anything else to decide, or to tell."""
@@ -286,6 +311,7 @@ class EngineCore:
         self._events.add_step(outputs)
         for seq in outputs.failed:
             self._events.fail(seq, NO_LOGITS)
+        self._answer_probes()
         self._device_s += sum(waits_s)
         self.host.update += time.perf_counter() - updating
 

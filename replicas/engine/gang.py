@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,10 +35,12 @@ from replicas.gang.wire import (
 from replicas.generators.torch.exchange import GlooExchange, open_store, reach_store
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
-    from kv_transfer.keys import KeyRing
-    from replicas.config import EngineConfig, GangConfig
+    from replicas.config import EngineConfig
+    from replicas.engine.pulse import Pulse
+    from replicas.engine.reports import EngineArguments
     from replicas.gang.wire import Down, Up
     from replicas.generators.protocol import CpuDevice, SupportsGang
 
@@ -49,63 +52,72 @@ class GangRank:
     """The way to the gang: what this rank says, and the turns that it hears.
 
     Args:
-        config: Its place in the gang.
-        keys: The deployment's secrets.
-        host: This host's address for the other ranks.
+        arguments: With which the engine was started; its configuration has a place in a gang.
+        pulse: Of its core thread, for the hub to know who it is that hangs.
         wake: Called from another thread when the others' turn starts.
         on_loss: Called once, from another thread, with why the gang has ended.
-        on_drained: Called from another thread once no rank has a request left.
-
-    Raises:
-        GangLostError: There is no such gang.
+        on_drained: Called from another thread once no rank has a request left; from then on the
+            others may end, which is no loss.
     """
 
     def __init__(
         self,
-        config: GangConfig,
-        keys: KeyRing,
-        host: str,
+        arguments: EngineArguments,
+        pulse: Pulse,
         *,
         wake: Callable[[], None],
         on_loss: Callable[[str], None],
         on_drained: Callable[[], None],
     ) -> None:
-        self._config = config
-        self._host = host
+        assert arguments.config.gang is not None
+        self._config = arguments.config.gang
+        self._keys = arguments.config.keys
+        self._host = arguments.host
+        self._pulse = pulse
         self._wake = wake
         self._on_loss = on_loss
         self._on_drained = on_drained
-        self._rank = Rank(config.rank)
+        self._rank = Rank(self._config.rank)
         self._watch = SilenceWatch(1, SILENT_LOOKS)
         self._complete: queue.SimpleQueue[Complete] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
         self._loss: str | None = None
+        self._is_drained = False
         self._is_lost = threading.Event()
         self._sending = threading.Lock()
-        self._connection = connect(config.hub, keys, config.name)
+        self._connection: socket.socket
 
     def join(self) -> GlooExchange:
-        """Wait for all ranks, and connect with them."""
+        """Wait for all ranks, and connect with them.
+
+        Raises:
+            GangLostError: There is no such gang.
+        """
         store, at = open_store(self._host) if self._config.rank == 0 else (None, "")
+        self._connection = connect(self._config.hub, self._keys, self._config.name)
         self._send(Join(self._config.rank, at))
         for work in (self._hear, self._beat):
             threading.Thread(target=work, name="gang", daemon=True).start()
         complete = self._complete.get()
         store = store or reach_store(complete.store)
-        return GlooExchange(store, self._config.rank, self._config.size, self._host, self._explain)
+        return GlooExchange(
+            store, self._config.rank, self._config.size, self._host, self._explain,
+            self._pulse.waiting,
+        )  # fmt: skip
 
     def idle(self) -> None:
         """Say that this rank has no batch, unless that was said."""
-        self._declare(works=False)
+        self._declare(0)
 
-    def compute(self, serve: Callable[[], None]) -> None:
-        """Return when the rank's batch is to be computed; until then `serve` others' turns."""
-        self._declare(works=True)
-        while not self._rank.take(self._turns.get()):
-            serve()
-            self._declare(works=True)
+    def compute(self, num_tokens: int, serve: Callable[[Turn], None]) -> Turn:
+        """The turn that the rank's batch is computed in; until then `serve` others' turns."""
+        self._declare(num_tokens)
+        while not self._rank.take(turn := self._next_turn()):
+            serve(turn)
+            self._declare(num_tokens)
+        return turn
 
-    def follow(self, serve: Callable[[], None]) -> None:
+    def follow(self, serve: Callable[[Turn], None]) -> None:
         """`serve` the others' turn that has started, if there is one."""
         try:
             turn = self._turns.get_nowait()
@@ -113,14 +125,18 @@ class GangRank:
             return
         if self._rank.take(turn):
             raise LockstepError(f"{turn} starts without the batch of rank {self._config.rank}")
-        serve()
+        serve(turn)
 
     def drained(self) -> None:
         """Say that no request is left here; the rank serves on until none is left anywhere."""
         self._send(Drained())
 
-    def _declare(self, *, works: bool) -> None:
-        said = self._rank.declare(works=works)
+    def _next_turn(self) -> Turn:
+        with self._pulse.waiting():
+            return self._turns.get()
+
+    def _declare(self, num_tokens: int) -> None:
+        said = self._rank.declare(num_tokens)
         if said is not None:
             self._send(said)
 
@@ -142,11 +158,12 @@ class GangRank:
             match said:
                 case Turn():
                     self._turns.put(said)
-                    if not said.works[self._config.rank]:
+                    if not said.num_tokens[self._config.rank]:
                         self._wake()
                 case Complete():
                     self._complete.put(said)
                 case Drained():
+                    self._is_drained = True
                     self._on_drained()
                 case Loss(rank, reason):
                     self._end(f"rank {rank} was lost: {reason}")
@@ -157,14 +174,16 @@ class GangRank:
         while not self._is_lost.wait(BEAT_S):
             if self._watch.look():
                 self._end(f"its hub was silent for {BEAT_S * SILENT_LOOKS:g} s")
+            is_own = self._pulse.count % 2 == 1
+            stalled_s = self._pulse.stalled_s(time.monotonic()) if is_own else 0.0
             try:
                 with self._sending:
-                    send(self._connection, Beat())
+                    send(self._connection, Beat(stalled_s))
             except OSError:  # the other thread says why
                 return
 
     def _end(self, reason: str) -> None:
-        if not self._is_lost.is_set():
+        if not self._is_lost.is_set() and not self._is_drained:
             self._loss = f"the gang {self._config.name} has ended: {reason}"
             self._is_lost.set()
             self._on_loss(self._loss)
@@ -212,28 +231,22 @@ class GangExecutor:
     """Runs one worker on the caller's thread, and its batches in the gang's turns.
 
     Args:
-        config: The engine's configuration.
-        incarnation: Random id of this start.
-        notify: As for `UniProcExecutor`.
-        progress: As for `UniProcExecutor`.
+        worker: The worker.
         gang: The way to the others.
+        pulse: Is told of every turn what the largest batch in it is: so long it takes all ranks.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        incarnation: str,
-        notify: Callable[[], None],
-        progress: Callable[[str, float], None],
-        gang: GangRank,
-    ) -> None:
+    def __init__(self, worker: GangWorker, gang: GangRank, pulse: Pulse) -> None:
+        self._worker = worker
         self._gang = gang
-        self._worker = GangWorker(config, incarnation, notify, progress, gang)
+        self._pulse = pulse
 
-    def collective_rpc(self, method: str, *args: object) -> list[Any]:
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
         """See `Executor`; a step with a batch waits for its turn."""
         if method == "submit_step" and args[0] is not None:
-            self._gang.compute(self._worker.serve)
+            # To wait for a turn is none: it says nothing of how long one takes.
+            self._pulse.compute(0)
+            self._begin(self._gang.compute(args[0].num_tokens, self._serve))
         return [getattr(self._worker, method)(*args)]
 
     def drained(self) -> None:
@@ -246,4 +259,13 @@ class GangExecutor:
 
     def follow(self) -> None:
         """Take part in the others' turn, if one has started."""
-        self._gang.follow(self._worker.serve)
+        self._gang.follow(self._serve)
+
+    def _serve(self, turn: Turn) -> None:
+        self._begin(turn)
+        self._worker.serve()
+        self._pulse.work(time.monotonic())
+
+    def _begin(self, turn: Turn) -> None:
+        self._pulse.work(time.monotonic())
+        self._pulse.compute(turn.largest)

@@ -42,6 +42,10 @@ class HandOver(msgspec.Struct, frozen=True):
     """The parent has little patience left with what runs."""
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """The parent wants to see a step, also where there is no request."""
+
+
 class Stop(msgspec.Struct, frozen=True):
     """End the process."""
 
@@ -59,7 +63,7 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
-DRAIN, HAND_OVER = Drain(), HandOver()
+DRAIN, HAND_OVER, PROBE = Drain(), HandOver(), Probe()
 GATHER_S: Final = 0.002
 """How long a prompt that comes to an idle engine with lanes waits for others."""
 
@@ -75,7 +79,7 @@ def gather_s(config: EngineConfig, said: Said) -> float:
     return GATHER_S if has_lanes and is_prompt else 0.0
 
 
-Said = ClientMessage | Wake | TurnDue | ClientGone | Drain | HandOver | Stop | Unreadable
+Said = ClientMessage | Wake | TurnDue | ClientGone | Drain | HandOver | Probe | Stop | Unreadable
 InboxItem = tuple[bytes, Said]
 
 

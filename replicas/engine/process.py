@@ -43,6 +43,7 @@ from replicas.engine.fault_injection import (
 from replicas.engine.inbox import (
     DRAIN,
     HAND_OVER,
+    PROBE,
     STOP,
     TURN_DUE,
     WAKE,
@@ -50,6 +51,7 @@ from replicas.engine.inbox import (
     Drain,
     HandOver,
     Inbox,
+    Probe,
     Stop,
     TurnDue,
     Unreadable,
@@ -61,6 +63,7 @@ from replicas.engine.pulse import Pulse
 from replicas.engine.reports import (
     DRAIN_LINE,
     HAND_OVER_LINE,
+    PROBE_LINE,
     EngineArguments,
     EngineReport,
 )
@@ -87,7 +90,8 @@ MAX_MESSAGES_PER_STEP = 4096
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 
-_MAX_DOING_CHARS = 2000
+_MAX_DOING_BYTES = 2000
+"""Several threads write to the parent's pipe, which keeps a line whole that has 4,096 at most."""
 
 _START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
 """What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
@@ -194,6 +198,8 @@ class EngineProcess:
                 self._is_draining = True
             case HandOver():
                 self._server.hand_over()
+            case Probe():
+                self._server.core.probe()
             case Stop():
                 self._stopped = True
             case _:
@@ -235,7 +241,7 @@ def main() -> None:
     with contextlib.closing(SignalSender(faults)):
         try:
             door = Door(arguments)
-            executor, gang = _make_executor(arguments, inbox, tell, tell_of_start)
+            executor, gang = _make_executor(arguments, inbox, pulse, tell, tell_of_start)
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
@@ -268,6 +274,7 @@ def main() -> None:
 def _make_executor(
     arguments: EngineArguments,
     inbox: Inbox,
+    pulse: Pulse,
     tell: Callable[[EngineReport], None],
     tell_of_start: Callable[[EngineReport], None],
 ) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
@@ -283,15 +290,16 @@ def _make_executor(
     if config.gang is None:
         return UniProcExecutor(config, arguments.incarnation, notify, progress), None
     # Nobody else loads it.
-    from replicas.engine.gang import GangExecutor, GangRank
+    from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
     rank = GangRank(
-        config.gang, config.keys, arguments.host,
+        arguments, pulse,
         wake=lambda: inbox.put((b"", TURN_DUE)),
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),
     )  # fmt: skip
-    gang = GangExecutor(config, arguments.incarnation, notify, progress, rank)
+    worker = GangWorker(config, arguments.incarnation, notify, progress, rank)
+    gang = GangExecutor(worker, rank, pulse)
     return gang, gang
 
 
@@ -365,7 +373,8 @@ def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
         state = repr(core)
     except RuntimeError:  # it moves again, and has changed what was looked at
         state = "its state changes"
-    return f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"[:_MAX_DOING_CHARS]
+    doing = f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"
+    return doing.encode()[:_MAX_DOING_BYTES].decode(errors="ignore")
 
 
 def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
@@ -386,6 +395,8 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
             inbox.put((b"", DRAIN))
         if HAND_OVER_LINE in lines:
             inbox.put((b"", HAND_OVER))
+        if PROBE_LINE in lines:
+            inbox.put((b"", PROBE))
     _ask_to_stop(inbox, faults)
     # One that is to cling does so for longer than its parent waits, and not for ever: whatever
     # happens to the parent, nothing of it is to be left.

@@ -8,6 +8,12 @@ long prompt that it cannot cut in chunks, and must not be given up for being bus
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 STALL_S = 5.0
 """No shorter turn counts as stalled; so long an engine may also be silent before it is dead."""
 FACTOR = 4.0
@@ -33,7 +39,7 @@ class Pulse:
 
     Attributes:
         count: Grows with every turn of the core thread's loop; odd while it works, even while it
-            waits for messages.
+            waits for messages or for other engines.
         num_tokens: That the present turn computes.
         num_stalls: Turns that have stalled and ended.
     """
@@ -75,6 +81,15 @@ class Pulse:
             return 0.0
         began_s, allowed_s = turn
         return now_s - began_s if now_s - began_s > allowed_s else 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In the middle of a turn it is for other engines of the gang to get on."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count += 1
 
     def stalls_at_s(self) -> float | None:
         """After which moment the present turn counts as stalled; None at rest."""

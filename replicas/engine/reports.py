@@ -19,6 +19,9 @@ DRAIN_LINE = b"drain"
 HAND_OVER_LINE = b"hand over"
 """A later one: ask clients to go elsewhere with what runs here, as there is little time left."""
 
+PROBE_LINE = b"probe"
+"""Take a step, also without a request: one that does not end is seen in the beats."""
+
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The line of JSON on stdin.

@@ -58,6 +58,8 @@ class GangHub:
         self._watch = SilenceWatch(size, SILENT_LOOKS)
         self._ranks: dict[int, socket.socket] = {}
         self._store = ""
+        # Who stalls, for how long: asked for when it is gone.
+        self._stalled_s: dict[int, float] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -103,8 +105,7 @@ class GangHub:
         rank: int | None = None
         reason = "its process is gone"
         try:
-            admit(connection, self._keys, self._gang)
-            rank = self._join(connection)
+            rank = self._join(connection, admit(connection, self._keys, self._gang))
             while not self._closed.is_set():
                 self._hear(rank, receive(connection))
         except (OSError, msgspec.MsgspecError, LockstepError) as error:
@@ -115,8 +116,8 @@ class GangHub:
                 self._lose(rank, reason)
             _hang_up(connection)
 
-    def _join(self, connection: socket.socket) -> int:
-        said = decode_up(receive(connection))
+    def _join(self, connection: socket.socket, raw: bytes) -> int:
+        said = decode_up(raw)
         with self._lock:
             size = self._watch.size
             if not isinstance(said, Join) or not 0 <= said.rank < size or said.rank in self._ranks:
@@ -141,11 +142,11 @@ class GangHub:
                     self._tell(turn)
             elif isinstance(said, Drained) and self._waves.drain(rank):
                 self._tell(Drained())
-            elif isinstance(said, Loss):
-                self._end(rank, said.reason)
+            elif isinstance(said, Beat):
+                self._stalled_s[rank] = said.stalled_s
 
     def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while self.loss is None and not self._closed.wait(BEAT_S):
             with self._lock:
                 for rank in self._watch.look():
                     if rank in self._ranks:
@@ -154,7 +155,8 @@ class GangHub:
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._lock:
-            self._end(rank, reason)
+            stalled_s = self._stalled_s.get(rank, 0.0)
+            self._end(rank, reason + (f" after {stalled_s:.0f} s in one step" if stalled_s else ""))
 
     def _end(self, rank: int, reason: str) -> None:
         """Tell everybody, under the lock, unless they know."""

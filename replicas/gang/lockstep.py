@@ -2,12 +2,12 @@
 
 The experts of a mixture-of-experts model are shared out over the ranks of a gang, so every forward
 pass is a collective of them all: it happens on all ranks or, where it has begun, never ends. Each
-rank *declares*, once for each turn, whether it has a batch. Once all have, and one has a batch, the
-turn starts, and a rank without one serves the others' (an idle pass). While nobody has a batch no
-turn starts: a *wave* of turns is over, the gang is paused, and every rank has said that it would
-serve. So the first batch, whoever has it, begins the next wave with nobody else being asked. A rank
-that said that it had none may say otherwise until the turn starts; what the turn says of a rank
-counts, not what the rank has by then.
+rank *declares*, once for each turn, how many tokens its batch has, if it has one. Once all have,
+and one has a batch, the turn starts, and a rank without one serves the others' (an idle pass).
+While nobody has a batch no turn starts: a *wave* of turns is over, the gang is paused, and every
+rank has said that it would serve. So the first batch, whoever has it, begins the next wave with
+nobody else being asked. A rank that said that it had none may say otherwise until the turn starts;
+what the turn says of a rank counts, not what the rank has by then.
 
 Source: what vLLM's data-parallel engines do with waves and dummy batches; there the ranks agree
 every few steps, here in each, by one message up and one down.
@@ -27,11 +27,16 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", array_like=True):
 
     Attributes:
         number: From 0 on, without gaps.
-        works: For each rank whether it computes a batch of its own; one of them does.
+        num_tokens: For each rank how many tokens of its own it computes; one of them has some.
     """
 
     number: int
-    works: tuple[bool, ...]
+    num_tokens: tuple[int, ...]
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the rank that has most: it takes all ranks as long as that one."""
+        return max(self.num_tokens)
 
 
 class Declaration(msgspec.Struct, frozen=True, tag="declare", array_like=True):
@@ -39,11 +44,11 @@ class Declaration(msgspec.Struct, frozen=True, tag="declare", array_like=True):
 
     Attributes:
         number: The turn.
-        works: Whether it has a batch.
+        num_tokens: Of its batch; 0: it has none.
     """
 
     number: int
-    works: bool
+    num_tokens: int
 
 
 class Loss(msgspec.Struct, frozen=True, tag="loss", array_like=True):
@@ -74,14 +79,14 @@ class Waves:
         self.number = 0
         self.num_waves = 0
         self.loss: Loss | None = None
-        self._declared: list[bool | None] = [None] * size
+        self._declared: list[int | None] = [None] * size
         self._drained: set[int] = set()
         self._was_paused = True
 
     @property
     def is_paused(self) -> bool:
         """Whether all ranks wait and none has a batch."""
-        return not any(works is not False for works in self._declared)
+        return not any(num_tokens != 0 for num_tokens in self._declared)
 
     def declare(self, rank: int, said: Declaration) -> Turn | None:
         """Take what a rank has.
@@ -99,17 +104,17 @@ class Waves:
         if self.loss is not None or said.number < self.number:
             return None
         before = self._declared[rank]
-        if said.number > self.number or (before is not None and not said.works):
+        if said.number > self.number or (before is not None and not said.num_tokens):
             raise LockstepError(
                 f"rank {rank} declares {said} before turn {self.number}, and said {before} already"
             )
-        self._declared[rank] = said.works
+        self._declared[rank] = said.num_tokens
         if None in self._declared:
             return None
         if not any(self._declared):
             self._was_paused = True
             return None
-        turn = Turn(self.number, tuple(works is True for works in self._declared))
+        turn = Turn(self.number, tuple(num_tokens or 0 for num_tokens in self._declared))
         self.num_waves += self._was_paused
         self._was_paused = False
         self.number += 1
@@ -126,12 +131,13 @@ class Waves:
         return is_new and len(self._drained) == len(self._declared)
 
     def lose(self, rank: int, reason: str) -> Loss | None:
-        """A rank is no more, or says that it cannot go on.
+        """A rank is no more, or nothing is heard of it.
 
         Returns:
-            What every rank is to be told; None if they have been told already.
+            What every rank is to be told; None if they have been told already, or if they are all
+            drained: then they end as they should.
         """
-        if self.loss is not None:
+        if self.loss is not None or len(self._drained) == len(self._declared):
             return None
         self.loss = Loss(rank, reason)
         return self.loss
@@ -150,19 +156,22 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.number = 0
         self._rank = rank
-        self._declared: bool | None = None
+        self._declared: int | None = None
 
-    def declare(self, *, works: bool) -> Declaration | None:
+    def declare(self, num_tokens: int) -> Declaration | None:
         """Say what it has for the next turn.
+
+        Args:
+            num_tokens: Of its batch; 0: it has none.
 
         Returns:
             What is to be sent; None if that has been said already, or a batch was declared, which
             it still has.
         """
-        if self._declared or self._declared is works:
+        if self._declared or self._declared == num_tokens:
             return None
-        self._declared = works
-        return Declaration(self.number, works)
+        self._declared = num_tokens
+        return Declaration(self.number, num_tokens)
 
     def take(self, turn: Turn) -> bool:
         """Take a turn that has started; says whether it computes its batch, or serves the others.
@@ -170,7 +179,7 @@ class Rank:
         Raises:
             LockstepError: It is another one, or it says that this rank has a batch and it has not.
         """
-        is_own = turn.works[self._rank]
+        is_own = turn.num_tokens[self._rank] > 0
         if turn.number != self.number or (is_own and not self._declared):
             raise LockstepError(
                 f"rank {self._rank} waits for turn {self.number}, having said {self._declared}, "

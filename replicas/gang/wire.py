@@ -11,6 +11,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -61,10 +62,17 @@ class Drained(msgspec.Struct, frozen=True, tag="drained", array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
-    """It is there."""
+    """It is there.
+
+    Attributes:
+        stalled_s: Of a rank: how long it has been in one turn, if that is too long and not because
+            it waits for the others.
+    """
+
+    stalled_s: float = 0.0
 
 
-Up = Join | Declaration | Drained | Loss | Beat
+Up = Join | Declaration | Drained | Beat
 Down = Complete | Turn | Drained | Loss | Beat
 
 encode = msgspec.msgpack.Encoder().encode
@@ -82,34 +90,40 @@ def send(connection: socket.socket, message: Up | Down) -> None:
     connection.sendall(_LENGTH.pack(len(raw)) + raw)
 
 
-def receive(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket, until_s: float | None = None) -> bytes:
     """The bytes of the next message.
+
+    Args:
+        connection: To the other end.
+        until_s: When it has to be here, as `_exactly` takes it.
 
     Raises:
         OSError: The other end is gone, or sends what is no message.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until_s))
     if length > _MAX_BYTES:
         raise ConnectionError(f"a message of {length} bytes")
-    return _exactly(connection, length)
+    return _exactly(connection, length, until_s)
 
 
-def admit(connection: socket.socket, keys: KeyRing, gang: str) -> None:
-    """The hub's half of the proof.
+def admit(connection: socket.socket, keys: KeyRing, gang: str) -> bytes:
+    """The hub's half of the proof; returns the first message of whoever has proved itself.
 
     Raises:
-        OSError: Whoever connected holds none of the secrets, or is too slow.
+        OSError: Whoever connected holds none of the secrets, or is too slow over all of it.
     """
+    until_s = time.monotonic() + PROVE_S
     connection.settimeout(PROVE_S)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce)
-    theirs = _exactly(connection, _NONCE_BYTES)
-    proof = _exactly(connection, _PROOF_BYTES)
+    theirs = _exactly(connection, _NONCE_BYTES, until_s)
+    proof = _exactly(connection, _PROOF_BYTES, until_s)
     for key in keys.derive(f"gang {gang}"):
         if hmac.compare_digest(_proof(key, b"rank", nonce, theirs), proof):
             connection.sendall(_proof(key, b"hub", nonce, theirs))
+            joins = receive(connection, until_s)
             _settle(connection)
-            return
+            return joins
     raise ConnectionError("no key of this deployment")
 
 
@@ -138,9 +152,10 @@ def connect(address: str, keys: KeyRing, gang: str) -> socket.socket:
 
 
 def _prove(connection: socket.socket, key: bytes) -> None:
-    nonce, ours = _exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    until_s = time.monotonic() + PROVE_S
+    nonce, ours = _exactly(connection, _NONCE_BYTES, until_s), secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(ours + _proof(key, b"rank", nonce, ours))
-    proof = _exactly(connection, _PROOF_BYTES)
+    proof = _exactly(connection, _PROOF_BYTES, until_s)
     if not hmac.compare_digest(_proof(key, b"hub", nonce, ours), proof):
         raise ConnectionError("it holds no key of this deployment")
     _settle(connection)
@@ -155,9 +170,16 @@ def _settle(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, num_bytes: int, until_s: float | None = None) -> bytes:
+    """So many bytes, all of which are to be here by a reading of the monotonic clock."""
     found = bytearray()
     while len(found) < num_bytes:
+        if until_s is not None:
+            # A timeout of the socket's begins anew with every byte that comes.
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                raise TimeoutError("too slow")
+            connection.settimeout(left_s)
         part = connection.recv(num_bytes - len(found))
         if not part:
             raise ConnectionError("the other end is gone")

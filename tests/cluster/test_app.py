@@ -195,11 +195,16 @@ def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(
 ):
     class Engine:
         is_alive = True
+        num_probes = 0
 
         def call_at_exit(self, callback):
             pass
 
+        def probe(self):
+            self.num_probes += 1
+
     Engine.failure = failure
+    monkeypatch.setattr(deployments_module, "PROBE_S", 0.0)
 
     class Replica(deployments_module.PoolReplica):
         def __del__(self):
@@ -209,6 +214,7 @@ def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(
     as_replica(KEYS)
     replica = Replica({**args, "pools": {"both": {}}}, "both")
     asyncio.run(replica.check_health())
+    assert replica._engine.num_probes == 1
     Engine.is_alive = False
     with pytest.raises(RuntimeError, match=str(failure or "the engine process is gone")):
         asyncio.run(replica.check_health())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 
@@ -567,6 +568,21 @@ def test_engines_at_rest_have_no_transfers(pool):
     view = asyncio.run(run())
     assert len(view.replicas) == len(pool)
     assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
+
+
+def test_deep_health_names_an_engine_that_takes_no_step(pool):
+    async def run():
+        async with serving(*(e.member for e in pool)) as service:
+            all_step = await service.probe()
+            os.kill(pool[1].member.description.pid, signal.SIGSTOP)
+            try:
+                return all_step, await service.probe()
+            finally:
+                os.kill(pool[1].member.description.pid, signal.SIGCONT)
+
+    all_step, others_step = asyncio.run(run())
+    assert all_step == {engine.member.replica_id: True for engine in pool}
+    assert others_step == {**all_step, pool[1].member.replica_id: False}
 
 
 def test_metrics_of_every_engine_are_merged(pool):

@@ -12,6 +12,8 @@ HANGS_AT = 5
 SLOW_STEP_S = 0.4
 LATE_S = 7.0
 """Longer than a turn may take that has been short so far."""
+MANY_TOKENS = 4000
+"""Of which a first turn may take three times as long."""
 
 
 class _Counting(TorchGenerator):
@@ -56,6 +58,27 @@ class Late(_Counting):
     def delay(self):
         if self.num_passes == HANGS_AT:
             time.sleep(LATE_S)
+
+
+class LateWithMany(TorchGenerator):
+    """Takes long over a pass of many tokens, as it may."""
+
+    def _forward(self, batch, *args, **kwargs):
+        if len(batch.input_ids) >= MANY_TOKENS:
+            time.sleep(LATE_S)
+        return super()._forward(batch, *args, **kwargs)
+
+
+class HangsServing(TorchGenerator):
+    """Does not return from the fifth time that it serves other ranks of its gang."""
+
+    num_served = 0
+
+    def forward_idle(self):
+        self.num_served += 1
+        if self.num_served == HANGS_AT:
+            threading.Event().wait()
+        super().forward_idle()
 
 
 class Slow(_Counting):

@@ -92,6 +92,13 @@ def test_no_beat_at_all_is_a_process_that_does_not_move():
     assert looks(watch, [4], [], [4], [], []) == [None, None, None, None, "frozen"]
 
 
+def test_a_step_that_waits_for_other_engines_may_take_twice_as_long_and_rest_for_ever():
+    watch = HangWatch(2 * LOOK_S)
+    seen = [watch.look([4], stalls=True) for _ in range(5)]
+    assert seen == [None, None, None, None, "step"]
+    assert looks(watch, *[[6]] * 9) == [None] * 9
+
+
 def test_a_time_between_two_looks_is_rounded_up():
     assert looks(HangWatch(1.2 * LOOK_S), [], []) == [None, "frozen"]
     assert looks(HangWatch(LOOK_S / 100), []) == ["frozen"]
@@ -295,6 +302,19 @@ def test_reports_come_through_a_descriptor_of_any_number():
         assert reports.read(60.0) is None
 
 
+def test_last_words_are_heard_before_anybody_is_told_of_the_end():
+    read_fd, write_fd = os.pipe()
+    say = 'import os, sys; os.write(int(sys.argv[1]), b\'{"failed":"why"}\\n\')'
+    process = launch.subprocess.Popen(
+        [sys.executable, "-c", say, str(write_fd)], pass_fds=(write_fd,)
+    )
+    os.close(write_fd)
+    handle = EngineHandle(process, None, KeyRing())
+    handle.watch(launch._Reports(read_fd), os.pidfd_open(process.pid), launch.new_dump_file(), 60.0)
+    assert wait_killed(handle) == 0
+    assert str(handle.failure) == "why"
+
+
 class Stuck:
     """A process that even SIGKILL does not end, as in a call of a driver."""
 
@@ -318,12 +338,14 @@ def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
     os.close(write_fd)
     handle = EngineHandle(process, None, KeyRing())
     dump_fd = launch.new_dump_file()
-    launch._watch_for_hang(handle, process, launch._Reports(read_fd), dump_fd, LOOK_S)
+    process_fd = os.pidfd_open(os.getpid())
+    reports = launch._Reports(read_fd)
+    launch._watch_for_hang(handle, process, reports, process_fd, dump_fd, LOOK_S)
     assert process.kills == 1
     assert not handle.is_alive
     handle.stop()
     assert process.kills == 2
-    for fd in (read_fd, dump_fd):
+    for fd in (read_fd, process_fd, dump_fd):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from replicas import client, launch
 from replicas.client import SyncMPClient
+from replicas.engine import process
+from replicas.engine.pulse import Pulse
 from replicas.engine.reports import EngineReport
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
@@ -50,13 +52,16 @@ def test_what_the_kernel_says_of_a_process():
 def test_a_stall_is_told_once_with_what_was_going_on(caplog):
     asked = threading.Event()
     before = signal.signal(DUMP_SIGNAL, lambda *_: asked.set())
-    reports = StallReports(os.getpid(), launch.new_dump_file(), 0.5, 5.0)
+    process_fd, dump_fd = os.pidfd_open(os.getpid()), launch.new_dump_file()
+    os.write(dump_fd, b"an earlier dump")
+    reports = StallReports(os.getpid(), process_fd, dump_fd, 0.5, 5.0)
     try:
         with contextlib.closing(reports):
             for _ in range(3):
                 reports.look([EngineReport(beat=3, doing="9 s in a turn")])
             assert asked.wait(GIVE_UP_S)
             reports.look([EngineReport(beat=4)])
+            assert os.fstat(dump_fd).st_size == 0
     finally:
         signal.signal(DUMP_SIGNAL, before)
     told = [record.getMessage() for record in caplog.records]
@@ -65,6 +70,12 @@ def test_a_stall_is_told_once_with_what_was_going_on(caplog):
     assert "9 s in a turn" in told[0]
     assert "it did not answer" in told[1]  # this process has another handler
     assert "moves again after 1.5 s" in told[2]
+
+
+def test_what_is_said_of_a_stall_fits_into_the_pipe_whatever_it_is_written_in():
+    said = process._doing(9.0, Pulse(), "ß" * 4000)
+    assert said.startswith("9.0 s in a turn")
+    assert len(said.encode()) <= 2000
 
 
 def config(**changes):

@@ -16,6 +16,7 @@ from replicas.errors import GangLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 # PyTorch's own types say nothing of what its C++ has.
 _distributed: Any = torch.distributed
@@ -53,6 +54,7 @@ class GlooExchange:
         size: How many there are.
         host: This host's address for the others.
         explain: Called when an exchange has failed: the reason, as far as anybody knows.
+        waiting: Is entered for as long as it is for the others to get on.
 
     Attributes:
         rank: As given.
@@ -66,9 +68,11 @@ class GlooExchange:
         size: int,
         host: str,
         explain: Callable[[], str],
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.rank, self.size = rank, size
         self._explain = explain
+        self._waiting = waiting
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001 - no other way to an address of one's own
         options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
@@ -95,6 +99,7 @@ class GlooExchange:
         self, arrived: torch.Tensor, sent: torch.Tensor, counts: list[int], sizes: list[int]
     ) -> None:
         try:
-            self._group.alltoall_base(arrived, sent, counts, sizes).wait()
+            with self._waiting():
+                self._group.alltoall_base(arrived, sent, counts, sizes).wait()
         except RuntimeError as error:
             raise GangLostError(f"the gang's ranks cannot go on: {self._explain()}") from error

@@ -94,6 +94,9 @@ class FakeBackend:
     async def metrics_text(self):
         return b"vllm:num_requests_running 0\n"
 
+    async def probe(self):
+        return self.steps
+
     async def slots(self):
         return SlotsView(num_queued=3, num_at_door=1, replicas=[])
 

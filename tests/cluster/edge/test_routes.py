@@ -509,6 +509,22 @@ def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, pat
     assert "x-request-id" in response.headers
 
 
+@pytest.mark.parametrize(
+    ("steps", "status", "body"),
+    [
+        ({"d1": True, "d2": True}, 200, b""),
+        ({"d1": True, "d2": False}, 200, b'{"status":"degraded","silent":["d2"]}'),
+        ({"d1": False}, 503, b'{"status":"not ready","silent":["d1"]}'),
+        ({}, 503, b'{"status":"not ready","silent":[]}'),
+    ],
+)
+def test_deep_health_is_that_of_whoever_has_ended_a_step(steps, status, body):
+    backend = FakeBackend()
+    backend.steps = steps
+    response = call(backend, "GET", "/health_generate")
+    assert (response.status, b"".join(response.chunks)) == (status, body)
+
+
 def test_debug_slots_says_what_waits_and_what_is_held():
     client = call(FakeBackend(), "GET", "/debug/slots")
     assert client.status == 200

@@ -19,6 +19,7 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError, DeviceError, UnknownGeneratorError
 from replicas.launch import child_environment
 from replicas.mesh_environment import make_folders
+from replicas.messages import Utility, UtilityResult
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions
 from tests.models import model_folder
@@ -89,6 +90,21 @@ def test_a_device_that_reloads_only_what_it_is_told_generates_the_same(
         loads = core._executor._worker._generator.loads
     runs_ahead = "none" not in (mesh.get("sample_on_device"), mesh.get("trace"))
     assert ((False, False) in loads) == ((False, True) in loads) == runs_ahead
+
+
+@IN_FLIGHT
+def test_what_a_probe_leaves_on_the_device_is_loaded_anew(
+    monkeypatch, folder, expected, generator, steps_in_flight
+):
+    install(monkeypatch, generator)
+    idle = config(folder, mesh={"sample_on_device": "all"}, steps_in_flight=steps_in_flight)
+    with engine_core(idle) as core:
+        for _ in range(2):
+            core.handle(b"c", Utility(1, "probe"), 0.0)
+            core.step(0.0)
+            assert core.take_events() == {b"c": [UtilityResult(1, result=True)]}
+            assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+            core.reset_prefix_cache()
 
 
 @IN_FLIGHT

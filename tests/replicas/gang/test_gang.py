@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import threading
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, GangLostError
+from replicas.gang import wire
 from replicas.gang.hub import GangHub
 from replicas.gang.wire import connect
 from replicas.messages import AddRequest, EngineRequest, TokenOutput
@@ -21,6 +26,7 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
 from tests.replicas.gang.gangs import gang
+from tests.replicas.slow_generators import MANY_TOKENS
 
 pytestmark = pytest.mark.process
 
@@ -28,16 +34,18 @@ PROMPTS = [[5, 9, 3], list(range(1, 38)), [11], [7 * i % 149 for i in range(1, 2
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, seed=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
 LONG = SamplingParams(max_tokens=240, temperature=0.0, seed=0, ignore_eos=True)
+HANGS_S = 9.0
+"""When a step of an engine hangs: more than the first of its size may take before it stalls."""
 ENDS_S = 20.0
 """Longest time for all ranks to be told of a loss; five seconds of silence count as one."""
 
 
 def config(**changes):
     settings = {
-        "max_model_len": 256, "max_batch_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16,
-        **changes,
+        "model": model_folder("qwen3-moe"), "max_model_len": 256, "max_batch_size": 4,
+        "num_blocks": 40, "max_num_batched_tokens": 16, **changes,
     }  # fmt: skip
-    return make_config(model_folder("qwen3-moe"), **settings)
+    return make_config(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,20 @@ def test_all_ranks_at_once_give_the_tokens_of_one_engine(pair, alone, sampling):
     assert run_all(handles, sampling) == alone[sampling]
 
 
+def test_a_probe_of_one_rank_is_a_turn_of_all(pair, alone):
+    hub, handles = pair
+    before = hub.num_turns
+
+    async def run():
+        async with clients(handles) as opened:
+            for client, handle in zip(opened, handles, strict=True):
+                assert await client.probe(handle.description.incarnation)
+
+    asyncio.run(run())
+    assert hub.num_turns - before == 2
+    assert run_all(handles, GREEDY) == alone[GREEDY]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_works_and_the_other_serves_it(pair, alone, rank):
     hub, handles = pair
@@ -131,9 +153,30 @@ def test_an_idle_gang_takes_no_turn_and_a_request_to_any_rank_wakes_all(pair, al
     assert hub.num_waves >= waves + 2
 
 
+def test_a_long_prompt_of_one_rank_is_no_stall_of_another(tmp_path, caplog):
+    folder = Path(shutil.copytree(model_folder("qwen3-moe"), tmp_path / "long"))
+    described = msgspec.json.decode((folder / "config.json").read_bytes())
+    described["max_position_embeddings"] = 4096
+    (folder / "config.json").write_bytes(msgspec.json.encode(described))
+    slow = config(
+        model=str(folder), generator="tests.replicas.slow_generators:LateWithMany",
+        max_model_len=4096, max_num_batched_tokens=4096, num_blocks=140,
+    )  # fmt: skip
+    prompt = [7 * i % 149 for i in range(MANY_TOKENS)]
+    with gang(slow, 2) as (hub, handles):
+
+        async def run():
+            async with clients(handles[:1]) as (client,):
+                return await tokens(client, handles[0], "r", prompt, GREEDY)
+
+        assert len(asyncio.run(run())) == GREEDY.max_tokens
+    assert hub.num_turns == GREEDY.max_tokens
+    assert not [r for r in caplog.records if "stalls" in r.getMessage()]
+
+
 @pytest.mark.slow
 def test_a_gang_drains_as_one(alone):
-    with gang(config(), 2) as (_, handles):
+    with gang(config(), 2) as (hub, handles):
 
         async def run():
             async with clients(handles) as opened:
@@ -149,6 +192,10 @@ def test_a_gang_drains_as_one(alone):
                 return found
 
         assert asyncio.run(run()) == alone[GREEDY][1]
+        for handle in handles:
+            handle.stop()
+        assert [handle.wait() for handle in handles] == [0, 0]
+        assert hub.loss is None
 
 
 def lose(size, rank, deed, *, is_idle):
@@ -192,6 +239,28 @@ def test_a_rank_that_is_lost_ends_all_with_the_same_error(deed, is_idle):
     assert all(f"rank 1 was lost: {reason}" in failure for failure in failures)
 
 
+def test_of_a_rank_that_hangs_all_are_told_and_nobody_is_blamed_for_waiting():
+    hangs = config(
+        generator="tests.replicas.slow_generators:HangsServing", step_timeout_s=HANGS_S
+    )  # fmt: skip
+    with gang(hangs, 2) as (hub, handles):
+
+        async def run():
+            async with clients(handles[:1]) as (client,):
+                with pytest.raises(EngineDeadError):
+                    await tokens(client, handles[0], "r", PROMPTS[0], GREEDY)
+
+        asyncio.run(run())
+        for handle in handles:
+            ended = threading.Event()
+            handle.call_at_exit(lambda _code, ended=ended: ended.set())
+            assert ended.wait(ENDS_S)
+        assert hub.loss.rank == 1
+        assert "s in one step" in hub.loss.reason
+        assert f"rank 1 was lost: {hub.loss.reason}" in str(handles[0].failure)
+        assert "a step did not end" in str(handles[1].failure)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
 def test_of_four_ranks_none_outlives_the_first(deed):
@@ -222,3 +291,26 @@ def test_a_hub_lets_in_only_who_holds_a_secret():
     with socket.socket() as probe:
         port = int(hub.address.rpartition(":")[2])
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def is_hung_up(connection):
+    """Whether the other end is gone, found out by one more byte."""
+    try:
+        connection.send(b"x")
+        return not connection.recv(64)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_who_greets_byte_by_byte_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(wire, "PROVE_S", 2.0)
+    hub = GangHub("g", 2, KeyRing((b"k" * 32,)))
+    host, _, port = hub.address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port))) as slow:
+            slow.settimeout(0.4)
+            assert any(is_hung_up(slow) for _ in range(int(ENDS_S / 0.4))), "the hub waits on"
+    finally:
+        hub.close()

@@ -29,9 +29,9 @@ class Gang(RuleBasedStateMachine):
         self.ranks = [Rank(i) for i in range(size)]
         self.up = [deque() for _ in range(size)]
         self.down = [deque() for _ in range(size)]
-        # Batches that a rank has yet to compute, and whether it holds one that it has declared.
+        # Batches that a rank has yet to compute, and the tokens of one that it has declared.
         self.waiting = [0] * size
-        self.holds = [False] * size
+        self.holds = [0] * size
         self.is_computing = [False] * size
         self.steps = [[] for _ in range(size)]
         self.ended = [None] * size
@@ -57,8 +57,8 @@ class Gang(RuleBasedStateMachine):
             return
         i = data.draw(st.sampled_from(ranks))
         if self.waiting[i] and not self.holds[i]:
-            self.holds[i] = True
-        said = self.ranks[i].declare(works=self.holds[i])
+            self.holds[i] = data.draw(st.integers(1, 3))
+        said = self.ranks[i].declare(self.holds[i])
         if said is not None:
             self.up[i].append(said)
 
@@ -78,8 +78,8 @@ class Gang(RuleBasedStateMachine):
             self.heard[i] = said
         if turn is not None:
             # Everybody has said what the turn says of them, and one of them has a batch.
-            assert self.heard == [Declaration(turn.number, works) for works in turn.works]
-            assert any(turn.works)
+            assert self.heard == [Declaration(turn.number, count) for count in turn.num_tokens]
+            assert turn.largest == max(said.num_tokens for said in self.heard) > 0
             for channel in self.down:
                 channel.append(turn)
 
@@ -110,7 +110,7 @@ class Gang(RuleBasedStateMachine):
         for i in ranks:
             self.is_computing[i] = False
             if self.steps[i][-1][1]:
-                self.holds[i] = False
+                self.holds[i] = 0
                 self.waiting[i] -= 1
 
     @precondition(lambda self: len(getattr(self, "ranks", ())) > 1 and not self.gone)
@@ -161,8 +161,8 @@ class Gang(RuleBasedStateMachine):
     def settle(self):
         for i in self.live():
             if not self.is_computing[i]:
-                self.holds[i] = self.holds[i] or self.waiting[i] > 0
-                said = self.ranks[i].declare(works=self.holds[i])
+                self.holds[i] = self.holds[i] or int(self.waiting[i] > 0)
+                said = self.ranks[i].declare(self.holds[i])
                 self.up[i].extend([said] if said is not None else [])
         for i, channel in enumerate(self.up):
             while channel:
@@ -180,65 +180,66 @@ TestGang.settings = settings(max_examples=200, stateful_step_count=50, deadline=
 def test_a_wave_begins_with_the_first_batch_after_a_pause():
     waves, ranks = Waves(2), [Rank(0), Rank(1)]
 
-    def declare(rank, *, works):
-        return waves.declare(rank, ranks[rank].declare(works=works))
+    def declare(rank, num_tokens):
+        return waves.declare(rank, ranks[rank].declare(num_tokens))
 
     def take(turn):
         return [rank.take(turn) for rank in ranks]
 
-    declare(0, works=False)
+    declare(0, 0)
     assert not waves.is_paused
-    assert declare(1, works=False) is None
+    assert declare(1, 0) is None
     assert (waves.is_paused, waves.num_waves) == (True, 0)
-    assert take(declare(1, works=True)) == [False, True]
-    declare(1, works=True)
-    assert take(declare(0, works=True)) == [True, True]
+    assert take(declare(1, 5)) == [False, True]
+    declare(1, 5)
+    assert take(declare(0, 5)) == [True, True]
     assert waves.num_waves == 1
-    declare(0, works=False)
-    declare(1, works=False)
+    declare(0, 0)
+    declare(1, 0)
     assert waves.is_paused
-    assert take(declare(0, works=True)) == [True, False]
+    assert take(declare(0, 5)) == [True, False]
     assert waves.num_waves == 2
 
 
 def test_a_batch_that_comes_too_late_for_a_turn_is_for_the_next():
     waves, ranks = Waves(2), [Rank(0), Rank(1)]
-    assert waves.declare(1, ranks[1].declare(works=False)) is None
-    late = ranks[1].declare(works=True)
-    turn = waves.declare(0, ranks[0].declare(works=True))
-    assert turn == Turn(0, (True, False))
+    assert waves.declare(1, ranks[1].declare(0)) is None
+    late = ranks[1].declare(5)
+    turn = waves.declare(0, ranks[0].declare(5))
+    assert turn == Turn(0, (5, 0))
     assert waves.declare(1, late) is None
     assert not ranks[1].take(turn)
-    again = ranks[1].declare(works=True)
-    assert again == Declaration(1, True)
-    assert waves.declare(0, Declaration(1, False)) is None
-    assert waves.declare(1, again) == Turn(1, (False, True))
+    again = ranks[1].declare(5)
+    assert again == Declaration(1, 5)
+    assert waves.declare(0, Declaration(1, 0)) is None
+    assert waves.declare(1, again) == Turn(1, (0, 5))
 
 
 def test_ranks_that_do_not_agree_are_told():
     waves, rank = Waves(2), Rank(0)
     with pytest.raises(LockstepError, match="turn 0"):
-        waves.declare(1, Declaration(3, True))
-    waves.declare(1, Declaration(0, True))
+        waves.declare(1, Declaration(3, 5))
+    waves.declare(1, Declaration(0, 5))
     with pytest.raises(LockstepError):
-        waves.declare(1, Declaration(0, False))
+        waves.declare(1, Declaration(0, 0))
     with pytest.raises(LockstepError, match="waits for turn 0"):
-        rank.take(Turn(1, (False, True)))
-    rank.declare(works=False)
+        rank.take(Turn(1, (0, 5)))
+    rank.declare(0)
     with pytest.raises(LockstepError):
-        rank.take(Turn(0, (True, False)))
+        rank.take(Turn(0, (5, 0)))
 
 
 def test_after_a_loss_no_turn_starts():
     waves = Waves(2)
-    waves.declare(0, Declaration(0, True))
+    waves.declare(0, Declaration(0, 5))
     waves.lose(1, "killed")
-    assert waves.declare(1, Declaration(0, True)) is None
+    assert waves.declare(1, Declaration(0, 5)) is None
 
 
 def test_a_gang_is_drained_when_its_last_rank_is():
     waves = Waves(2)
     assert [waves.drain(rank) for rank in (1, 1, 0, 0)] == [False, False, True, False]
+    assert waves.lose(1, "it has ended") is None
 
 
 def test_a_rank_is_silent_after_so_many_looks_and_who_looks_late_accuses_nobody():

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from replicas.generators.torch import kernels, pairs
+from replicas.generators.torch import kernels
 
 ASK = """
 from replicas.generators.torch import kernels, pairs
@@ -23,8 +23,9 @@ def on_processor(name, features):
 
 def test_code_for_another_processor_is_not_taken_for_this_and_faster_products_leave_attention():
     version, *plain = on_processor("haswell", "+avx2,+fma")
+    _, *with_pairs = on_processor("haswell", "+avx512bf16")
     other_version, *with_tiles = on_processor("haswell", "+avx512bf16,+amx-bf16")
     assert len({version, other_version, kernels._version()}) == 3
     assert plain == ["False", "False"]
+    assert with_pairs == ["True", "True"]
     assert with_tiles == ["True", "False"]
-    assert pairs.are_supported() or not pairs.suit_products()

@@ -1,0 +1,53 @@
+"""Whether an engine still computes, found out by one real step. Pure.
+
+Who asks is answered when the next step ends. An engine without requests takes a step for that: one
+token of nobody's, whose KV goes to the null block, by the same calls as any other. It is in no
+scheduler, takes no slot and no block, and counts nowhere; a request that comes meanwhile waits for
+as long as one token takes.
+"""
+
+from __future__ import annotations
+
+from replicas.engine.block_pool import NULL_BLOCK
+from replicas.engine.step import NewSequence, ScheduledBatch, StepKind
+from replicas.messages import UtilityResult
+
+
+class Probes:
+    """Who wants to know whether the engine computes. Owner: the engine core."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[bytes, int]] = []
+        self._is_due = False
+
+    @property
+    def are_due(self) -> bool:
+        """Whether anybody waits for the end of a step."""
+        return self._is_due
+
+    def ask(self, client: bytes, call_id: int) -> None:
+        """A client asks."""
+        self._asked.append((client, call_id))
+        self._is_due = True
+
+    def ask_silently(self) -> None:
+        """Somebody asks who sees without an answer whether the engine moves on."""
+        self._is_due = True
+
+    def client_gone(self, client: bytes) -> None:
+        """Forget who asked."""
+        self._asked = [asked for asked in self._asked if asked[0] != client]
+
+    def answers(self) -> list[tuple[bytes, UtilityResult]]:
+        """A step has ended: what each of those who asked is told."""
+        asked, self._asked, self._is_due = self._asked, [], False
+        return [(client, UtilityResult(call_id, result=True)) for client, call_id in asked]
+
+
+def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:
+    """A step of one token, of an engine whose rows are all free."""
+    nobody = NewSequence(
+        slot=0, dp_group=0, token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,
+        block_ids=[[NULL_BLOCK]] * num_kv_groups, temperature=0.0, top_k=0, top_p=1.0, seed=0,
+    )  # fmt: skip
+    return ScheduledBatch(kind, [0], [1], [nobody], [])
