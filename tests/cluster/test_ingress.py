@@ -463,7 +463,7 @@ def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool, monkeypat
     prefill, decode, _ = pool
 
     async def run():
-        async with serving(prefill.member, decode.member) as service:
+        async with serving(prefill.member, decode.member, queue_timeout_s=0.5) as service:
             reasons = ("abort", "length")
             before = [await ended(service, decode, reason) for reason in reasons]
             events = start(service, ask([5, 5, 5], sampling(1900)))
@@ -610,7 +610,7 @@ def test_killed_decode_replica_leaves_the_other_serving(pool):
     prefill, decode, other = pool
 
     async def run():
-        async with serving(prefill.member, other.member) as service:
+        async with serving(prefill.member, other.member, queue_timeout_s=0.5) as service:
             events = start(service, ask([5, 5, 5], sampling(1900)))
             for _ in range(3):
                 await anext(events)
