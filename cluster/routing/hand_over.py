@@ -46,6 +46,8 @@ class HandOver:
         legs: Where the next leg is, as `heir`, from the moment in which its engine is asked.
         progress: Says whether there is a stream.
         new_waiter: Makes the request's place in the slot queue anew.
+        max_attempts: How many engines may refuse it, or fail, before it looks no further: it then
+            migrates like others once its engine is gone.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class HandOver:
         legs: Legs,
         progress: Progress,
         new_waiter: Callable[[], Waiter],
+        max_attempts: int,
     ) -> None:
         self._means = means
         self._request = request
         self._legs = legs
         self._progress = progress
         self._new_waiter = new_waiter
+        self._num_attempts_left = max_attempts
         self._task: asyncio.Task[None] | None = None
         self._waiter: Waiter | None = None
         self._placement: Placement | None = None
@@ -69,7 +73,7 @@ class HandOver:
 
     def begin(self) -> bool:
         """Look for another engine if there is a stream; says whether there is. Idempotent."""
-        if self._progress.has_tokens and self._task is None:
+        if self._progress.has_tokens and self._task is None and self._num_attempts_left:
             self._task = asyncio.create_task(self._ask())
         return self._progress.has_tokens
 
@@ -90,6 +94,7 @@ class HandOver:
         self._legs.drop_heir()
         self._means.queue.refuse(self._waiter, self._placement)
         self._task = None
+        self._num_attempts_left -= 1
         self.begin()
 
     def take(self) -> tuple[Leg, Placement, Accepted] | None:
@@ -104,6 +109,8 @@ class HandOver:
         """Look no further, and let go of an engine that has not been taken. Idempotent."""
         if self._task is not None:
             self._task.cancel()
+        if self._waiter is not None:
+            self._means.waits.abandon(self._waiter)
         self._legs.drop_heir()
         self._task = self._waiter = self._placement = self._accepted = None
 

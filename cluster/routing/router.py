@@ -238,7 +238,10 @@ class Run:
         self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
         self._standing = Standing(router.queue, self._pools)
         self.progress = Progress(request.sampling.n)
-        self._hand_over = HandOver(router, request, self._legs, self.progress, self._heir_waiter)
+        self._hand_over = HandOver(
+            router, request, self._legs, self.progress, self._heir_waiter,
+            max_attempts=router.config.max_attempts,
+        )  # fmt: skip
         self.is_over = False
         self.num_lost = 0
         self._pass: Pass | None = None
@@ -309,15 +312,17 @@ class Run:
                 if num_failures == self._router.config.max_attempts:
                     raise _no_place(num_failures, answer)
 
-    def _new_waiter(self) -> Waiter:
+    def _new_waiter(self, *, has_stream: bool = False) -> Waiter:
         """Its place in the slot queue, which it keeps."""
         spared = self._pass.to_spare() if self._pass is not None else set()
-        return self._standing.new_waiter(self._demand, spared, is_promised=self.has_tokens)
+        return self._standing.new_waiter(
+            self._demand, spared, is_promised=self.has_tokens, has_stream=has_stream
+        )
 
     def _heir_waiter(self) -> Waiter:
         """The same for whoever goes on with it while it still runs."""
         self._grow()
-        return self._new_waiter()
+        return self._new_waiter(has_stream=True)
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
         """Have the prompt computed by the prefill pool; see `Prompt.tokens`."""

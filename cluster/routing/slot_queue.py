@@ -42,6 +42,8 @@ class Waiter:
         order: When it came, among the requests of this ingress.
         is_promised: Whether work has been done for it, as it was let in by `check_open` or has lost
             its slot: it may wait whoever has come since, and for an engine that is yet to come.
+        has_stream: Whether another engine goes on with it until it has this slot: it is in nobody's
+            way while there is no room for it.
         deadline_s: When it has waited too long; None before it is entered.
         refused: Placements that had no room for it just now.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
@@ -51,6 +53,7 @@ class Waiter:
     demand: Demand
     order: int
     is_promised: bool
+    has_stream: bool = False
     deadline_s: float | None = None
     refused: set[Placement] = field(default_factory=set)
     num_snapshots: int = 0
@@ -102,7 +105,9 @@ class SlotQueue:
 
     def has_room(self, demand: Demand) -> bool:
         """Whether a request that came now would be placed at once."""
-        return not self._waiters and bool(self._pools.decode_views().fitting(demand).any())
+        return self._first_in_need() is None and bool(
+            self._pools.decode_views().fitting(demand).any()
+        )
 
     def check_open(self) -> None:
         """Whether a request that will want a slot later should be let in.
@@ -112,20 +117,27 @@ class SlotQueue:
             SaturatedError: The queue is full.
         """
         self._check_ready()
-        if self._waiters:
+        if self._first_in_need() is not None:
             self._check_room()
 
     def new_waiter(
-        self, demand: Demand, *, is_promised: bool = False, order: int | None = None
+        self,
+        demand: Demand,
+        *,
+        is_promised: bool = False,
+        has_stream: bool = False,
+        order: int | None = None,
     ) -> Waiter:
         """A place behind everybody who came before; see `Waiter`.
 
         Args:
             demand: The request.
             is_promised: See `Waiter`.
+            has_stream: See `Waiter`.
             order: The place that it had already, if it lost the slot that it had got.
         """
-        return Waiter(demand, next(self._orders) if order is None else order, is_promised)
+        order = next(self._orders) if order is None else order
+        return Waiter(demand, order, is_promised, has_stream)
 
     def enter(self, waiter: Waiter, now_s: float) -> Placement | None:
         """Place a request at once if it is its turn and there is room, else let it wait.
@@ -141,7 +153,8 @@ class SlotQueue:
             waiter.deadline_s = limit_s if asked_s is None else min(asked_s, limit_s)
         if not waiter.is_promised:
             self._check_ready()
-        if not self._waiters or waiter.key < self._waiters[0].key:
+        before = next(iter(self._waiters), None) if waiter.has_stream else self._first_in_need()
+        if before is None or waiter.key < before.key:
             placement = self._place(waiter)
             if placement is not None:
                 return placement
@@ -169,11 +182,17 @@ class SlotQueue:
         Call it whenever the pools have changed or somebody has left.
         """
         assigned = []
-        while self._waiters:
-            placement = self._place(self._waiters[0])
-            if placement is None:
+        at = 0
+        while at < len(self._waiters):
+            placement = self._place(self._waiters[at])
+            if placement is not None:
+                assigned.append((self._waiters.pop(at), placement))
+                continue
+            # Whoever has a stream waits without need. The others who do are as long, or longer.
+            if not self._waiters[at].has_stream:
                 break
-            assigned.append((self._waiters.pop(0), placement))
+            while at < len(self._waiters) and self._waiters[at].has_stream:
+                at += 1
         return assigned
 
     def expire(self, now_s: float) -> list[Waiter]:
@@ -209,11 +228,15 @@ class SlotQueue:
         """The queue is in order, and after every `assign` its head has no room."""
         keys = [waiter.key for waiter in self._waiters]
         assert keys == sorted(set(keys)), f"{keys=}"
-        if self._waiters:
-            head = self._waiters[0]
+        for head in {next(iter(self._waiters), None), self._first_in_need()} - {None}:
+            assert head is not None
             for view in self._pools.decode_views():
                 has_room = fits(head.demand, view) and view.placement not in head.refused
                 assert not has_room, f"{head!r} waits although {view} has room"
+
+    def _first_in_need(self) -> Waiter | None:
+        """The first of those who get nothing before they have a slot."""
+        return next((waiter for waiter in self._waiters if not waiter.has_stream), None)
 
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()
@@ -232,8 +255,11 @@ class SlotQueue:
             raise not_ready()
 
     def _check_room(self) -> None:
-        if len(self._waiters) >= self._max_queued_requests:
+        if len(self._waiters) < self._max_queued_requests:
+            return
+        num_in_need = sum(not waiter.has_stream for waiter in self._waiters)
+        if num_in_need >= self._max_queued_requests:
             raise SaturatedError(
-                f"all decode slots are taken and {len(self._waiters)} requests wait; retry later",
+                f"all decode slots are taken and {num_in_need} requests wait; retry later",
                 retry_after_s=RETRY_AFTER_S,
             )

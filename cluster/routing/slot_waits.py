@@ -28,6 +28,8 @@ class SlotWaits:
         self._queue = queue
         self._pools = pools
         self._futures: dict[Waiter, asyncio.Future[Placement]] = {}
+        # What is held for those whose tasks have yet to run.
+        self._assigned: dict[Waiter, Placement] = {}
 
     async def wait(self, waiter: Waiter) -> Placement:
         """Wait, in order, for a DP group with room; it is held for the request from then on.
@@ -50,17 +52,27 @@ class SlotWaits:
         timer = loop.call_at(waiter.deadline_s, self._expire, waiter.deadline_s)
         self.capacity_changed()
         try:
-            return await future
+            placement = await future
+            self._assigned.pop(waiter, None)
+            return placement
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                # It was assigned a place in the moment in which its client left.
-                self._pools.end(waiter.demand.request_id, future.result().incarnation)
+            # It may have been assigned a place in the moment in which its client left.
+            self.abandon(waiter)
             raise
         finally:
             timer.cancel()
             self._futures.pop(waiter, None)
             self._queue.leave(waiter)
             self.capacity_changed()
+
+    def abandon(self, waiter: Waiter) -> None:
+        """Let go at once of what a waiter was assigned and has not taken. Idempotent.
+
+        For whoever has cancelled a wait, and wants another place before that task has run.
+        """
+        placement = self._assigned.pop(waiter, None)
+        if placement is not None:
+            self._pools.end(waiter.demand.request_id, placement.incarnation)
 
     def capacity_changed(self) -> None:
         """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
@@ -71,6 +83,7 @@ class SlotWaits:
             for waiter in self._queue.clear():
                 self._futures.pop(waiter).set_exception(not_ready())
         for waiter, placement in self._queue.assign():
+            self._assigned[waiter] = placement
             self._futures.pop(waiter).set_result(placement)
 
     def _drop_gone(self) -> None:

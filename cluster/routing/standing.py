@@ -31,9 +31,18 @@ class Standing:
         self._order: int | None = None
         self.left: set[str] = set()
 
-    def new_waiter(self, demand: Demand, spared: set[Placement], *, is_promised: bool) -> Waiter:
+    def new_waiter(
+        self,
+        demand: Demand,
+        spared: set[Placement],
+        *,
+        is_promised: bool,
+        has_stream: bool = False,
+    ) -> Waiter:
         """Its place in the queue; those that it has left and `spared` are its last resort."""
-        waiter = self._queue.new_waiter(demand, is_promised=is_promised, order=self._order)
+        waiter = self._queue.new_waiter(
+            demand, is_promised=is_promised, has_stream=has_stream, order=self._order
+        )
         self._order = waiter.order
         waiter.refused |= spared
         if self.left:

@@ -64,9 +64,9 @@ def pool():
 
 @pytest.fixture(scope="module")
 def spares():
-    """Engines to be killed or drained: four of prefill with short steps, six of decode."""
+    """Engines to be killed or drained: four of prefill with short steps, seven of decode."""
     slow = engine_config("prefill", max_num_batched_tokens=16)
-    with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 6) as engines:
+    with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 7) as engines:
         yield {"prefill": engines[:4], "decode": engines[4:]}
 
 

@@ -368,3 +368,51 @@ def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
         assert len(queue) == 0
 
     asyncio.run(run())
+
+
+def test_whoever_has_a_stream_is_in_nobodys_way_while_there_is_no_room_for_it():
+    """It stands first, as it came first, and nothing is urgent for it."""
+    pools = one_engine(num_slots=0)
+    queue, _ = make(pools, max_queued_requests=2)
+    heirs = [
+        queue.new_waiter(asks(f"heir {n}", 20), is_promised=True, has_stream=True) for n in range(3)
+    ]
+    for heir in heirs:
+        assert queue.enter(heir, 0.0) is None
+    queue.check_open()
+    pools.take_snapshot("one", snapshot(1, num_slots=2))
+    assert queue.assign() == []
+    assert queue.has_room(asks("asks"))
+    assert queue.enter(queue.new_waiter(asks("a")), 0.0) is not None
+    assert queue.enter(queue.new_waiter(asks("b")), 0.0) is not None
+    waiter = queue.new_waiter(asks("c"))
+    assert queue.enter(waiter, 0.0) is None
+    assert not queue.has_room(asks("asks"))
+    queue.check_invariants()
+    pools.release("a", "one")
+    assert [w for w, _ in queue.assign()] == [waiter]
+    pools.take_snapshot("one", snapshot(2, num_slots=5, num_blocks=100))
+    assert [w for w, _ in queue.assign()] == heirs
+
+
+def test_a_wait_that_is_given_up_lets_go_of_its_place_before_its_task_has_run():
+    pools = one_engine(num_slots=0)
+
+    async def run():
+        queue, waits = make(pools)
+        waiter = queue.new_waiter(asks("r"), is_promised=True, has_stream=True)
+        heir = asyncio.ensure_future(waits.wait(waiter))
+        await asyncio.sleep(0)
+        pools.take_snapshot("one", snapshot(1, num_slots=2))
+        waits.capacity_changed()
+        assert pools.holds() == [("one", "r")]
+        heir.cancel()
+        waits.abandon(waiter)
+        assert pools.holds() == []
+        # The same request, whose engine has just died.
+        assert (await waits.wait(queue.new_waiter(asks("r"), is_promised=True))).incarnation
+        with pytest.raises(asyncio.CancelledError):
+            await heir
+        assert pools.holds() == [("one", "r")], "what was given up takes nothing else along"
+
+    asyncio.run(run())
