@@ -99,15 +99,17 @@ class Ingress:
         root = model_name(str(self._config.model_folder))
         return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
-    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
+    async def generate(
+        self, request: EngineRequest, emit: Emit, num_known: int | None = None
+    ) -> Usage:
         """Run a request; see `cluster.edge.routes.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
-        with _Watch(self.metrics) as watch:
+        with _Watch(self.metrics, is_resumed=bool(num_known)) as watch:
 
             async def take(output: TokenOutput) -> bool:
-                for part in parted(output, num_known):
+                for part in [output] if num_known is None else one_by_one(output, num_known):
                     delta = processor.take(part)
-                    is_new = part.index >= num_known
+                    is_new = num_known is None or part.index >= num_known
                     if delta is not None and (is_new or delta.finish_reason is not None):
                         watch.saw(delta)
                         await emit(delta)
@@ -223,27 +225,39 @@ class Ingress:
         return list(zip(members, answers, strict=True))
 
 
-def parted(output: TokenOutput, num_known: int) -> list[TokenOutput]:
-    """An output before and after the tokens that somebody has already, from index 0 on."""
-    num_before, logprobs = num_known - output.index, output.logprobs
-    if not 0 < num_before <= len(output.token_ids):
-        return [output]
-    before = msgspec.structs.replace(
+def one_by_one(output: TokenOutput, num_known: int) -> list[TokenOutput]:
+    """An output for each token, as what text is held back must not depend on how tokens came.
+
+    An ending comes with its last token, but by itself where somebody has that token already.
+
+    Args:
+        output: Of a request with one choice.
+        num_known: Tokens that somebody has, from index 0 on.
+    """
+    logprobs = output.logprobs
+    parts = [
+        msgspec.structs.replace(
+            output,
+            index=output.index + i,
+            token_ids=[token_id],
+            finish_reason=None,
+            stop_reason=None,
+            error=None,
+            logprobs=logprobs and logprobs[i : i + 1],
+        )
+        for i, token_id in enumerate(output.token_ids)
+    ]
+    if output.finish_reason is None:
+        return parts
+    end = output.index + len(parts)
+    tokens = parts.pop().token_ids if parts and end > num_known else []
+    ending = msgspec.structs.replace(
         output,
-        token_ids=output.token_ids[:num_before],
-        finish_reason=None,
-        stop_reason=None,
-        logprobs=logprobs and logprobs[:num_before],
+        index=end - len(tokens),
+        token_ids=tokens,
+        logprobs=logprobs and logprobs[len(logprobs) - len(tokens) :],
     )
-    if num_before == len(output.token_ids) and output.finish_reason is None:
-        return [before]
-    after = msgspec.structs.replace(
-        output,
-        index=num_known,
-        token_ids=output.token_ids[num_before:],
-        logprobs=logprobs and logprobs[num_before:],
-    )
-    return [before, after]
+    return [*parts, ending]
 
 
 class Shared(Generic[T]):
@@ -287,8 +301,10 @@ class _Watch:
         is_finished: Whether it came to its end; otherwise it failed, or its client left.
     """
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, *, is_resumed: bool) -> None:
         self._metrics = metrics
+        # Before its first event it computes again what its client has: no time to a first token.
+        self._is_resumed = is_resumed
         self._arrived_s = self._last_s = time.monotonic()
         self._has_output = False
         self._reason: FinishReason | None = None
@@ -309,7 +325,7 @@ class _Watch:
         now_s = time.monotonic()
         if self._has_output:
             self._metrics.inter_token_latency.observe(now_s - self._last_s)
-        else:
+        elif not self._is_resumed:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
         self._has_output, self._last_s = True, now_s
         self._reason = delta.finish_reason or self._reason

@@ -108,7 +108,9 @@ class Backend(Protocol):
     def models(self) -> Sequence[ModelCard]:
         """The models that requests may name, the default one first."""
 
-    async def generate(self, request: EngineRequest, emit: Emit, num_known: int = 0) -> Usage:
+    async def generate(
+        self, request: EngineRequest, emit: Emit, num_known: int | None = None
+    ) -> Usage:
         """Run a request.
 
         It is cancelled when the client is gone: it must then abort the request and free its slot
@@ -117,7 +119,8 @@ class Backend(Protocol):
         Args:
             request: Validated.
             emit: Gets each delta as it comes; the last one of each choice has its finish reason.
-            num_known: Tokens of its one choice that nobody needs again: deltas begin after them.
+            num_known: Tokens of its one choice that nobody needs again: deltas begin after them,
+                of one token each, so that they are the same in every run; None: as they come.
 
         Returns:
             The token counts of the whole request, once every choice has ended.

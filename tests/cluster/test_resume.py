@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config.resolve import resolve
 from cluster.edge.routes import create_app
-from cluster.ingress import Ingress, parted
+from cluster.ingress import Ingress, one_by_one
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -121,6 +121,15 @@ def test_another_ingress_goes_on_where_the_one_that_is_gone_has_ended(pool, temp
     asyncio.run(scenario())
 
 
+def pieces_of(ids, stop):
+    """Text of the first tokens of a stream, which goes on."""
+    tokenizer = Tokenizer.from_folder(model_folder())
+    request = EngineRequest("r", [5], sampling(100, stop=stop))
+    processor = OutputProcessor(tokenizer, request, tokenizer.eos_token_ids)
+    gathered = one_by_one(TokenOutput("r", 0, ids), 0)
+    return "".join(processor.take(part).text for part in gathered)
+
+
 @given(st.data())
 def test_what_is_new_does_not_depend_on_how_tokens_came(data):
     """Ends of characters, stop strings and the end token included."""
@@ -137,7 +146,7 @@ def test_what_is_new_does_not_depend_on_how_tokens_came(data):
         pieces, taken = [], []
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             reason = "stop" if end == len(ids) else None
-            for part in parted(TokenOutput("r", start, ids[start:end], reason), num_known):
+            for part in one_by_one(TokenOutput("r", start, ids[start:end], reason), num_known):
                 delta = processor.take(part)
                 if delta is not None and part.index >= num_known:
                     pieces.append(delta.text)
@@ -146,14 +155,13 @@ def test_what_is_new_does_not_depend_on_how_tokens_came(data):
                 break
         return "".join(pieces), taken
 
-    each = range(1, len(ids))
-    whole, all_ids = run(each, 0)
+    whole, all_ids = run(range(1, len(ids)), 0)
     if num_known < len(all_ids):
-        known_text = ""
-        request = EngineRequest("r", [5], sampling(100, stop=stop))
-        processor = OutputProcessor(tokenizer, request, tokenizer.eos_token_ids)
-        for index in range(num_known):
-            known_text += processor.take(TokenOutput("r", index, ids[index : index + 1])).text
+        # What a client got of the first so many tokens, however these came.
+        others = data.draw(st.sets(st.integers(1, len(ids) - 1), max_size=6))
+        first, first_ids = run(sorted({*others, num_known} - {0}), 0)
+        assert (first, first_ids) == (whole, all_ids)
         text, new_ids = run(cuts, num_known)
-        assert known_text + text == whole
         assert all_ids[:num_known] + new_ids == all_ids
+        assert first.endswith(text)
+        assert pieces_of(ids[:num_known], stop) + text == whole

@@ -62,7 +62,7 @@ class FakeBackend:
         adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
         return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
 
-    async def generate(self, request, emit, num_known=0):
+    async def generate(self, request, emit, num_known=None):
         self.requests.append(request)
         self.num_open += 1
         try:
@@ -84,7 +84,7 @@ class FakeBackend:
                     request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
                 )
                 delta = processor.take(output)
-                if delta is not None and (i >= num_known or reason is not None):
+                if delta is not None and (i >= (num_known or 0) or reason is not None):
                     await emit(delta)
         return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
 
