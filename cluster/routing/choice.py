@@ -161,9 +161,12 @@ class Notes(Protocol):
 
 
 def _few(index: int, costs: Numbers) -> list[int]:
-    """The chosen one, then those that cost least."""
+    """The chosen one, then those that cost least of all that could take it."""
     left, few = costs.copy(), [index]
-    while len(few) < min(FEW, len(left)):
+    while len(few) < FEW:
         left[few[-1]] = np.inf
-        few.append(int(left.argmin()))
+        next_one = int(left.argmin())
+        if left[next_one] == np.inf:
+            break
+        few.append(next_one)
     return few

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cluster.routing.metrics import RouterMetrics
 
 KEPT = 1024
+MOST_MADE = 32
+"""Of one request: who is refused again and again is placed as often."""
 
 
 class Made(NamedTuple):
@@ -191,6 +193,9 @@ class Routes:
         """See `choice.Notes`; of one that is forgotten already, nothing is kept."""
         route = self._routes.get(request_id)
         if route is not None:
+            if len(route.made) == MOST_MADE:
+                # The first says how it began, the last ones why it is where it is.
+                del route.made[MOST_MADE // 2]
             route.made.append(Made(asyncio.get_running_loop().time(), side, choice))
 
     def end(self, route: Route) -> None:

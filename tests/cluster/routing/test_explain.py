@@ -1,5 +1,6 @@
 """Why a request went where it did: what is kept of a choice, and choosing again from a log."""
 
+import asyncio
 import math
 import random
 
@@ -9,10 +10,18 @@ import pytest
 
 from benchmarks.placing import Fleet
 from cluster.lab.replay import replay, summary
-from cluster.routing.choice import FEW
+from cluster.routing.choice import FEW, _few
 from cluster.routing.cost import PRESETS, make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.explain import Made, Route, predicted_token_s, predicted_ttft_s
+from cluster.routing.explain import (
+    MOST_MADE,
+    Made,
+    Route,
+    Routes,
+    predicted_token_s,
+    predicted_ttft_s,
+)
+from cluster.routing.metrics import RouterMetrics
 from cluster.routing.placement import Placement
 from cluster.routing.route_log import LoggedRoute, RouteLog, logged
 from cluster.routing.views import Column
@@ -60,6 +69,27 @@ def test_a_choice_keeps_the_best_few_with_what_each_term_said_and_which_snapshot
         # The eight engines that told since have later ones.
         assert choice.seqs[rank] <= fleet.pools.snapshot(place.incarnation).seq
     assert choice.missed_tokens[0] in {1000.0, 488.0}
+
+
+def test_those_that_could_not_take_it_are_no_rivals():
+    for costs, expected in (([1.0, 3.0, 2.0], [0, 2, 1]), ([1.0, np.inf, 2.0], [0, 2])):
+        assert _few(0, np.array(costs)) == expected
+    assert _few(1, np.array([np.inf, 2.0, np.inf])) == [1]
+
+
+def test_a_request_that_is_refused_again_and_again_keeps_a_bounded_route():
+    _, [made] = choose("least_loaded", 1)
+
+    async def scenario():
+        routes = Routes(RouterMetrics("m"))
+        with routes.follow("r", 8) as route:
+            for _ in range(10 * MOST_MADE):
+                routes.note("decode", "r", made.choice)
+            routes.note("prefill", "r", made.choice)
+        assert len(route.made) == MOST_MADE
+        assert route.made[-1].side == "prefill"
+
+    asyncio.run(scenario())
 
 
 def test_what_was_weighed_is_kept_though_views_are_written_in_place():
