@@ -131,6 +131,8 @@ class EngineCore:
         self._scheduled_tokens = 0
         self._device_s = 0.0
         self._step_s = 0.0
+        # What it took to begin the step that is to be collected next, the model's part too.
+        self._prepare_s = 0.0
         self._notes = StepNotes()
         self._probes = Probes()
         with _closing_if_it_fails(executor):
@@ -244,25 +246,28 @@ class EngineCore:
         self.pulse.compute(0 if batch is None else batch.num_tokens)
         self.host.schedule += time.perf_counter() - started
         if not is_begun:
-            self._submit(batch, meta, now_s)
-        if self._probes.are_due and batch is None and meta is None and not self.num_live:
-            self._take_probe_step(now_s)
+            self._prepare_s = self._submit(batch, meta, now_s)
+        if batch is None:
+            self.host.prepare += self._prepare_s
+        if self._probes.are_due and batch is None:
+            self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
         return StepUnderWay(batch, meta, bool(lapsed))
 
     def _submit(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> None:
-        """Begin a step, if there is anything to do in it."""
+    ) -> float:
+        """Begin a step, if there is anything to do in it; how long that took."""
         started = time.perf_counter()
         if batch is not None and self._notes.is_new(batch):
             self._notes.begin(batch, self._scheduler.work(batch))
         if batch is not None or meta is not None:
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
-        self.host.prepare += time.perf_counter() - started
+        return time.perf_counter() - started
 
-    def _take_probe_step(self, now_s: float) -> None:
-        # One that drains and has nothing left computes no more: ranks of its gang may be gone.
-        if not self._scheduler.is_draining:
+    def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
+        # One that drains and has nothing left computes no more: ranks of its gang may be gone. And
+        # where places are reserved, or KV is lent, there is no row that is surely nobody's.
+        if is_idle and not self._scheduler.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
             self.pulse.compute(batch.num_tokens)
@@ -293,13 +298,15 @@ class EngineCore:
             return
         if num_steps > 1:
             self._scheduler.repeat(batch, num_steps - 1)
+        prepare_s = self._prepare_s
         if self.runs_ahead and not self._has_transfers():
             self._submit_ahead()
         started = time.perf_counter()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
         updating = time.perf_counter()
         # What of both calls was neither the generator's time nor the sampler's.
-        self.host.prepare += updating - started - result.device_s - result.sample_s
+        prepare_s += updating - started - result.device_s - result.sample_s
+        self.host.prepare += max(prepare_s, 0.0)
         self.host.sample += result.sample_s
         waits_s = [*result.earlier_s, result.device_s]
         self._num_steps += num_steps
@@ -320,7 +327,7 @@ class EngineCore:
         started = time.perf_counter()
         self._ahead = self._scheduler.schedule_ahead()
         self.host.schedule += time.perf_counter() - started
-        self._submit(self._ahead, None, 0.0)
+        self._prepare_s = self._submit(self._ahead, None, 0.0)
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
         """Serve transfers and take over what came of them; returns what `step` does."""

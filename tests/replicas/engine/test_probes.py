@@ -6,7 +6,7 @@ import time
 import pytest
 
 from replicas.launch import start_engine
-from replicas.messages import AddRequest, EngineRequest, Utility, UtilityResult
+from replicas.messages import Abort, AddRequest, EngineRequest, Utility, UtilityResult
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
@@ -68,6 +68,22 @@ def test_an_engine_with_requests_answers_with_its_next_step_and_takes_none_more(
         while core.num_live:
             core.step(0.0)
         assert len(passes) == GREEDY.max_tokens
+
+
+def test_an_engine_with_reserved_places_alone_answers_without_a_step():
+    config = make_config(model_folder("llama-gqa"), kv_connector="p2p")
+    with engine_core(config) as core:
+        passes = forwards(core)
+        core.handle(b"c", AddRequest(EngineRequest("r", PROMPTS[0], GREEDY), "decode"), 0.0)
+        core.step(0.0)
+        passes.clear()
+        core.handle(b"c", Utility(1, "probe"), 0.0)
+        core.step(0.0)
+        assert core.num_live == 1
+        assert answers(core) == [UtilityResult(1, result=True)]
+        assert not passes
+        core.handle(b"c", Abort(["r"]), 0.0)
+        core.step(0.0)
 
 
 def test_an_engine_that_drains_and_has_nothing_left_answers_without_a_step():
