@@ -94,9 +94,11 @@ class ApplicationPolicy:
             for replica, values in _latest(context, f"{_TRAFFIC}came").items():
                 counted[replica.unique_id] = Traffic(**_with_prefix(values, _TRAFFIC))
                 # They all look at the same engines: whoever has seen most of them knows best.
-                if values[_LEARNED] > most_learned:
+                # One of the version before does not say how many.
+                num_learned = values.get(_LEARNED, 0.0)
+                if num_learned > most_learned:
                     costs = StepCosts(**_with_prefix(values, _COST))
-                    most_learned = values[_LEARNED]
+                    most_learned = num_learned
         now_s = time.monotonic()  # Contexts have the wall's time, which may be set.
         if not pools or not counted or now_s - self._looked_s < LOOK_S:
             # Serve keeps the counts of whom the policy does not name.
