@@ -137,7 +137,9 @@ def _compile(
             logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
             return cfunc(signature, **compiled.OPTIONS)(function)
     except NumbaError as error:
-        raise RuntimeError(f"numba cannot compile {make.__name__}: {error.msg}") from error
+        # Its text has a terminal's colours where one may be about.
+        plain = getattr(error, "msg", error)
+        raise RuntimeError(f"numba cannot compile {make.__name__}: {plain}") from error
     _prune(Path(found._cache.cache_path))  # noqa: SLF001 - said nowhere else
     return found
 
