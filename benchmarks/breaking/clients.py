@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 import msgspec
 
+from benchmarks.soaking.load import WORDS
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
@@ -25,10 +27,6 @@ ABORTED_SHARE = 0.15
 _ABORT_WITHIN_S = 1.0
 _MAX_NOTES = 5
 _MAX_OPEN = 64
-_WORDS = [
-    "return", "the", "value", "of", "key", "in", "mapping", "for", "each", "item", "def", "self",
-    "list", "dict", "if", "not", "None", "else", "count", "open", "file", "read", "line", "split",
-]  # fmt: skip
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -48,7 +46,7 @@ def make_asks(model: str, num_asks: int, rng: random.Random) -> list[Ask]:
         is_drawn = number % 2 == 1
         body = {
             "model": model,
-            "prompt": " ".join(rng.choices(_WORDS, k=rng.randint(4, 120))),
+            "prompt": " ".join(rng.choices(WORDS, k=rng.randint(4, 120))),
             "max_tokens": rng.randint(16, 160),
             "temperature": 0.8 if is_drawn else 0.0,
             "seed": number,

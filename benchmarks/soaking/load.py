@@ -23,7 +23,7 @@ _NUM_SHARED = 8
 _ABORT_WITHIN_S = 0.6
 _TIMEOUT_S = 120.0
 _MAX_NOTES = 5
-_WORDS = [
+WORDS = [
     "return", "the", "value", "of", "key", "in", "mapping", "for", "each", "item", "def", "self",
     "list", "dict", "if", "not", "None", "else", "count", "open", "file", "read", "line", "split",
     "join", "sorted", "index", "range", "len", "append", "error", "raise", "class", "name", "path",
@@ -73,7 +73,7 @@ def make_asks(model: str, rng: random.Random) -> list[Ask]:
     """Requests of many lengths; half of them begin like others do."""
 
     def text(num_words: int) -> str:
-        return " ".join(rng.choices(_WORDS, k=num_words))
+        return " ".join(rng.choices(WORDS, k=num_words))
 
     shared = [text(rng.randint(40, 250)) for _ in range(_NUM_SHARED)]
     asks = []
