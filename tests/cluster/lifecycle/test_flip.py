@@ -17,7 +17,6 @@ from tests.cluster.engines import (
     until_idle,
 )
 from tests.cluster.lifecycle.test_drain import keep_kv
-from tests.cluster.routing.test_router_orders import run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
@@ -79,7 +78,7 @@ def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_r
             await until_idle(made, first, decode, other)
 
     with two_and_two() as engines:
-        run(lambda: scenario(engines))
+        asyncio.run(scenario(engines))
 
 
 @pytest.mark.process
@@ -96,7 +95,7 @@ def test_a_change_of_roles_waits_for_kv_that_is_lent():
             await until(made.pools.decode_views, "it decodes")
 
     with running(("prefill", engine_config("prefill"))) as [engine]:
-        run(lambda: scenario(engine))
+        asyncio.run(scenario(engine))
 
 
 def _num_running(made, engine):
