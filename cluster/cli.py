@@ -13,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from cluster.lifecycle.supervisor import ServeOptions
+    from replicas.config import Role
 
 app = typer.Typer(
     name="ttserve",
@@ -268,6 +269,35 @@ def leave(
         _fail(str(error), _BAD_CONFIG)
     except LeaveError as error:
         _fail(str(error), _FAILED)
+
+
+@app.command()
+def flip(
+    replica: Annotated[str, typer.Argument(help="Its name, as /debug/slots has it.")],
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long to wait for it; it goes on all the same.")
+    ] = _LEAVE_S,
+) -> None:
+    """Let a replica take the other role, with its model loaded; on a host of a Ray cluster."""
+    from cluster.lifecycle.flip import flip as run
+    from cluster.lifecycle.flip import serve_replicas
+    from cluster.lifecycle.ray_nodes import ControlLostError, NoNodeError, node_here
+    from cluster.scaling.flip import FlipError
+
+    if role not in {"prefill", "decode"}:
+        _fail(f"ROLE must be prefill or decode, got {role!r}", _BAD_CONFIG)
+    wanted: Role = "prefill" if role == "prefill" else "decode"
+    try:
+        _, nodes = node_here()
+        with serve_replicas(nodes.address) as replicas:
+            run(replicas, replica, wanted, seconds, lambda text: typer.echo(f"ttserve: {text}"))
+    except NoNodeError as error:
+        _fail(str(error), _BAD_CONFIG)
+    except FlipError as error:
+        _fail(str(error), _FAILED)
+    except (ControlLostError, ConnectionError) as error:
+        _fail(f"the head does not answer: {error}", _FAILED)
 
 
 @app.command()

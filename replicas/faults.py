@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "drop_link", "corrupt", "partition",
-    "hang", "deaf", "mute", "clog", "clock", "cling", "replace",
+    "hang", "deaf", "mute", "clog", "clock", "cling", "replace", "flip",
 ]  # fmt: skip
 """What happens, and to what.
 
@@ -31,13 +31,16 @@ that leave it have flipped bytes. partition: nothing gets from or to it. hang: a
 not come back before the window's end; the rest of the process works on. deaf: nothing that clients
 send reaches it. mute: nothing that it sends reaches clients. clog: its inbox is full, and takes
 nothing. clock: its wall clock is off by `shift_s`. cling: told to end, it does not. replace: it is
-drained, ended and started again, as in a rolling update.
+drained, ended and started again, as in a rolling update. flip: it changes its role, prefill for
+decode or back, unless it is the last of its role.
 """
 
 KINDS: tuple[str, ...] = get_args(FaultKind)
 INGRESS = "ingress"
 """What fails beside engines, as targets name it."""
-_INSTANTS = frozenset({"kill", "drop_link", "replace"})
+_INSTANTS = frozenset({"kill", "drop_link", "replace", "flip"})
+_SIMULATED = frozenset({"replace", "flip"})
+"""What other tools do to real replicas."""
 _INGRESS_KINDS = ("kill", "clock")
 """What can happen to what is no engine."""
 _FIELDS = ("at_s", "target", "kind", "duration_s", "factor", "shift_s")
@@ -51,8 +54,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         at_s: When, in seconds after the plan's epoch.
         target: Which replica: "pool/rank", for one "decode/1"; or "ingress/0".
         kind: What goes wrong.
-        duration_s: How long; None is for ever. Nothing for kill, drop_link and replace, which are
-            instants.
+        duration_s: How long; None is for ever. Nothing for kill, drop_link, replace and flip,
+            which are instants.
         factor: slow only: how many times as long a device step takes.
         shift_s: clock only: seconds that the wall clock is ahead; less than 0 is behind.
     """
@@ -171,6 +174,10 @@ class ReplicaFaults:
         """When it is drained, ended and started again, in order."""
         return self._starts_s("replace")
 
+    def flips(self) -> tuple[float, ...]:
+        """When its role changes, in order."""
+        return self._starts_s("flip")
+
     def link_drops(self) -> tuple[float, ...]:
         """When its KV connections break, in order."""
         return self._starts_s("drop_link")
@@ -278,10 +285,11 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             FaultPlanError: They cannot on an entry; names it.
         """
         for i, fault in enumerate(self.faults):
-            if fault.kind == "replace" or fault.target.startswith(INGRESS):
+            if fault.kind in _SIMULATED or fault.target.startswith(INGRESS):
                 raise FaultPlanError(
                     f"[{i}]: {fault.kind} of {fault.target} happens in the simulator alone; kill "
-                    "the ingress's process, or deploy a changed configuration, and remove it here"
+                    "the ingress's process, deploy a changed configuration, or use `ttserve flip`, "
+                    "and remove it here"
                 )
 
 

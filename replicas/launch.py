@@ -46,7 +46,7 @@ from replicas.stall_watch import StallReports, new_dump_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
     from replicas.messages import EngineDescription
 
 LOOK_S = 0.5
@@ -110,10 +110,13 @@ class EngineHandle:
         description: What the engine is.
         keys: The secrets with which it was started.
         stop_s: How long it may take to end when it is told to.
+        role: What it was started with.
 
     Attributes:
         description: What the engine is.
         keys: What a client proves itself to it with.
+        role: What it takes; while it changes that, what it took.
+        next_role: What it was last told to take.
         drained: Set once the engine has said that it is; see `drain`.
         failure: Why it was killed, if it hung, or what it said when it ended; otherwise None.
     """
@@ -124,9 +127,11 @@ class EngineHandle:
         description: EngineDescription,
         keys: KeyRing,
         stop_s: float = STOP_S,
+        role: Role = "both",
     ) -> None:
         self._process = process
         self._stop_s = stop_s
+        self.role = self.next_role = role
         self._watcher: threading.Thread | None = None
         self.description = description
         self.keys = keys
@@ -190,6 +195,21 @@ class EngineHandle:
                     return True
         return self.drained.is_set() and self.is_alive
 
+    def change_role(self, role: Role) -> bool:
+        """Let the engine take another role once nothing is left of this one; returns at once.
+
+        The engine takes nothing new until then, and `role` is the new one from then on. Told to
+        take its present role, it stays with it.
+
+        Args:
+            role: Prefill or decode.
+
+        Returns:
+            Whether it was told; False if the engine is gone.
+        """
+        self.next_role = role
+        return self._say(b"role " + role.encode())
+
     def probe(self) -> None:
         """Let an engine without requests take a step, and return: if it hangs it is killed."""
         self._say(PROBE_LINE)
@@ -251,6 +271,8 @@ def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
     if any(report.is_drained for report in said):
         handle.drained.set()
     for report in said:
+        if report.role is not None:
+            handle.role = report.role
         if report.failed is not None:
             handle.failure = EngineDeadError(report.failed)
     return said
@@ -315,7 +337,8 @@ def start_engine(
         process.communicate()  # Closes its stdin, broken or not, and reaps it.
         raise
     assert ready.ready is not None
-    handle = EngineHandle(process, ready.ready, config.keys, stop_timeout_s(config))
+    stop_s = stop_timeout_s(config)
+    handle = EngineHandle(process, ready.ready, config.keys, stop_s, config.role)
     handle.watch(reports, process_fd, dump_fd, step_timeout_s(config, ready.warm_up_s))
     return handle
 

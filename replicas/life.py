@@ -3,6 +3,9 @@
 STARTING: its engine loads and warms up, or nobody has heard of it yet. READY: it takes requests.
 DRAINING: it takes no more, and ends those that it has. DEAD: nothing of it is left. Any of them may
 be followed by DEAD; nothing comes back, a successor is another replica.
+
+A replica that changes its role stays READY; to ingresses it looks like one that drains, until its
+engine takes requests again (`replicas.engine.duty`).
 """
 
 from __future__ import annotations

@@ -411,7 +411,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
         decode_step: The latest step of decodes alone that was unlike the one before it.
         prompt_step: The latest step with prompts.
         hands_over: Whether what decodes here should go on elsewhere, where there is room: the
-            engine has little time left.
+            engine has little time left, or is about to change its role.
+        epoch: How often it has taken requests again after it drained: in each it has one role.
     """
 
     seq: int
@@ -425,6 +426,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
     decode_step: StepWork | None = None
     prompt_step: StepWork | None = None
     hands_over: bool = False
+    epoch: int = 0
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):

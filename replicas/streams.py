@@ -76,7 +76,7 @@ class EngineStream:
 
     @property
     def leaving(self) -> EngineLeavingError | None:
-        """Said once its engine hands over what it has."""
+        """Said as long as its engine hands over what it has."""
         return self._table.leaving
 
     @property
@@ -110,7 +110,7 @@ class StreamTable:
 
     Attributes:
         stalled: Why the engine stalls, as long as it does.
-        leaving: Said once the engine hands over what it has.
+        leaving: Said as long as the engine hands over what it has.
     """
 
     def __init__(
@@ -226,8 +226,10 @@ class StreamTable:
         self._set_moves(self.stalled is None)
 
     def _note_leaving(self, snapshot: EngineSnapshot) -> None:
-        """Tell every stream, once, when its engine will soon be gone."""
-        if snapshot.hands_over and self.leaving is None:
+        """Tell every stream, once, when its engine will soon be gone, or have another role."""
+        if not snapshot.hands_over:
+            self.leaving = None
+        elif self.leaving is None:
             self.leaving = EngineLeavingError(
                 f"engine {self.description.incarnation} hands over what it has"
             )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_transfer.connector import TransportFactory
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
     from replicas.engine.core import StepUnderWay
     from replicas.engine.server import Frames
     from replicas.generators.simulated.device import Slowdown
@@ -159,6 +159,11 @@ class VirtualEngine:
         self._has_changed = True
         self._server.drain()
 
+    def change_role(self, role: Role) -> None:
+        """Take another role once nothing is left of this one."""
+        self._has_changed = True
+        self._server.change_role(role)
+
     def hand_over(self) -> None:
         """Ask clients to go elsewhere with what they have here."""
         self._has_changed = True
@@ -250,6 +255,11 @@ class VirtualEngine:
     def clients(self) -> list[bytes]:
         """Whoever it serves, and whoever it still has a request of."""
         return self._server.clients
+
+    @property
+    def role(self) -> Role:
+        """What it takes; while it changes that, what it took."""
+        return self._core.duty.role
 
     @property
     def num_live(self) -> int:

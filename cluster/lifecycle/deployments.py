@@ -3,7 +3,7 @@
 Only the control plane passes here: life cycle, health, drain, and finding each other. Requests
 and tokens go from the ingress to the engines over ZMQ. Owner: a `PoolReplica` owns one engine
 process; when the engine dies the replica dies with it at once and Serve starts a new one, so what
-a replica says of itself never changes.
+a replica says of itself never changes but for its role, which ingresses learn from the engine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from cluster.lifecycle.gangs import find_gang
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
+from cluster.scaling.flip import Posture
 from replicas.boards import RESOURCE
 from replicas.launch import start_engine, stop_timeout_s
 from replicas.life import Life, LifeState
@@ -122,6 +123,14 @@ class PoolReplica:
                 progress=self._show_progress,
             )
         self._cold_start_s = time.monotonic() - began_s
+        self._posture = Posture(
+            replica=f"{role}-{self._engine.description.incarnation}",
+            role=role,
+            next_role=role,
+            has_connector=engine.kv_connector is not None,
+            in_gang=gang is not None,
+            is_scaled=config.is_scaled,
+        )
         self._life.become(LifeState.READY)
         self._engine.call_at_exit(self._on_engine_exit)
 
@@ -129,6 +138,18 @@ class PoolReplica:
         """What the engine is, as plain values of `EngineDescription`."""
         description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
         return description
+
+    async def posture(self) -> dict[str, Any]:
+        """What the engine does in its cluster, as plain values of `Posture`."""
+        engine = self._engine
+        now = msgspec.structs.replace(self._posture, role=engine.role, next_role=engine.next_role)
+        posture: dict[str, Any] = msgspec.to_builtins(now)
+        return posture
+
+    async def change_role(self, replica: str, role: Role) -> None:
+        """Let the engine take a role, prefill or decode, if this is the replica that is meant."""
+        if replica == self._posture.replica:
+            self._engine.change_role(role)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the application's autoscaling policy is told of this replica."""

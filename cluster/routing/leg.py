@@ -135,6 +135,7 @@ class Leg:
         early: What the engine said while another leg was waited for.
         has_tokens: Whether a token of it has come.
         asked_s: When the engine was asked, on the event loop's clock.
+        epoch: Of the engine, as it was believed then: what it refuses it refuses in that.
         offer: As given. Once a decode engine has begun to fetch it, the loss of that engine is the
             transfer's end, which the next one is told of by prefill.
 
@@ -158,6 +159,7 @@ class Leg:
         self.has_tokens = False
         self.asked_s = asyncio.get_running_loop().time()
         self.offer = offer
+        self.epoch = pools.epoch(self.incarnation)
         self._client = client
         self._pools = pools
         self._request_id = message.request.request_id
@@ -386,7 +388,7 @@ class Legs:
         if isinstance(event, Refused) and leg is self.decode and leg.has_answered:
             raise DecodeLeftError("refused", event.message)
         if isinstance(event, Refused) and event.reason == "draining":
-            self._pools.drains(leg.incarnation)
+            self._pools.drains(leg.incarnation, leg.epoch)
         if isinstance(event, TokenOutput):
             if event.finish_reason == "error":
                 if _is_own_fault(event.error or ""):

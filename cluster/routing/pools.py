@@ -82,6 +82,11 @@ class _Replica:
         return LifeState.DRAINING if is_draining else LifeState.READY
 
     @property
+    def epoch(self) -> int:
+        """How often it has taken requests again; see `EngineSnapshot`."""
+        return 0 if self.snapshot is None else self.snapshot.epoch
+
+    @property
     def is_open(self) -> bool:
         """Whether it takes requests, or will once it moves again: `moves` is another question."""
         return self.state is LifeState.READY
@@ -108,6 +113,11 @@ class _Fit:
         """Look at what the model has learned."""
         self.costs = self.model.costs(others)
         self.next_step = self.model.num_steps + min(1 + self.model.num_steps // 4, MAX_STEPS_APART)
+
+
+def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
+    """What decides on which side an engine is."""
+    return snapshot.draining, snapshot.role, snapshot.epoch
 
 
 class PoolState:
@@ -159,9 +169,11 @@ class PoolState:
             return
         if self._learns_steps:
             self._learn(replica, snapshot)
+        if snapshot.epoch != replica.epoch:
+            replica.refuses = False
         replica.snapshot = snapshot
         self.num_snapshots += 1
-        if old is None or (old.draining, old.role) != (snapshot.draining, snapshot.role):
+        if old is None or _standing(old) != _standing(snapshot):
             self._relist()
         else:
             self._change(incarnation)
@@ -173,10 +185,13 @@ class PoolState:
             replica.moves = moves
             self._relist()
 
-    def drains(self, incarnation: str) -> None:
-        """A replica has refused a request because it drains: it will take no other either."""
+    def drains(self, incarnation: str, epoch: int) -> None:
+        """A replica has refused a request because it drains: it will take no other either.
+
+        Unless it has changed its role since it was asked, in the epoch that is given.
+        """
         replica = self._replicas.get(incarnation)
-        if replica is not None and not replica.refuses:
+        if replica is not None and not replica.refuses and replica.epoch == epoch:
             replica.refuses = True
             self._relist()
 
@@ -239,6 +254,11 @@ class PoolState:
         """Where a replica is in its life; dead if it is not known."""
         replica = self._replicas.get(incarnation)
         return LifeState.DEAD if replica is None else replica.state
+
+    def epoch(self, incarnation: str) -> int:
+        """How often a replica has taken requests again, as far as this ingress has heard."""
+        replica = self._replicas.get(incarnation)
+        return 0 if replica is None else replica.epoch
 
     def moves(self, incarnation: str) -> bool:
         """Whether a replica gets requests as far as its moving goes."""

@@ -33,6 +33,7 @@ from kv_transfer.connector import (
     load_connector,
 )
 from kv_transfer.keys import NEW_KEY_BYTES
+from replicas.engine.duty import Duty
 from replicas.engine.events import ClientEvents
 from replicas.engine.facts import connector_settings
 from replicas.engine.probes import Probes, probe_batch
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
     from kv_transfer.keys import KeyRing
     from kv_transfer.layout import KVLayout
-    from replicas.config import EngineConfig
+    from replicas.config import EngineConfig, Role
     from replicas.engine.executor import Executor
     from replicas.engine.prefix_feed import PrefixFeed
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepKind, StepResult
@@ -103,6 +104,7 @@ class EngineCore:
 
     Attributes:
         pulse: As given; whoever drives the core tells it of turns, the core what is computed.
+        duty: Which part of requests it takes now.
         host: What its steps have cost the host; whoever sends frames counts what that costs.
         warm_up_s: How long its warm-up took.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
@@ -127,7 +129,6 @@ class EngineCore:
         # What was submitted ahead and is to be read next.
         self._ahead: ScheduledBatch | None = None
         self._num_steps = 0
-        self._hands_over = False
         self._scheduled_tokens = 0
         self._device_s = 0.0
         self._step_s = 0.0
@@ -167,7 +168,10 @@ class EngineCore:
             vocab_size=self.facts.vocab_size,
             has_connector=has_connector,
         )
-        self._requests = Requests(self._scheduler, checks, self._events, transfers=has_connector)
+        self.duty = Duty(config.role)
+        self._requests = Requests(
+            self._scheduler, checks, self._events, self.duty, transfers=has_connector
+        )
         self.runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
 
     def __repr__(self) -> str:
@@ -190,7 +194,11 @@ class EngineCore:
 
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
-        self._scheduler.drain()
+        self.duty.end()
+
+    def change_role(self, role: Role) -> None:
+        """Take another role once nothing is left of this one; see `Duty`."""
+        self.duty.change(role)
 
     def probe(self) -> None:
         """Take a step soon, also without a request: the pulse says whether it ends."""
@@ -198,7 +206,7 @@ class EngineCore:
 
     def hand_over(self) -> None:
         """Say that what runs should go on elsewhere, where there is room; until then it goes on."""
-        self._hands_over = True
+        self.duty.hand_over()
 
     def client_gone(self, client: bytes) -> int:
         """Drop everything that a client asked for; returns how many requests that was."""
@@ -236,6 +244,7 @@ class EngineCore:
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
+        self.duty.settle(self.num_live)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
         (batch, meta), self._ahead = (self._ahead, None), None
@@ -267,7 +276,7 @@ class EngineCore:
     def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
         # One that drains and has nothing left computes no more: ranks of its gang may be gone. And
         # where places are reserved, or KV is lent, there is no row that is surely nobody's.
-        if is_idle and not self._scheduler.is_draining:
+        if is_idle and not self.duty.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
             self.pulse.compute(batch.num_tokens)
@@ -360,16 +369,17 @@ class EngineCore:
         """What is left, as of now."""
         return EngineSnapshot(
             seq,
-            self._scheduler.is_draining,
+            self.duty.is_draining,
             self._scheduler.num_waiting,
             self._scheduler.num_waiting_tokens,
             self._num_steps,
             self._scheduler.group_snapshots(),
-            self.config.role,
+            self.duty.role,
             self._step_s,
             self._notes.decode,
             self._notes.prompt,
-            self._hands_over,
+            self.duty.hands_over,
+            self.duty.epoch,
         )
 
     def state(self) -> tuple[tuple[object, ...], list[list[int]]]:
@@ -377,11 +387,11 @@ class EngineCore:
         rooms = self._scheduler.group_rooms()
         slots = [(r.num_empty_slots, r.num_running, r.num_reserved, r.num_waiting) for r in rooms]
         at_once = (
-            self._scheduler.is_draining,
-            self._hands_over,
+            self.duty.is_draining,
+            self.duty.hands_over,
+            self.duty.epoch,
             self._scheduler.num_waiting,
             self._scheduler.num_waiting_tokens,
-            self.config.role,
             slots,
             self._notes.prompt,
         )

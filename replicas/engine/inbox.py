@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from replicas.config import Role
 from replicas.messages import AddRequest, ClientMessage
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ class ClientGone(msgspec.Struct, frozen=True):
 
 class Drain(msgspec.Struct, frozen=True):
     """The parent says: take no more requests."""
+
+
+class ChangeRole(msgspec.Struct, frozen=True):
+    """The parent says: take another role once nothing is left of this one."""
+
+    role: Role
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -79,7 +86,18 @@ def gather_s(config: EngineConfig, said: Said) -> float:
     return GATHER_S if has_lanes and is_prompt else 0.0
 
 
-Said = ClientMessage | Wake | TurnDue | ClientGone | Drain | HandOver | Probe | Stop | Unreadable
+Said = (
+    ClientMessage
+    | Wake
+    | TurnDue
+    | ClientGone
+    | Drain
+    | ChangeRole
+    | HandOver
+    | Probe
+    | Stop
+    | Unreadable
+)
 InboxItem = tuple[bytes, Said]
 
 

@@ -47,6 +47,7 @@ from replicas.engine.inbox import (
     STOP,
     TURN_DUE,
     WAKE,
+    ChangeRole,
     ClientGone,
     Drain,
     HandOver,
@@ -64,6 +65,7 @@ from replicas.engine.reports import (
     DRAIN_LINE,
     HAND_OVER_LINE,
     PROBE_LINE,
+    ROLE_LINES,
     EngineArguments,
     EngineReport,
 )
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import IO
 
+    from replicas.config import Role
     from replicas.engine.gang import GangExecutor
     from replicas.engine.inbox import Said
 
@@ -105,6 +108,7 @@ class EngineProcess:
         inbox: Messages from the receiver, and wake-ups.
         sender: Where frames leave.
         on_drained: Called once, when nothing is left of what it had before it was told to drain.
+        on_role: Called with its role each time that it takes requests again.
         gang: Whom the engine steps with, if it does not step alone.
     """
 
@@ -114,6 +118,7 @@ class EngineProcess:
         inbox: Inbox,
         sender: Sender,
         on_drained: Callable[[], None] = lambda: None,
+        on_role: Callable[[Role], None] = lambda _role: None,
         gang: GangExecutor | None = None,
     ) -> None:
         self._server = server
@@ -122,13 +127,15 @@ class EngineProcess:
         self._pulse = server.core.pulse
         self._config = server.core.config
         self._on_drained = on_drained
+        self._on_role = on_role
         self._gang = gang
         self._is_draining = False
         self._stopped = False
 
     def run(self) -> None:
         """Loop until `STOP` comes."""
-        ran = False
+        ran, duty = False, self._server.core.duty
+        epoch = duty.epoch
         if self._gang is not None:
             self._gang.idle()
         while not self._stopped:
@@ -145,6 +152,9 @@ class EngineProcess:
             ran = self._server.core.end_step(step, time.monotonic())
             if step.meta is not None:
                 self._send_frames()
+            if duty.epoch != epoch:
+                epoch = duty.epoch
+                self._on_role(duty.role)
             if self._is_draining and self._server.is_drained:
                 self._is_draining = False
                 self._on_drained()
@@ -196,6 +206,8 @@ class EngineProcess:
             case Drain():
                 self._server.drain()
                 self._is_draining = True
+            case ChangeRole(role):
+                self._server.change_role(role)
             case HandOver():
                 self._server.hand_over()
             case Probe():
@@ -262,7 +274,8 @@ def main() -> None:
         tell_of_start(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, sender,
-            on_drained=_tell_drained(tell) if gang is None else gang.drained, gang=gang,
+            on_drained=_tell_drained(tell) if gang is None else gang.drained,
+            on_role=lambda role: tell(EngineReport(role=role)), gang=gang,
         ).run()  # fmt: skip
         inbox.close()
         core.shutdown()
@@ -393,6 +406,9 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
         *lines, rest = (rest + said).split(b"\n")
         if DRAIN_LINE in lines:
             inbox.put((b"", DRAIN))
+        for line in lines:
+            if line in ROLE_LINES:
+                inbox.put((b"", ChangeRole(ROLE_LINES[line])))
         if HAND_OVER_LINE in lines:
             inbox.put((b"", HAND_OVER))
         if PROBE_LINE in lines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, Role
 from replicas.messages import EngineDescription
 
 STOP_S = 5.0
@@ -18,6 +18,10 @@ DRAIN_LINE = b"drain"
 """A line on stdin, once the engine runs: take no more requests, and say when none is left."""
 HAND_OVER_LINE = b"hand over"
 """A later one: ask clients to go elsewhere with what runs here, as there is little time left."""
+
+ROLE_LINES: dict[bytes, Role] = {b"role prefill": "prefill", b"role decode": "decode"}
+"""Take another role once nothing is left of this one, and say so: of those between which pools are
+told apart."""
 
 PROBE_LINE = b"probe"
 """Take a step, also without a request: one that does not end is seen in the beats."""
@@ -53,6 +57,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         warm_up_s: Seconds.
         failed: It does not, or no longer: why, for a person.
         is_drained: It was told to drain, and has no request left and no block lent.
+        role: It takes requests in this role now, after it was told to change it.
         beat: What the core thread does, see `Pulse.count`.
         doing: With a beat: what it is in and what is left, for a person, as long as it stalls.
     """
@@ -63,5 +68,6 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     warm_up_s: float = 0.0
     failed: str | None = None
     is_drained: bool = False
+    role: Role | None = None
     beat: int | None = None
     doing: str = ""

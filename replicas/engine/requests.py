@@ -17,6 +17,7 @@ from replicas.engine.sequence import Sequence
 from replicas.messages import Abort, Accepted, Activate, AddRequest, KVLoaded, LoadKV, Refused
 
 if TYPE_CHECKING:
+    from replicas.engine.duty import Duty
     from replicas.engine.events import ClientEvents
     from replicas.engine.request_checks import RequestChecks
     from replicas.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ _REFUSALS: dict[RefusalReason, str] = {
     "no_slot": "no decode slot is free in the asked DP group",
     "no_blocks": "the KV cache has no room for the prompt now",
     "queue_full": "the queue is full",
-    "draining": "the engine is draining",
+    "draining": "the engine takes no more such requests: it drains, or has another role now",
     "duplicate": "a request of this id is live already",
 }
 
@@ -42,15 +43,23 @@ class Requests:
         scheduler: Where they run.
         checks: What an engine cannot do.
         events: Where answers go.
+        duty: What the engine takes now.
         transfers: Whether there is a KV connector.
     """
 
     def __init__(
-        self, scheduler: Scheduler, checks: RequestChecks, events: ClientEvents, *, transfers: bool
+        self,
+        scheduler: Scheduler,
+        checks: RequestChecks,
+        events: ClientEvents,
+        duty: Duty,
+        *,
+        transfers: bool,
     ) -> None:
         self._scheduler = scheduler
         self._checks = checks
         self._events = events
+        self._duty = duty
         self._transfers = transfers
         self._handles = itertools.count(1)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
@@ -90,6 +99,9 @@ class Requests:
         if problem is not None:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
             return
+        if not self._duty.takes(message.mode):
+            self._refuse(client, request.request_id, "draining")
+            return
         is_ending = self._scheduler.is_ending(request.request_id)
         if is_ending and request.request_id not in self._successors:
             self._successors[request.request_id] = client, message
@@ -102,12 +114,15 @@ class Requests:
             self._events[client].append(Refused(request.request_id, "invalid", str(error)))
             return
         if refusal is not None:
-            self._events[client].append(Refused(request.request_id, refusal, _REFUSALS[refusal]))
+            self._refuse(client, request.request_id, refusal)
             return
         seq.handle = next(self._handles)
         num_cached = max(seq.num_cached_tokens, 0)
         accepted = Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
         self._events[client].append(accepted)
+
+    def _refuse(self, client: bytes, request_id: str, reason: RefusalReason) -> None:
+        self._events[client].append(Refused(request_id, reason, _REFUSALS[reason]))
 
     def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
         try:

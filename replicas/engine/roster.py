@@ -73,7 +73,6 @@ class Roster(ABC):
         self._held: dict[str, Sequence] = {}
         # Finished while a step that has them was under way: it still writes to their blocks.
         self._overtaken: list[Sequence] = []
-        self._draining = False
 
     def __repr__(self) -> str:
         return (
@@ -193,10 +192,6 @@ class Roster(ABC):
         if seq is not None and seq not in self._overtaken:
             self._groups.give_back_blocks(seq)
 
-    def drain(self) -> None:
-        """Refuse every new sequence from now on."""
-        self._draining = True
-
     # --- requests out --------------------------------------------------------------------------
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> None:
@@ -238,11 +233,6 @@ class Roster(ABC):
     def next_deadline_s(self) -> float | None:
         """When the next reservation lapses."""
         return self._loads.next_deadline_s()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new sequences are refused."""
-        return self._draining
 
     def is_ending(self, request_id: str) -> bool:
         """Whether all that is left of this id is an aborted sequence's hold on its blocks."""
@@ -334,7 +324,7 @@ class Roster(ABC):
 
     def _refusal(self, seq: Sequence) -> RefusalReason | None:
         is_known = seq.request_id in self._sequences or seq.request_id in self._held
-        return "draining" if self._draining else "duplicate" if is_known else None
+        return "duplicate" if is_known else None
 
     def _kv_ended(
         self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool

@@ -21,6 +21,7 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
+    from replicas.config import Role
     from replicas.engine.core import EngineCore
     from replicas.messages import ClientMessage, KVEventBatch, WireEvent
 
@@ -92,6 +93,10 @@ class EngineServer:
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
         self.core.drain()
+
+    def change_role(self, role: Role) -> None:
+        """Take another role once nothing is left of this one."""
+        self.core.change_role(role)
 
     def hand_over(self) -> None:
         """Ask clients to go elsewhere with what they have here; what does not goes on."""

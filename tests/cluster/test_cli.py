@@ -39,7 +39,7 @@ def test_help_names_every_command(run):
     assert result.exit_code == 0
     names = {
         "serve", "environment", "validate", "generate", "simulate", "kv", "leave", "status",
-        "doctor", "chaos",
+        "doctor", "chaos", "flip",
     }  # fmt: skip
     assert all(name in result.output for name in names)
 
@@ -162,12 +162,18 @@ def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
     assert reason in result.output
 
 
-@pytest.mark.parametrize("command", ["leave", "status"])
+@pytest.mark.parametrize("command", [["leave"], ["status"], ["flip", "decode-1", "prefill"]])
 def test_where_no_ray_node_runs_it_says_where_to_go(run, command, monkeypatch):
     monkeypatch.setattr(ray_nodes.services, "find_node_ids", set)
-    result = run(command)
+    result = run(*command)
     assert result.exit_code == 2
     assert "no Ray node runs here; run it where `ray start` did" in result.output
+
+
+def test_a_role_that_there_is_not_is_refused(run):
+    result = run("flip", "decode-1", "both")
+    assert result.exit_code == 2
+    assert "ROLE must be prefill or decode, got 'both'" in result.output
 
 
 def test_where_several_ray_nodes_run_none_of_them_leaves(run, monkeypatch):

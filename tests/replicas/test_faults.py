@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import KINDS, NO_FAULTS, Fault, FaultPlan, PlanClock, ReplicaFaults, Window
 
-INSTANTS = {"kill", "drop_link", "replace"}
+INSTANTS = {"kill", "drop_link", "replace", "flip"}
 MISSING = object()
 
 
@@ -137,7 +137,9 @@ def test_targets_that_exist_are_accepted():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"target": "ingress/0"}, {"kind": "replace"}], ids=["ingress", "replace"]
+    "fields",
+    [{"target": "ingress/0"}, {"kind": "replace"}, {"kind": "flip"}],
+    ids=["ingress", "replace", "flip"],
 )
 def test_what_happens_in_the_simulator_alone_is_refused_to_real_replicas(fields):
     plan = FaultPlan.parse([entry(), kill(**fields)])
@@ -242,6 +244,7 @@ def state(faults, now_s):
         sum(at_s <= now_s for at_s in faults.kills()),
         sum(at_s <= now_s for at_s in faults.link_drops()),
         sum(at_s <= now_s for at_s in faults.replacements()),
+        sum(at_s <= now_s for at_s in faults.flips()),
     )
 
 
@@ -265,6 +268,7 @@ def test_answers_are_those_of_the_entries_themselves(plan, now_s):
         past.count("kill"),
         past.count("drop_link"),
         past.count("replace"),
+        past.count("flip"),
     )
 
 

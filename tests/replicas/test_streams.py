@@ -228,6 +228,13 @@ def test_an_engine_that_stalls_tells_every_stream_and_once_that_it_does_not_move
     assert client.moves == [("e.1", False), ("e.1", True)]
 
 
+def test_an_engine_that_has_changed_its_role_hands_over_no_more(client):
+    client.open("a")
+    for seq, hands_over in ((4, True), (5, False)):
+        client.take(snapshot=EngineSnapshot(seq, hands_over, 0, 0, 0, [], hands_over=hands_over))
+        assert (client.open(f"r{seq}").leaving is not None) == hands_over
+
+
 def test_an_engine_that_hands_over_tells_every_stream_and_once_and_goes_on(client):
     inbox = asyncio.Queue()
     stream = client.open("a", inbox)

@@ -67,6 +67,7 @@ class VirtualHost:
         self.name = name
         self.role: Role = role
         self.incarnation = incarnation
+        self.config = config
         self.inbox = VirtualInbox()
         self.links: dict[bytes, Callable[[EngineFrame, list[float]], None]] = {}
         self.transport: VirtualTransport | None = None
@@ -134,6 +135,11 @@ class VirtualHost:
     def drain(self) -> None:
         """Take nothing new from now on; its parent's word."""
         self.engine.drain()
+        self.core.wake()
+
+    def change_role(self, role: Role) -> None:
+        """Take another role once nothing is left of this one; its parent's word."""
+        self.engine.change_role(role)
         self.core.wake()
 
     def hand_over(self) -> None:

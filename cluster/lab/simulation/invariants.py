@@ -45,7 +45,7 @@ _TINY_S = 1e-6
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
-_CLOSING = frozenset({"hang", "clog", "replace"})
+_CLOSING = frozenset({"hang", "clog", "replace", "flip"})
 """What lets a replica take nothing new, though it is not lost."""
 
 _LENT = (
@@ -201,7 +201,7 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     host, pools = link.host, ingress.fleet.pools
     snapshot = host.engine.snapshot()
     groups = snapshot.groups
-    if host.role == "prefill":
+    if snapshot.role == "prefill":
         num_active = snapshot.num_waiting + sum(g.num_running for g in groups)
         truth: list[tuple[object, ...]] = [(snapshot.num_waiting_tokens, num_active)]
         believed: list[tuple[object, ...]] = [
@@ -286,17 +286,20 @@ class Expectations:
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
         faults = options.faults
-        # When each replica that decodes may first have been lost, or taken nothing new.
+        # Who decodes, or may do so once its role has changed.
         decoding = [
-            (faults.entries_for(f"{spec.role}/{rank}"), spec)
+            (entries, spec)
             for spec in pools
-            if spec.role != "prefill"
             for rank in range(spec.replicas)
+            for entries in [faults.entries_for(f"{spec.role}/{rank}")]
+            if spec.role != "prefill" or any(f.kind == "flip" for f in entries)
         ]
+        # When each of these may first have been lost; when those that began so, or taken nothing.
         self._lost_s = [_first_loss_s(entries, spec) for entries, spec in decoding]
         self._closed_s = [
             min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
-            for lost_s, (entries, _) in zip(self._lost_s, decoding, strict=True)
+            for lost_s, (entries, spec) in zip(self._lost_s, decoding, strict=True)
+            if spec.role != "prefill"
         ]
         # Each trouble costs a request one engine at most, and a request may lose so many.
         self._max_attempts = options.router.max_attempts

@@ -19,6 +19,7 @@ from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.parent import VirtualParent
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
+from cluster.scaling.flip import FlipError, check_flip, other_role
 from kv_transfer.keys import KeyRing
 from replicas.dealer import QUIET_S, SILENCE_S
 from replicas.life import LifeState
@@ -200,12 +201,14 @@ class Lives:
         for place in self._places:
             faults = self._options.faults.for_target(place.name)
             at = functools.partial(self._at, place)
-            for kill_s in faults.kills():
-                at(kill_s, self._kill)
-            for replace_s in faults.replacements():
-                at(replace_s, self._replace)
-            for drop_s in faults.link_drops():
-                at(drop_s, self._drop_link)
+            for action, moments_s in (
+                (self._kill, faults.kills()),
+                (self._replace, faults.replacements()),
+                (self._flip, faults.flips()),
+                (self._drop_link, faults.link_drops()),
+            ):
+                for moment_s in moments_s:
+                    at(moment_s, action)
             for window in faults.freezes():
                 at(window.start_s, self._freeze)
                 at(window.end_s, self._thaw)
@@ -302,6 +305,20 @@ class Lives:
     def _replace(self, place: _Place) -> None:
         if place.parent is not None:
             place.parent.replace()
+
+    def _flip(self, place: _Place) -> None:
+        """Let an engine take the other role, unless `ttserve flip` would refuse that."""
+        if place.state is not LifeState.READY:
+            return
+        assert place.parent is not None
+        ready = [p.parent for p in self._places if p.parent and p.state is LifeState.READY]
+        role = other_role(place.parent.posture.next_role)
+        try:
+            if role is not None:
+                check_flip((parent.posture for parent in ready), place.name, role)
+                place.parent.change_role(role)
+        except FlipError as error:
+            self._recorder.event(type(error).__name__, place.name)
 
     def _watch(self, place: _Place, *, until_s: float) -> None:
         if place.parent is not None:

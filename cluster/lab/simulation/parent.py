@@ -1,14 +1,15 @@
 """The parent of an engine process in the simulator: what a pool replica's actor does with it.
 
-Owner of the end of one start of a replica: it ends an engine that hangs, and drains and ends one
-that is to be replaced. When an engine hangs, the production's `HangWatch` says; whether it is
-drained, the engine itself.
+Owner of the end of one start of a replica: it ends an engine that hangs, drains and ends one that
+is to be replaced, and tells one to change its role. When an engine hangs, the production's
+`HangWatch` says; whether it is drained, the engine itself.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.scaling.flip import Posture
 from replicas.launch import HAND_OVER_SHARE, LOOK_S, HangWatch, stop_timeout_s
 from replicas.life import Life, LifeState
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.network import Network
     from cluster.lab.simulation.options import PoolSpec
+    from replicas.config import Role
 
 _POLL_S = 0.2
 """How often an engine that drains is looked at."""
@@ -49,6 +51,7 @@ class VirtualParent:
         self._longest_delay_s = network.longest_delay_s
         self._watch = HangWatch(spec.step_timeout_s)
         self._watches_until_s = float("-inf")
+        self._next_role: Role | None = None
         self._drain_timeout_s = spec.drain_timeout_s
         self._stop_s = stop_timeout_s(spec.engine)
         self._end = end
@@ -69,6 +72,24 @@ class VirtualParent:
             self._end(host, 0.0)
         elif self._loop.time() < self._watches_until_s:
             self._loop.call_later(LOOK_S, self._look)
+
+    # --- an engine that changes its role ------------------------------------------------------
+
+    @property
+    def posture(self) -> Posture:
+        """What its engine does in the cluster, as `ttserve flip` would find."""
+        config = self._host.config
+        return Posture(
+            replica=self._host.name,
+            role=self._host.engine.role,
+            next_role=self._next_role or self._host.engine.role,
+            has_connector=config.kv_connector is not None,
+        )
+
+    def change_role(self, role: Role) -> None:
+        """Let the engine take another role."""
+        self._next_role = role
+        self._host.do(self._host.change_role, role)
 
     # --- an engine that is to be replaced ------------------------------------------------------
 

@@ -377,7 +377,8 @@ class _Dice:
             requests=requests,
             restart_s=self._pick(0.1, 1.0, 4.0),
         )
-        return self._with_admission(self._with_troubles(scenario, is_calm=is_calm))
+        scenario = self._with_admission(self._with_troubles(scenario, is_calm=is_calm))
+        return scenario if is_calm else self._with_flips(scenario)
 
     def _with_troubles(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
         """Choose the order of the legs, and for some what goes wrong in more places than one."""
@@ -415,6 +416,19 @@ class _Dice:
         )
         router = msgspec.structs.replace(scenario.router, admission=admission)
         return msgspec.structs.replace(scenario, router=router)
+
+    def _with_flips(self, scenario: Scenario) -> Scenario:
+        """Let some engines change their roles under load; drawn after everything else."""
+        if len(scenario.pools) == 1 or not self._happens(0.3):
+            return scenario
+        arrivals_s = [r.arrival_s for r in scenario.requests]
+        moments_s = self._rng.choice(arrivals_s, self._pick(1, 2, 4, 8))
+        targets = _replicas(scenario.pools)
+        flips = tuple(
+            Fault(at_s=float(at_s + self._rng.random()), target=self._pick(*targets), kind="flip")
+            for at_s in sorted(moments_s)
+        )
+        return msgspec.structs.replace(scenario, faults=(*scenario.faults, *flips))
 
     def _pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self._pick(1, 1, 2, 4)

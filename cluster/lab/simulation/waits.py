@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.options import PoolSpec
-    from replicas.messages import ClientMessage, EngineEvent
+    from replicas.messages import ClientMessage, EngineEvent, RequestMode
 
 _SLACK_S = 0.1
 """What news takes on the network, and an engine to look at its clock."""
@@ -104,10 +104,12 @@ class WaitMonitor:
         # whose answer nothing waits but the hand-over.
         self._accepted: dict[str, str] = {}
         self._heirs: dict[str, str] = {}
+        # For each request which part of it each engine was asked for last.
+        self._modes: dict[str, dict[str, RequestMode]] = {}
 
     def began(self, request_id: str) -> None:
         """A request has come, or has to begin again."""
-        self.ended(request_id)
+        self._waits_for_nothing(request_id)
         self._wait(request_id, "a slot", self._longest.slot_s)
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
@@ -115,6 +117,7 @@ class WaitMonitor:
         if isinstance(message, AddRequest):
             request_id = message.request.request_id
             self._stop(request_id, None)
+            self._modes.setdefault(request_id, {})[host.incarnation] = message.mode
             if message.mode != "prefill" and request_id in self._accepted:
                 self._heirs[request_id] = host.incarnation
             self._wait(request_id, "an answer", self._longest.answer_s, host)
@@ -133,12 +136,13 @@ class WaitMonitor:
         if isinstance(event, UtilityResult | NotGreeted):
             return
         request_id = event.request_id
-        if isinstance(event, Accepted) and host.role != "prefill":
+        mode = self._modes.get(request_id, {}).get(host.incarnation)
+        if isinstance(event, Accepted) and mode != "prefill":
             self._accepted[request_id] = host.incarnation
             self._heirs.pop(request_id, None)
         if host.incarnation not in self._waits.get(request_id, ()):
             return
-        if host.role == "prefill":
+        if mode == "prefill":
             if isinstance(event, Accepted):
                 self._wait(request_id, "a first token", self._longest.request_s, host)
             elif isinstance(event, Refused | TokenOutput):
@@ -164,6 +168,10 @@ class WaitMonitor:
 
     def ended(self, request_id: str) -> None:
         """A request is over."""
+        self._waits_for_nothing(request_id)
+        self._modes.pop(request_id, None)
+
+    def _waits_for_nothing(self, request_id: str) -> None:
         self._accepted.pop(request_id, None)
         self._heirs.pop(request_id, None)
         self._cancel(request_id)
@@ -175,7 +183,7 @@ class WaitMonitor:
 
     def died(self) -> None:
         """The ingress is gone."""
-        for request_id in {*self._waits, *self._accepted}:
+        for request_id in {*self._waits, *self._accepted, *self._modes}:
             self.ended(request_id)
 
     def _give_up(self, request_id: str, incarnation: str) -> None:

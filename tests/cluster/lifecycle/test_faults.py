@@ -142,7 +142,7 @@ def test_serve_refuses_a_wrong_plan_and_passes_a_right_one_on(args, write, monke
 def test_the_example_has_every_kind_and_fits_its_config():
     entries = read_faults(FOLDER / "fault-plans" / "example.yaml")
     plan = FaultPlan.parse(entries)
-    of_the_simulator_alone = {"replace"}
+    of_the_simulator_alone = {"replace", "flip"}
     assert {fault.kind for fault in plan.faults} == set(KINDS) - of_the_simulator_alone
     file = read_serve_file(FOLDER / "sim-t3k-2p2d.yaml").override(args={"faults": entries})
     assert resolve(file.args).fault_plan == plan

@@ -232,6 +232,25 @@ def test_draining_core_refuses_new_requests_and_finishes_old_ones(folder):
         assert len(tokens) == GREEDY.max_tokens
 
 
+def test_a_core_changes_its_role_once_nothing_is_left_and_refuses_whoever_believes_in_the_old_one(
+    folder,
+):
+    with engine_core(make_config(folder, role="decode")) as core:
+        add(core, [1, 2], request_id="old")
+        core.change_role("prefill")
+        [refused] = add(core, [3], request_id="new")
+        assert refused.reason == "draining"
+        core.step(0.0)
+        snapshot = core.snapshot(0)
+        assert (snapshot.role, snapshot.epoch, snapshot.draining) == ("decode", 0, True)
+        assert run(core)[-1].finish_reason == "length", "what runs ends"
+        snapshot = core.snapshot(0)
+        assert (snapshot.role, snapshot.epoch, snapshot.draining) == ("prefill", 1, False)
+        for mode in ("local", "decode"):
+            [refused] = add(core, [3], request_id=mode, mode=mode)
+            assert (refused.reason, core.num_live) == ("draining", 0)
+
+
 def test_full_queue_refuses(folder):
     with engine_core(make_config(folder, max_batch_size=2, max_num_waiting=1)) as core:
         answers = [add(core, [1], request_id=f"r{i}")[0] for i in range(4)]

@@ -743,12 +743,10 @@ def test_a_reserved_prompt_that_is_computed_here_may_be_kept():
     assert connector.cancelled == {"there"}
 
 
-def test_a_draining_scheduler_finishes_what_it_loads():
+def test_a_scheduler_finishes_what_it_loads():
     scheduler, connector = with_store({"a": 8})
     scheduler.add(make_sequence("a", [1] * 10, max_tokens=1), 0.0)
     step(scheduler)
-    scheduler.drain()
-    assert scheduler.add(make_sequence("b", [1]), 0.0) == "draining"
     arrive(scheduler, connector, "a")
     assert step(scheduler) == {"a": 2}
     assert scheduler.num_live == 0

@@ -105,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._accept(seq)
         else:
             pool.pop(seq.request_id, None)
-            assert refusal == ("draining" if self.scheduler.is_draining else "queue_full")
+            assert refusal == "queue_full"
             assert seq.request_id not in self.world.connector.transfers
 
     @rule(data=st.data())
@@ -194,11 +194,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def prefixes_are_forgotten(self):
         self.scheduler.reset_prefix_cache()
-
-    @precondition(lambda self: self.count > 20)
-    @rule()
-    def drain(self):
-        self.scheduler.drain()
 
     def check_invariants(self, *_args, **_kwargs):
         super().check_invariants(*_args, **_kwargs)

@@ -1,0 +1,110 @@
+"""Engines that change their roles under load: nobody notices but by where requests go."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.lab.simulation.records import OK
+from tests.cluster.lab.simulation.clusters import (
+    events_of,
+    fault,
+    outcomes,
+    pool,
+    requests,
+    simulate,
+)
+
+ORDERS = ["decode_first", "prefill_first"]
+
+
+def cluster():
+    return [pool("prefill", 2, num_blocks=129), pool("decode", 2, num_blocks=129, max_batch_size=8)]
+
+
+def steady(count=60, gap_s=0.1, num_output_tokens=8):
+    return requests(*[(gap_s * i, 64, num_output_tokens) for i in range(count)])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_changes_its_role_under_load_costs_nobody_a_request(role, order):
+    faults = [fault(1.0, f"{role}/0", "flip")]
+    router = {"order": order, "policy": "round_robin"}
+    result = simulate(cluster(), steady(), faults=faults, router=router, models_kv=True)
+    assert outcomes(result) == [OK] * 60
+    flipped, start_s = f"{role}/0", 3.0
+    decoded = [r.replica for r in result.records if r.arrival_s > start_s]
+    prefilled = [r.prefill_replica for r in result.records if r.arrival_s > start_s]
+    assert (flipped in decoded, flipped in prefilled) == (role == "prefill", role == "decode")
+    assert len(result.replicas) == 4, "none was started again"
+
+
+def test_streams_that_would_outlast_a_change_of_roles_go_on_elsewhere_without_a_wrong_token():
+    workload = requests(*[(0.01 * i, 64, 400) for i in range(8)], *[(8.0, 64, 8)] * 4)
+    result = simulate(cluster(), workload, faults=[fault(2.0, "decode/0", "flip")], models_kv=True)
+    assert outcomes(result) == [OK] * 12
+    assert min(r.finished_s for r in result.records[:8]) > 6.0, "they outlast it"
+    assert {r.replica for r in result.records} == {"decode/1"}
+    assert "decode/0" in {r.prefill_replica for r in result.records[8:]}
+
+
+def test_with_no_room_elsewhere_streams_end_where_they_are_and_the_role_changes_then():
+    pools = [pool("prefill", 1, num_blocks=129), pool("decode", 2)]
+    workload = requests(
+        *[(0.01 * i, 64, 200) for i in range(4)], *[(12.0 + i // 2, 64, 8) for i in range(4)]
+    )
+    result = simulate(pools, workload, faults=[fault(2.0, "decode/0", "flip")], models_kv=True)
+    assert outcomes(result) == [OK] * 8
+    assert len({r.replica for r in result.records[:4]}) == 2
+    assert {r.replica for r in result.records[4:]} == {"decode/1"}
+    assert "decode/0" in {r.prefill_replica for r in result.records[4:]}
+
+
+def test_a_role_changes_there_and_back():
+    faults = [fault(at_s, "decode/0", "flip") for at_s in (1.0, 3.0)]
+    result = simulate(cluster(), steady(), faults=faults, models_kv=True)
+    assert outcomes(result) == [OK] * 60
+    late = {r.replica for r in result.records if r.arrival_s > 4.0}
+    assert "decode/0" in late
+
+
+def test_a_change_that_is_taken_back_at_once_leaves_everything_as_it_was():
+    faults = [fault(at_s, "decode/0", "flip") for at_s in (1.0, 1.001)]
+    result = simulate(cluster(), steady(num_output_tokens=60), faults=faults, models_kv=True)
+    assert outcomes(result) == [OK] * 60
+    assert "decode/0" in {r.replica for r in result.records if r.arrival_s > 2.0}
+    assert "decode/0" not in {r.prefill_replica for r in result.records}
+
+
+@pytest.mark.parametrize("target", ["prefill/0", "decode/0"])
+def test_the_last_of_a_role_does_not_change(target):
+    pools = [pool("prefill", 1, num_blocks=129), pool("decode", 1, max_batch_size=8)]
+    result = simulate(pools, steady(), faults=[fault(1.0, target, "flip")], models_kv=True)
+    assert outcomes(result) == [OK] * 60
+    assert [name for _, name in events_of(result, "LastOfRoleError")] == [target]
+    assert {r.replica for r in result.records} == {"decode/0"}
+
+
+def test_every_role_is_exchanged_under_load():
+    faults = [
+        fault(at_s, target, "flip")
+        for at_s, target in [
+            (1.0, "prefill/0"),
+            (2.0, "decode/0"),
+            (3.0, "prefill/1"),
+            (4.0, "decode/1"),
+        ]
+    ]
+    result = simulate(cluster(), steady(80), faults=faults, models_kv=True)
+    assert outcomes(result) == [OK] * 80
+    late = [r for r in result.records if r.arrival_s > 5.5]
+    assert {r.replica for r in late} <= {"prefill/0", "prefill/1"}
+    assert {r.prefill_replica for r in late} <= {"decode/0", "decode/1"}
+
+
+def test_two_ingresses_learn_of_a_change_each_for_itself():
+    result = simulate(
+        cluster(), steady(), faults=[fault(1.0, "decode/0", "flip")], models_kv=True, ingresses=2
+    )
+    assert outcomes(result) == [OK] * 60
+    assert "decode/0" not in {r.replica for r in result.records if r.arrival_s > 3.0}
