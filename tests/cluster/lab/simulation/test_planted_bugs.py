@@ -116,7 +116,7 @@ def block_is_indexed_before_it_is_computed(patch):
 
     def admit_and_index(self, seq, place, num_tokens):
         admit(self, seq, place, num_tokens)
-        self.cache_full_blocks(seq, seq.num_tokens)
+        self.prefixes.cache_full_blocks(seq, seq.num_tokens)
 
     patch.setattr(DPGroups, "admit", admit_and_index)
 
