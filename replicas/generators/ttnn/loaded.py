@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from replicas.errors import ConfigError
+from replicas.generators.model_config import check_sizes
 from replicas.generators.ttnn.buckets import TILE, check_cache, check_lane, decode_table_width
 from replicas.generators.ttnn.calls import CallLimits
 from replicas.generators.ttnn.mesh import TTMesh, refusals
@@ -92,7 +93,7 @@ def load_model(
             f"the ttnn generator runs on a TTMesh, not {type(mesh).__name__}; set mesh"
         )
     precision = profile(optimizations or mesh.settings.optimizations, config)
-    _check_sizes(config, max_batch_size, max_seq_len, num_lanes)
+    check_sizes(config, max_batch_size, max_seq_len, num_lanes)
     devices = mesh.lanes(num_lanes)
     # Before minutes of loading. The block size is not known yet: any that a lane takes will do.
     num_rows = max_batch_size // num_lanes
@@ -101,19 +102,3 @@ def load_model(
         weights = load_lane_weights(config, mesh, devices, precision)
     lanes = tuple(zip(devices, weights, strict=True))
     return LoadedModel(config, precision, mesh.settings, lanes, max_batch_size, max_seq_len)
-
-
-def _check_sizes(
-    config: ModelConfig, max_batch_size: int, max_seq_len: int, num_lanes: int
-) -> None:
-    if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
-        raise ConfigError(
-            f"{max_batch_size=} must be a positive multiple of tt_data_parallel {num_lanes}, and "
-            f"{max_seq_len=} positive"
-        )
-    window = config.sliding_window
-    if window is not None and window < max_seq_len:
-        raise ConfigError(
-            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}; "
-            f"set max_seq_len to {window} or less"
-        )
