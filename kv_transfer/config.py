@@ -29,15 +29,11 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             reading, sending, receiving and writing have one each.
         mapped_chunk_bytes: Aim for what one message tells of where the consumer reads the
             producer's memory, and its window: nothing is in flight there, so that both are larger.
-        use_nixl: Whether payload between hosts goes over NIXL, which needs a `plain` network; None:
-            where that is so, NIXL is installed and this host has an RDMA device.
         verify: Whether what is read in another process's memory is compared with digests that the
             owner computed. Payload that travels is always checked.
         max_inflight_bytes: Above this sum over all loads a load's window shrinks to one chunk.
         copy_s: How long one engine step may copy KV at least, over all transfers and both ways.
         copy_share: A step that computes for long may copy for this share of that time.
-        heartbeat_s: Interval of the transport's own heartbeats.
-        heartbeat_timeout_s: Silence after which the transport drops a connection.
     """
 
     lease_s: float = 30.0
@@ -50,16 +46,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     window_bytes: int = 16 << 20
     mapped_chunk_bytes: int = 64 << 20
     verify: bool = True
-    use_nixl: bool | None = None
     max_inflight_bytes: int = 128 << 20
     copy_s: float = 0.01
     copy_share: float = 0.5
-    heartbeat_s: float = 1.0
-    heartbeat_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if name not in {"verify", "use_nixl"} and getattr(self, name) <= 0:
+            if name != "verify" and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.renew_s >= self.lease_s:
             raise ValueError(

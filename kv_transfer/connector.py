@@ -156,9 +156,6 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
             converting them may lose precision.
         store: The pool of the connectors that have one.
         make_transport: What carries messages and chunks; over ZMQ without one.
-
-    Raises:
-        ValueError: NIXL is asked for, and a network that it does not encrypt is not allowed.
     """
 
     incarnation: str
@@ -171,13 +168,6 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
     network: KVNetwork = "encrypted"
     store: StoreConfig | None = None
     make_transport: "TransportFactory | None" = None
-
-    def __post_init__(self) -> None:
-        if self.config.use_nixl and self.network != "plain":
-            raise ValueError(
-                f"use_nixl is true and kv_network is {self.network!r}, which NIXL cannot do; "
-                "remove use_nixl, or set kv_network: plain where only engines see the network"
-            )
 
 
 TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]], Transport]

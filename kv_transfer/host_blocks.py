@@ -8,6 +8,7 @@ engine's cache or another's, mapped read-only. Called by one thread at a time.
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -342,3 +343,10 @@ def _token_of_tile_byte() -> NDArray[np.int64]:
 
 
 _TOKEN_OF_TILE_BYTE = _token_of_tile_byte()
+
+
+def zero_row_tail(layout: KVLayout, row: NDArray[np.uint8], num_tokens: int) -> None:
+    """Zero what follows the last token of a request in its last row."""
+    one_row = msgspec.structs.replace(layout, block_size=ROW_TOKENS)
+    pieces = list(row.reshape(layout.num_pieces, 1, -1))
+    HostBlocks(one_row, pieces).zero_tail([0], num_tokens % ROW_TOKENS)

@@ -39,7 +39,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.p2p import P2PConnector, P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PMeta
 from kv_transfer.pooled import PooledConnector, PooledConnectorScheduler
-from kv_transfer.pooled_worker import PooledMeta
+from kv_transfer.pooled_meta import PooledMeta
 
 SPLIT_WAIT_S = 0.05
 """Longest time that a fetch from another engine waits for the pool's answer."""

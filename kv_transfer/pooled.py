@@ -21,15 +21,14 @@ from kv_transfer.connector import (
 )
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import ROW_TOKENS, KVLayout
-from kv_transfer.pooled_worker import (
+from kv_transfer.pooled_meta import (
     LookupSpec,
-    PooledConnectorWorker,
     PooledMeta,
     PooledResults,
     PoolLoadSpec,
     PoolSaveSpec,
-    require_store,
 )
+from kv_transfer.pooled_worker import PooledConnectorWorker, require_store
 from kv_transfer.store_thread import StoreThread
 
 _UNIT_VERSION = 2

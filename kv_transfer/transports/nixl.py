@@ -144,9 +144,7 @@ class NixlEnd:
         self._thread.start()
         if not self._ready.wait(_START_S) or not self._metadata:
             self._stopping.set()
-            raise TransferError(
-                f"NIXL did not come up within {_START_S:g} s: see the log, or set use_nixl to false"
-            )
+            raise TransferError(f"NIXL did not come up within {_START_S:g} s: see the log")
 
     # ---- I/O thread: producer
 

@@ -59,6 +59,10 @@ logger = logging.getLogger(__name__)
 _MAX_BATCH = 256
 """Messages taken from one socket before the others get their turn."""
 
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 5.0
+"""Interval of ZMQ's own heartbeats, and the silence after which it drops a connection."""
+
 _LONGEST_WAIT_S = 3600.0
 """A poll's timeout is a 32-bit number of milliseconds, and a deadline may be far away."""
 
@@ -76,7 +80,7 @@ class _Peer:
 
     def connect(self, settings: ConnectorSettings, max_bytes: int, producer: str) -> None:
         """Start to connect to this incarnation, watched from before the first attempt."""
-        _set_options(self.dealer, settings, max_bytes)
+        _set_options(self.dealer, max_bytes)
         self.monitor = self.dealer.get_monitor_socket(_LOST)
         if self.endpoint.startswith("tcp://"):
             connect_far(self.dealer, self.endpoint, settings, producer)
@@ -220,7 +224,7 @@ class ZmqTransport:
 
     def _bind(self) -> tuple[str, ...]:
         """Bind where the settings say, and for neighbours where no file is left behind."""
-        _set_options(self._router, self._settings, MAX_MESSAGE_BYTES)
+        _set_options(self._router, MAX_MESSAGE_BYTES)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         # Neighbours of other users have no business here.
         self._router.set(zmq.IPC_FILTER_UID, os.geteuid())
@@ -275,12 +279,9 @@ class ZmqTransport:
             self._release()
 
     def _start_nixl(self) -> NixlEnd | None:
-        """Start NIXL where it is wanted; where it fails, payload goes another way."""
+        """Start NIXL where it is and gains something; where it fails, payload goes another way."""
         config = self._settings.config
-        is_wanted = config.use_nixl
-        if is_wanted is None:
-            is_wanted = is_installed() and has_rdma_device()
-        if not is_wanted:
+        if not (is_installed() and has_rdma_device()):
             return None
         if self._settings.network != "plain":
             logger.info(
@@ -551,12 +552,11 @@ def _largest_payload(layout: KVLayout, settings: ConnectorSettings) -> int:
     return max(settings.config.chunk_rows(row_bytes) * row_bytes, mapped)
 
 
-def _set_options(endpoint: zmq.Socket[bytes], settings: ConnectorSettings, max_bytes: int) -> None:
-    config = settings.config
+def _set_options(endpoint: zmq.Socket[bytes], max_bytes: int) -> None:
     endpoint.set(zmq.LINGER, 0)
     endpoint.set(zmq.MAXMSGSIZE, max_bytes)
-    endpoint.set(zmq.HEARTBEAT_IVL, int(1000 * config.heartbeat_s))
-    endpoint.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * config.heartbeat_timeout_s))
+    endpoint.set(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+    endpoint.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * HEARTBEAT_TIMEOUT_S))
     # No limit in messages: a ROUTER silently drops above it. Credits limit the bytes.
     endpoint.set(zmq.SNDHWM, 0)
 

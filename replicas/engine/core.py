@@ -16,45 +16,33 @@ then only after the connector has let go of them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
-from kv_transfer.block_hash import PREFIX_CACHE
-from kv_transfer.connector import (
-    SaveProgress,
-    TransferResults,
-    TransferStats,
-    load_connector,
-)
-from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.duty import Duty
 from replicas.engine.events import ClientEvents
-from replicas.engine.facts import connector_settings
 from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
-from replicas.engine.request_checks import RequestChecks
 from replicas.engine.requests import Requests
-from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step_work import StepNotes
-from replicas.errors import ConfigError, EngineError
-from replicas.kv_sizing import derive_max_model_len
+from replicas.engine.start import (
+    closing_if_it_fails,
+    make_checks,
+    make_connector,
+    make_scheduler,
+    start_executor,
+)
+from replicas.engine.step_work import StepNotes, StepTotals
+from replicas.engine.transfers import Transfers
 from replicas.messages import (
     LAPSED,
-    NO_LOGITS,
     Abort,
     Activate,
     AddRequest,
     EngineMetrics,
     EngineSnapshot,
     HostSeconds,
-    KVLoaded,
     KVTransfers,
     LoadKV,
     Utility,
@@ -62,15 +50,13 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from kv_transfer.connector import ConnectorMeta, KVConnectorScheduler, TransferInfo
-    from kv_transfer.keys import KeyRing
-    from kv_transfer.layout import KVLayout
+    from kv_transfer.connector import ConnectorMeta
     from replicas.config import EngineConfig, Role
     from replicas.engine.executor import Executor
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import ModelFacts, ScheduledBatch, StepKind, StepResult
+    from replicas.engine.step import ScheduledBatch, StepKind, StepResult
     from replicas.messages import WireEvent
 
 logger = logging.getLogger(__name__)
@@ -128,54 +114,26 @@ class EngineCore:
         self._events = ClientEvents()
         # What was submitted ahead and is to be read next.
         self._ahead: ScheduledBatch | None = None
-        self._num_steps = 0
-        self._scheduled_tokens = 0
-        self._device_s = 0.0
-        self._step_s = 0.0
+        self._work = StepTotals()
         # What it took to begin the step that is to be collected next, the model's part too.
         self._prepare_s = 0.0
         self._notes = StepNotes()
         self._probes = Probes()
-        with _closing_if_it_fails(executor):
-            self._start(config, incarnation, unix_now_s)
-
-    def _start(
-        self, config: EngineConfig, incarnation: str, unix_now_s: Callable[[], float]
-    ) -> None:
-        self._executor.collective_rpc("init_device")
-        self.facts: ModelFacts = self._executor.collective_rpc("load_model")[0]
-        config = self.config = _resolve_capabilities(config, self.facts)
-        self.max_model_len = derive_max_model_len(
-            config, self.facts.max_position_embeddings, self.facts.kv_groups
-        )
-        listening: tuple[tuple[str, ...], tuple[KVLayout, ...]] | None = (
-            self._executor.collective_rpc(
-                "initialize_kv_cache", self.facts.kv_groups, self.max_model_len
-            )[0]
-        )
-        started = time.perf_counter()
-        self._executor.collective_rpc("warm_up")
-        self.warm_up_s = time.perf_counter() - started
-        self.kv_endpoints: tuple[str, ...] | None
-        self.kv_layouts: tuple[KVLayout, ...]
-        self.kv_endpoints, self.kv_layouts = listening or (None, ())
-        self._connector = _create_connector(config, self.kv_layouts, incarnation, unix_now_s)
-        self._scheduler = _make_scheduler(config, self.facts, self.max_model_len, self._connector)
-        has_connector = self._connector is not None
-        checks = RequestChecks(
-            num_groups=config.tt_data_parallel,
-            max_model_len=self.max_model_len,
-            vocab_size=self.facts.vocab_size,
-            has_connector=has_connector,
-        )
-        self.duty = Duty(config.role)
-        self._requests = Requests(
-            self._scheduler, checks, self._events, self.duty, transfers=has_connector
-        )
-        self.runs_ahead = self.facts.supports_async_decode and config.steps_in_flight > 1
+        with closing_if_it_fails(executor):
+            started = start_executor(executor, config)
+            self.config, self.facts = started.config, started.facts
+            self.max_model_len, self.warm_up_s = started.max_model_len, started.warm_up_s
+            self.kv_endpoints, self.kv_layouts = started.kv_endpoints, started.kv_layouts
+            connector = make_connector(started, incarnation, unix_now_s)
+            self._scheduler = make_scheduler(started, connector)
+        self._transfers = Transfers(connector, executor, self._scheduler, self._events)
+        self.duty = Duty(self.config.role)
+        checks = make_checks(started, connector)
+        self._requests = Requests(self._scheduler, checks, self._events, self.duty)
+        self.runs_ahead = self.facts.supports_async_decode and self.config.steps_in_flight > 1
 
     def __repr__(self) -> str:
-        return f"EngineCore({self._scheduler!r}, {self._connector!r})"
+        return f"EngineCore({self._scheduler!r}, {self._transfers.connector!r})"
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -251,7 +209,7 @@ class EngineCore:
         is_begun = batch is not None
         if not is_begun:
             batch = self._scheduler.schedule()
-            meta = self._connector_meta(batch)
+            meta = self._transfers.meta(batch)
         self.pulse.compute(0 if batch is None else batch.num_tokens)
         self.host.schedule += time.perf_counter() - started
         if not is_begun:
@@ -282,15 +240,16 @@ class EngineCore:
             self.pulse.compute(batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, None, now_s)
             self._executor.collective_rpc("collect_step")
-        self._answer_probes()
-
-    def _answer_probes(self) -> None:
-        for client, answer in self._probes.answers():
-            self._events[client].append(answer)
+        self._probes.answer(self._events)
 
     def num_repeats(self, step: StepUnderWay) -> int:
         """How often a step may run in a row before there is anything else to decide, or to tell."""
-        if step.batch is None or step.meta is not None or step.has_lapsed or self._has_transfers():
+        if (
+            step.batch is None
+            or step.meta is not None
+            or step.has_lapsed
+            or self._transfers.are_at_stake
+        ):
             return 1
         return self._scheduler.num_repeats(step.batch)
 
@@ -308,7 +267,7 @@ class EngineCore:
         if num_steps > 1:
             self._scheduler.repeat(batch, num_steps - 1)
         prepare_s = self._prepare_s
-        if self.runs_ahead and not self._has_transfers():
+        if self.runs_ahead and not self._transfers.are_at_stake:
             self._submit_ahead()
         started = time.perf_counter()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
@@ -318,17 +277,11 @@ class EngineCore:
         self.host.prepare += max(prepare_s, 0.0)
         self.host.sample += result.sample_s
         waits_s = [*result.earlier_s, result.device_s]
-        self._num_steps += num_steps
-        self._scheduled_tokens += num_steps * batch.num_tokens
-        if batch.kind != "prefill":
-            self._step_s = result.device_s
+        self._work.count(batch, num_steps, waits_s)
         self._notes.end(batch, waits_s[0])
         outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
-        for seq in outputs.failed:
-            self._events.fail(seq, NO_LOGITS)
-        self._answer_probes()
-        self._device_s += sum(waits_s)
+        self._probes.answer(self._events)
         self.host.update += time.perf_counter() - updating
 
     def _submit_ahead(self) -> None:
@@ -343,11 +296,10 @@ class EngineCore:
         if step.meta is None:
             return step.batch is not None or step.has_lapsed
         started = time.perf_counter()
-        transfers = self._executor.collective_rpc("end_step", step.meta, now_s)[0]
-        self._finish_transfers(transfers, now_s)
+        has_news = self._transfers.end_step(step.meta, now_s)
+        self._requests.go_on(now_s)
         self.host.transfer += time.perf_counter() - started
-        assert self._connector is not None
-        return step.batch is not None or bool(transfers) or self._connector.has_pending_work()
+        return step.batch is not None or has_news
 
     def next_deadline_s(self) -> float | None:
         """When a step is due although nothing arrives; None if never."""
@@ -372,10 +324,10 @@ class EngineCore:
             self.duty.is_draining,
             self._scheduler.num_waiting,
             self._scheduler.num_waiting_tokens,
-            self._num_steps,
+            self._work.num_steps,
             self._scheduler.group_snapshots(),
             self.duty.role,
-            self._step_s,
+            self._work.step_s,
             self._notes.decode,
             self._notes.prompt,
             self.duty.hands_over,
@@ -401,21 +353,19 @@ class EngineCore:
         """Every counter, taken between two steps."""
         return EngineMetrics(
             num_waiting=self._scheduler.num_waiting,
-            num_steps=self._num_steps,
-            scheduled_tokens=self._scheduled_tokens,
-            device_seconds=self._device_s,
+            num_steps=self._work.num_steps,
+            scheduled_tokens=self._work.num_tokens,
+            device_seconds=self._work.device_s,
             host_seconds=copy.copy(self.host),
             groups=self._scheduler.group_counters(),
-            transfer=self._transfer_stats(now_s),
+            transfer=self._transfers.stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,
             num_stalls=self.pulse.num_stalls,
         )
 
     def kv_transfers(self, now_s: float) -> KVTransfers:
         """The KV transfers under way, and what they hold of the KV cache."""
-        transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
-        stats, has_store = self._transfer_stats(now_s), self.config.kv_store is not None
-        return _kv_transfers(transfers, stats, has_store=has_store)
+        return self._transfers.view(now_s, has_store=self.config.kv_store is not None)
 
     @property
     def prefix_feed(self) -> PrefixFeed:
@@ -434,71 +384,6 @@ class EngineCore:
         """Close the device and the connector."""
         self._executor.collective_rpc("shutdown")
 
-    # --- internals -----------------------------------------------------------------------------
-
-    def _has_transfers(self) -> bool:
-        """Whether the connector has anything at stake, as far as sequences or itself can tell."""
-        return self._connector is not None and (
-            self._connector.num_inflight > 0
-            or self._connector.has_pending_work()
-            or self._scheduler.awaits_connector
-        )
-
-    def _connector_meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
-        """The connector's part of the step, or None when it has nothing at stake."""
-        if self._connector is None:
-            return None
-        progress = []
-        if batch is not None:
-            progress = [
-                SaveProgress(s.request_id, s.dp_group, tuple(map(tuple, s.block_ids)), num_tokens)
-                for s, num_tokens in self._scheduler.progress(batch)
-            ]
-        if not progress and not self._has_transfers():
-            return None
-        return self._connector.build_connector_meta(progress)
-
-    def _finish_transfers(self, transfers: TransferResults, now_s: float) -> None:
-        assert self._connector is not None
-        transfers = self._connector.update_connector_output(transfers)
-        # Sorted: what follows must not depend on the order of a set.
-        for request_id in sorted(transfers.sent):
-            self._scheduler.release_held(request_id)
-        for request_id in sorted(transfers.received):
-            is_converted = request_id in transfers.converted
-            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
-        for request_id, failure in transfers.failed.items():
-            is_converted = request_id in transfers.converted
-            self._tell_loaded(
-                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
-            )
-        self._requests.go_on(now_s)
-
-    def _tell_loaded(self, seq: Sequence | None) -> None:
-        if seq is None:
-            return
-        assert seq.load is not None
-        self._events[seq.client].append(KVLoaded(seq.request_id, seq.load.epoch, seq.load.failure))
-        if seq.status is SequenceStatus.FINISHED:
-            self._events.fail_transfer(seq)
-
-    def _transfer_stats(self, now_s: float) -> TransferStats:
-        stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
-        return stats if stats is not None else TransferStats()
-
-
-@contextlib.contextmanager
-def _closing_if_it_fails(executor: Executor) -> Iterator[None]:
-    """A device that is left open may be lost to everybody until it is reset."""
-    try:
-        yield
-    except BaseException:
-        try:
-            executor.collective_rpc("shutdown")
-        except (EngineError, OSError, RuntimeError):
-            logger.exception("an engine that could not start could not be closed either")
-        raise
-
 
 def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityResult:
     match message.method:
@@ -511,72 +396,3 @@ def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityRe
             return UtilityResult(message.call_id, True)
         case unknown:
             return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
-
-
-def _make_scheduler(
-    config: EngineConfig,
-    facts: ModelFacts,
-    max_model_len: int,
-    connector: KVConnectorScheduler | None,
-) -> Scheduler:
-    return Scheduler(
-        config,
-        kv_groups=facts.kv_groups,
-        prefix_cache_key=_prefix_cache_key(config.keys),
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-        connector=connector,
-        resumes_prefill=facts.supports_prefix_caching or facts.supports_chunked_prefill,
-        chunk_alignment=facts.chunk_alignment,
-    )
-
-
-def _create_connector(
-    config: EngineConfig,
-    layouts: tuple[KVLayout, ...],
-    incarnation: str,
-    unix_now_s: Callable[[], float],
-) -> KVConnectorScheduler | None:
-    if config.kv_connector is None or not layouts:
-        return None
-    settings = connector_settings(config, incarnation, unix_now_s, time.monotonic)
-    return load_connector(config.kv_connector).create_scheduler(settings, layouts)
-
-
-def _kv_transfers(
-    transfers: list[TransferInfo], stats: TransferStats, *, has_store: bool
-) -> KVTransfers:
-    return KVTransfers(
-        transfers=transfers,
-        num_leased_blocks=stats.num_leased_blocks,
-        num_reserved_blocks=stats.num_reserved_blocks,
-        num_quarantined_blocks=stats.num_quarantined_blocks,
-        store=stats.store if has_store else None,
-    )
-
-
-def _prefix_cache_key(keys: KeyRing) -> bytes:
-    """The deployment's key, or where it has no secrets one of this engine alone."""
-    derived = keys.derive(PREFIX_CACHE)
-    return derived[0] if derived else secrets.token_bytes(NEW_KEY_BYTES)
-
-
-def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
-    """The configuration with every "whatever the generator can" decided.
-
-    Raises:
-        ConfigError: The configuration asks for what the generator says it cannot do.
-    """
-    can = {
-        "enable_prefix_caching": facts.supports_prefix_caching,
-        "enable_chunked_prefill": facts.supports_chunked_prefill,
-        "mixed_batches": facts.supports_mixed_batch,
-    }
-    for name, supported in can.items():
-        if getattr(config, name) and not supported:
-            raise ConfigError(f"{name} is on but the generator does not support it; leave it out")
-    decided = {
-        n: supported if getattr(config, n) is None else getattr(config, n)
-        for n, supported in can.items()
-    }
-    return msgspec.structs.replace(config, **decided)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from replicas.messages import KV_TRANSFER_FAILED, TokenColumns, TokenOutput
+from replicas.messages import KV_TRANSFER_FAILED, NO_LOGITS, TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,7 +29,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         self._rows: dict[bytes, tuple[list[int], list[int]]] = {}
 
     def add_step(self, outputs: StepOutputs) -> None:
-        """Add the tokens of a step: rows, after what is first or last of a request."""
+        """Add what a step gave: rows of tokens, after what is first or last of a request."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
         events = {}
         if sequences is not self._sequences:
@@ -52,6 +52,8 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 if row not in events:
                     tokens = [*outputs.earlier[row], token_ids[row]]
                     self.add_tokens(seq.client, seq.handle, tokens)
+        for seq in outputs.failed:
+            self.fail(seq, NO_LOGITS)
 
     def fail(self, seq: Sequence, error: str) -> None:
         """A sequence is over, and why its client gets no more of it."""

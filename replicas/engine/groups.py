@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from kv_transfer.block_hash import extend_block_hashes, prefix_root
-from replicas.engine.block_pool import BlockPool, PrefixWalk
+from replicas.engine.block_pool import BlockPool
 from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
+from replicas.engine.prefixes import Prefixes
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from replicas.config import EngineConfig
+    from replicas.engine.block_pool import PrefixWalk
     from replicas.engine.sequence import Sequence
     from replicas.kv_groups import KVGroup
 
@@ -57,6 +58,7 @@ class DPGroups:
     Attributes:
         block_multiple: Every multiple of so many tokens fills whole blocks in each KV group.
         block_divisor: Only multiples of so many tokens fill a block in any of them.
+        prefixes: Which of their blocks hold the KV of which prefix.
         stats: Totals of each group, counted by whoever knows; its gauges are not kept.
         prefix_feed: What their prefix caches have to tell.
     """
@@ -65,26 +67,26 @@ class DPGroups:
         self, config: EngineConfig, kv_groups: SequenceOf[KVGroup], prefix_cache_key: bytes
     ) -> None:
         count = config.tt_data_parallel
-        self._prefix_cache_key = prefix_cache_key
         self._kv_groups = kv_groups
         self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
         self.block_multiple = lcm(*self._block_sizes)
         self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
-        self._enable_prefix_caching = bool(config.enable_prefix_caching)
         journals = [PrefixJournal() for _ in range(count)]
         # For each DP group one of each KV group.
         self._pools = [
             [
                 BlockPool(
                     g.num_blocks,
-                    enable_prefix_caching=self._enable_prefix_caching,
+                    enable_prefix_caching=bool(config.enable_prefix_caching),
                     journal=journal if len(kv_groups) == 1 else None,
                 )
                 for g in kv_groups
             ]
             for journal in journals
         ]
+        key = prefix_cache_key if config.enable_prefix_caching else None
+        self.prefixes = Prefixes(self._pools, self._block_sizes, key)
         self.prefix_feed = PrefixFeed(
             journals if len(kv_groups) == 1 else [],
             lambda group: self._pools[group][0].block_hashes,
@@ -133,10 +135,10 @@ class DPGroups:
         groups = self._with_slots(seq, full_groups)
         prefixes = {}
         if prompt_tokens and len(groups) > 1:
-            prefixes = {g: self._find_prefix(seq, g) for g in groups}
+            prefixes = {g: self.prefixes.find(seq, g) for g in groups}
             groups.sort(key=lambda g: prompt_tokens[g] - prefixes[g][1])
         for group in groups:
-            walks, num_hit = prefixes.get(group) or self._find_prefix(seq, group)
+            walks, num_hit = prefixes.get(group) or self.prefixes.find(seq, group)
             if self._fits(group, num_tokens, walks, num_hit):
                 found = zip(walks, self._block_sizes, strict=True)
                 return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
@@ -194,27 +196,6 @@ class DPGroups:
             for (seq, num_tokens), *nums in rows
         ]
 
-    def cache_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
-        """Index the blocks that have just become full.
-
-        A block that can be found is shared, and nobody may write to it any more.
-
-        Args:
-            seq: The sequence.
-            num_final_tokens: Leading tokens whose KV is here and never computed or loaded again.
-        """
-        if seq.is_converted or not self._enable_prefix_caching:
-            return
-        num_indexed, divisor = seq.num_indexed_tokens, self.block_divisor
-        if num_final_tokens // divisor <= num_indexed // divisor:
-            return
-        self._extend_hashes(seq)
-        for index, pool in enumerate(self._pools[seq.dp_group]):
-            size, hashes = self._block_sizes[index], seq.block_hashes[index]
-            for i in range(num_indexed // size, num_final_tokens // size):
-                pool.cache(seq.block_ids[index][i], hashes[i])
-        seq.num_indexed_tokens = num_final_tokens
-
     def give_back_slot(self, seq: Sequence) -> None:
         """Take the slot from a sequence; its blocks stay. Idempotent."""
         if seq.slot >= 0:
@@ -236,12 +217,6 @@ class DPGroups:
         seq.num_computed_tokens = 0
         seq.num_indexed_tokens = 0
         seq.is_converted = False
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block; held ones stay held."""
-        for pools in self._pools:
-            for pool in pools:
-                pool.reset_prefix_cache()
 
     def snapshot(self, group: int, running: int, reserved: int, waiting: int) -> GroupSnapshot:
         """What a group has left.
@@ -300,24 +275,6 @@ class DPGroups:
         """Every KV group with its pool in a DP group, and something of each."""
         return zip(self._kv_groups, self._pools[group], values, strict=True)
 
-    def _find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
-        """Cached leading blocks of each KV group, and tokens that all of them have.
-
-        At least one token is left to compute, for its logits.
-        """
-        walks = seq.walks.get(group)
-        if walks is None:
-            walks = seq.walks[group] = [PrefixWalk() for _ in self._kv_groups]
-        if not self._enable_prefix_caching:
-            return walks, 0
-        self._extend_hashes(seq)
-        num_hit = last = len(seq.token_ids) - 1
-        for index, pool in enumerate(self._pools[group]):
-            walk, size = walks[index], self._block_sizes[index]
-            pool.bring_up_to_date(walk, seq.block_hashes[index], last // size)
-            num_hit = min(num_hit, len(walk.found) * size)
-        return walks, num_hit - num_hit % self.block_multiple
-
     def _fits(self, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int) -> bool:
         """Whether a group has blocks for so many tokens, the first of them found already."""
         for index, pool in enumerate(self._pools[group]):
@@ -327,16 +284,6 @@ class DPGroups:
             if num_taken + walks[index].num_evictable(num_found) > pool.num_free_blocks:
                 return False
         return True
-
-    def _extend_hashes(self, seq: Sequence) -> None:
-        if not seq.block_hashes:
-            seq.block_hashes = [[] for _ in self._kv_groups]
-        num_tokens = seq.num_tokens
-        for index, hashes in enumerate(seq.block_hashes):
-            size = self._block_sizes[index]
-            if len(hashes) < num_tokens // size:
-                root = prefix_root(self._prefix_cache_key, seq.request.cache_salt)
-                extend_block_hashes(hashes, seq.token_ids, size, root)
 
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
         """Take so many blocks, which there are, in each KV group."""

@@ -218,7 +218,9 @@ class KVLoads:
         if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
             seq.num_cached_tokens += num_new
         seq.is_converted |= is_converted and num_new > 0
-        self._groups.cache_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
+        self._groups.prefixes.cache_full_blocks(
+            seq, min(seq.num_computed_tokens, seq.num_tokens - 1)
+        )
 
     def verdict(self, seq: Sequence) -> Verdict:
         """Whether a sequence that waits for KV goes on; if it does it is not kept here any more.

@@ -8,9 +8,14 @@ as long as one token takes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from replicas.engine.block_pool import NULL_BLOCK
 from replicas.engine.step import NewSequence, ScheduledBatch, StepKind
 from replicas.messages import UtilityResult
+
+if TYPE_CHECKING:
+    from replicas.engine.events import ClientEvents
 
 
 class Probes:
@@ -38,10 +43,11 @@ class Probes:
         """Forget who asked."""
         self._asked = [asked for asked in self._asked if asked[0] != client]
 
-    def answers(self) -> list[tuple[bytes, UtilityResult]]:
-        """A step has ended: what each of those who asked is told."""
+    def answer(self, events: ClientEvents) -> None:
+        """A step has ended: tell those who asked."""
         asked, self._asked, self._is_due = self._asked, [], False
-        return [(client, UtilityResult(call_id, result=True)) for client, call_id in asked]
+        for client, call_id in asked:
+            events[client].append(UtilityResult(call_id, result=True))
 
 
 def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:

@@ -22,7 +22,7 @@ class RequestChecks:
         num_groups: DP groups of the engine.
         max_model_len: Longest sequence in tokens.
         vocab_size: Token ids are below this.
-        has_connector: Whether KV can come from elsewhere and leave.
+        has_connector: Whether KV can come from elsewhere and leave; kept as an attribute.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RequestChecks:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._has_connector = has_connector
+        self.has_connector = has_connector
 
     def problem(self, message: AddRequest) -> str | None:
         """Why a request can never run here, or None."""
@@ -67,7 +67,7 @@ class RequestChecks:
         if (message.mode == "prefill") != (message.ticket is not None):
             return "mode prefill needs a ticket, and only that mode takes one"
         # A reservation needs none to compute what it is activated with.
-        if message.mode == "prefill" and not self._has_connector:
+        if message.mode == "prefill" and not self.has_connector:
             return "this engine has no KV connector; set kv_connector"
         return None
 

@@ -44,23 +44,15 @@ class Requests:
         checks: What an engine cannot do.
         events: Where answers go.
         duty: What the engine takes now.
-        transfers: Whether there is a KV connector.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        checks: RequestChecks,
-        events: ClientEvents,
-        duty: Duty,
-        *,
-        transfers: bool,
+        self, scheduler: Scheduler, checks: RequestChecks, events: ClientEvents, duty: Duty
     ) -> None:
         self._scheduler = scheduler
         self._checks = checks
         self._events = events
         self._duty = duty
-        self._transfers = transfers
         self._handles = itertools.count(1)
         # Requests whose id an aborted one still has, until the connector has let go of its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
@@ -106,7 +98,7 @@ class Requests:
         if is_ending and request.request_id not in self._successors:
             self._successors[request.request_id] = client, message
             return
-        seq = _new_sequence(client, message, transfers=self._transfers)
+        seq = _new_sequence(client, message, transfers=self._checks.has_connector)
         enter = self._scheduler.reserve if message.mode == "decode" else self._scheduler.add
         try:
             refusal = enter(seq, now_s)

@@ -302,7 +302,7 @@ class Roster(ABC):
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; what runs is not touched."""
-        self._groups.reset_prefix_cache()
+        self._groups.prefixes.reset()
 
     def check_invariants(self) -> None:
         """Every sequence is in exactly one place, and holds what that place means."""

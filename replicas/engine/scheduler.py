@@ -251,7 +251,7 @@ class Scheduler(Roster):
             if token_id == NO_DISTRIBUTION:
                 continue
             if token_id < 0:
-                self._groups.cache_full_blocks(seq, seq.num_computed_tokens)
+                self._groups.prefixes.cache_full_blocks(seq, seq.num_computed_tokens)
                 continue
             self._count_token(seq)
             seq.token_ids.append(token_id)
@@ -487,7 +487,7 @@ class Scheduler(Roster):
 
     def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
         """Let a sequence that has got a token end, leave, or decode on; its KV may be shared."""
-        self._groups.cache_full_blocks(seq, seq.num_tokens - 1)
+        self._groups.prefixes.cache_full_blocks(seq, seq.num_tokens - 1)
         end = self._end_rules.reason(seq, token_id)
         if end is not None:
             endings.append(Ending(row, *end))

@@ -98,5 +98,30 @@ class StepNotes:
             self.decode = note
 
 
+class StepTotals:
+    """Counters of an engine's steps.
+
+    Attributes:
+        num_steps: Steps so far.
+        num_tokens: Tokens that they computed.
+        device_s: What the host has waited for the device.
+        step_s: How long the latest step with decodes waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.device_s = 0.0
+        self.step_s = 0.0
+
+    def count(self, batch: ScheduledBatch, num_steps: int, waits_s: list[float]) -> None:
+        """Count a step, or so many that are alike, and the waits for them."""
+        self.num_steps += num_steps
+        self.num_tokens += num_steps * batch.num_tokens
+        self.device_s += sum(waits_s)
+        if batch.kind != "prefill":
+            self.step_s = waits_s[-1]
+
+
 def _is_of_decodes(batch: ScheduledBatch) -> bool:
     return batch.kind != "prefill" and batch.num_tokens == len(batch.slots)

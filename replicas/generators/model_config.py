@@ -265,6 +265,25 @@ def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed
     return parse_hf_config(hf_config.to_dict(), str(getattr(hf_config, "name_or_path", "")))
 
 
+def check_sizes(config: ModelConfig, max_batch_size: int, max_seq_len: int, num_lanes: int) -> None:
+    """Refuse sizes that a generator cannot be made for.
+
+    Raises:
+        ConfigError: They do not divide, or the model does not attend so far; says which numbers.
+    """
+    if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
+        raise ConfigError(
+            f"{max_batch_size=} must be a positive multiple of tt_data_parallel {num_lanes}, and "
+            f"{max_seq_len=} positive"
+        )
+    window = config.sliding_window
+    if window is not None and window < max_seq_len:
+        raise ConfigError(
+            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}; "
+            f"set max_seq_len to {window} or less"
+        )
+
+
 def parse_hf_config(
     raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:

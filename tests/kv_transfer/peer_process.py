@@ -1,8 +1,8 @@
 """One engine in a process of its own, to be killed or frozen by a test that tells it what to do.
 
-``peer_process NAME CONFIG BIND SHARES`` prints its endpoints, and then answers every line of its
-standard input, a JSON list of a command and its arguments, with a line. Between commands it steps
-when its connector wakes it. It ends when its standard input closes.
+``peer_process NAME CONFIG BIND SHARES HEARTBEAT_TIMEOUT_S`` prints its endpoints, and then answers
+every line of its standard input, a JSON list of a command and its arguments, with a line. Between
+commands it steps when its connector wakes it. It ends when its standard input closes.
 
     ["offer", request_id, consumer, num_tokens]
     ["save", request_id, block_ids, num_tokens]
@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.transports import zmq
 from tests.kv_transfer.fakes import FakeEngine, FakeIO, make_engine, make_ticket
 
 NUM_BLOCKS = 64
@@ -60,8 +61,9 @@ def obey(engine: FakeEngine, command: str, *args: Any) -> object:
     return "done"
 
 
-def main(name: str, config: str, bind: str, shares: str) -> None:
+def main(name: str, config: str, bind: str, shares: str, heartbeat_timeout_s: str) -> None:
     """Run one end until standard input closes."""
+    zmq.HEARTBEAT_TIMEOUT_S = float(heartbeat_timeout_s)
     engine = make_engine(
         name,
         FakeIO(NUM_BLOCKS, seed=SEEDS[name[0]], shares=shares == "shared"),

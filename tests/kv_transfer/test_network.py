@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import zmq
 
-from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.keys import KeyRing
 from kv_transfer.messages import encode
@@ -191,11 +190,6 @@ def test_two_deployments_do_not_speak() -> None:
     finally:
         for engine in (producer, consumer):
             engine.worker.close(5.0)
-
-
-def test_nixl_is_refused_where_kv_must_be_encrypted() -> None:
-    with pytest.raises(ValueError, match="use_nixl is true and kv_network is 'encrypted'"):
-        make_engine("P", FakeIO(10, seed=0), config=TransferConfig(use_nixl=True))
 
 
 def test_nixl_that_is_passed_over_for_encryption_is_said_once(

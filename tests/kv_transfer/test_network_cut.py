@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import msgspec
 import pytest
 
 from tests.kv_transfer.peer_process import NUM_BLOCKS
@@ -112,18 +111,16 @@ def test_a_pulled_cable_ends_transfers_on_both_sides_and_a_plugged_one_serves_ag
     cable: Cable, heartbeat_timeout_s: float
 ) -> None:
     """Where the transport notices nothing, the deadlines of the protocol do."""
-    config = msgspec.structs.replace(
-        CONFIG, heartbeat_s=0.3, heartbeat_timeout_s=heartbeat_timeout_s
-    )
     with ExitStack() as stack:
         producer, consumer = (
             stack.enter_context(
                 peer(
                     name,
                     "shared",
-                    config,
+                    CONFIG,
                     f"tcp://{address}:*",
                     ("nsenter", "-t", cable.ends[name], "-n"),
+                    heartbeat_timeout_s,
                 )
             )
             for name, address in ADDRESSES.items()

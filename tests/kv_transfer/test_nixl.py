@@ -45,12 +45,15 @@ def end() -> Iterator[NixlEnd]:
     end.close(2.0)
 
 
+@pytest.fixture(autouse=True)
+def _pretend_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.transports.zmq.has_rdma_device", lambda: True)
+
+
 def _deliver(num_slots: int) -> str:
     """Move three requests and return the paths that they took."""
     slot_bytes = QUICK.chunk_rows(ROW) * ROW
-    config = msgspec.structs.replace(
-        QUICK, use_nixl=True, max_inflight_bytes=num_slots * max(2048, slot_bytes)
-    )
+    config = msgspec.structs.replace(QUICK, max_inflight_bytes=num_slots * max(2048, slot_bytes))
     producer = make_engine("P", FakeIO(10, seed=1), config=config, network="plain")
     consumer = make_engine("D", FakeIO(10, seed=2), config=config, network="plain")
     try:

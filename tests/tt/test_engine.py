@@ -116,7 +116,7 @@ def test_requests_leave_nothing_on_the_device(config, lanes):
                 generate(core, PROMPTS, [GREEDY, NARROW, third, GREEDY], stagger=2)
             views = [
                 ttnn.get_memory_view(lane.device, kind)
-                for lane in core._executor._worker._generator._lanes
+                for lane in core._executor._worker._generator._batch.lanes
                 for kind in kinds
             ]
             found.append([view.total_bytes_allocated_per_bank for view in views])
@@ -163,7 +163,7 @@ def test_the_cache_has_the_blocks_that_the_budget_says(config):
         sizes = {"block_size": 64, "num_slots": 4, "max_seq_len": 256}
         budget = native_token_budget(model, whole.mesh.spec, whole.mesh, 1, **sizes)
         assert core.facts.kv_groups[0].num_blocks == -(-(budget + 64 * 4) // 64) > 1000
-        keys = core._executor._worker._generator._cache[0][0][0]
+        keys = core._executor._worker._generator._batch.cache[0][0][0]
         assert keys.shape[0] == core.facts.kv_groups[0].num_blocks
 
 

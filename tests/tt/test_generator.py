@@ -16,9 +16,10 @@ import ttnn
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
-from replicas.generators.ttnn import generator as generator_module
+from replicas.generators.ttnn import lane_batch
 from replicas.generators.ttnn.buckets import prefill_buckets
-from replicas.generators.ttnn.generator import TTGenerator, TTKVCache
+from replicas.generators.ttnn.generator import TTGenerator
+from replicas.generators.ttnn.kv_cache import TTKVCache
 from tests.tt.calls import BLOCK, MAX_SEQ_LEN, NUM_BLOCKS, ROWS, Calls
 from tests.tt.golden.lanes import golden_mesh, model_folder
 from tests.tt.golden.rows import params
@@ -101,7 +102,7 @@ def test_no_program_is_compiled_after_the_warm_up(mock_calls, num_lanes, num_row
     calls = mock_calls(num_lanes, num_rows)
 
     def programs():
-        return [lane.device.num_program_cache_entries() for lane in calls.generator._lanes]
+        return [lane.device.num_program_cache_entries() for lane in calls.generator._batch.lanes]
 
     calls.warm_up()
     warm = programs()
@@ -412,11 +413,11 @@ def test_all_lanes_have_work_before_any_is_read(golden_calls, monkeypatch):
 
         monkeypatch.setattr(model, name, noted)
 
-    for index, lane in enumerate(golden_calls.generator._lanes):
+    for index, lane in enumerate(golden_calls.generator._batch.lanes):
         note(lane._model, "prefill", index)
         note(lane._model, "decode", index)
     monkeypatch.setattr(
-        generator_module,
+        lane_batch,
         "ttnn",
         SimpleNamespace(event_synchronize=lambda event: happened.append("wait")),
     )

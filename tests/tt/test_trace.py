@@ -153,7 +153,7 @@ def test_what_is_recorded(monkeypatch, trace, samples, per_lane):
         calls.warm_up(samples=samples, enable_trace=True)
         assert names(double) == ["begin", "end"] * 2 * per_lane
         on = [event[1] for event in double.events if event[0] == "begin"]
-        lanes = [lane.device for lane in calls.generator._lanes]
+        lanes = [lane.device for lane in calls.generator._batch.lanes]
         assert sorted(map(lanes.index, on)) == [0] * per_lane + [1] * per_lane
 
 
@@ -162,7 +162,7 @@ def test_chunks_of_more_than_1024_tokens_are_compiled_and_not_recorded(monkeypat
         warmed_up(calls)
         assert names(double) == ["begin", "end"] * 2 * (NUM_CHUNKS + 2)
         double.events.clear()
-        devices = [lane.device for lane in calls.generator._lanes]
+        devices = [lane.device for lane in calls.generator._batch.lanes]
         before = [set(device.programs) for device in devices]
         for end, replays in ((1000, 1), (1150, 0)):
             calls.prefill([0], ends=[end])
@@ -174,7 +174,7 @@ def test_chunks_of_more_than_1024_tokens_are_compiled_and_not_recorded(monkeypat
 def test_everything_is_compiled_and_allocated_before_the_first_capture(monkeypatch):
     with traced_calls(monkeypatch) as (calls, double):
         calls.warm_up()
-        devices = [lane.device for lane in calls.generator._lanes]
+        devices = [lane.device for lane in calls.generator._batch.lanes]
         before = [set(device.programs) for device in devices]
 
         def refuse(*arguments, **settings):
@@ -233,7 +233,7 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
     with traced_calls(monkeypatch) as (calls, double):
         warmed_up(calls)
         runs = []
-        for index, lane in enumerate(calls.generator._lanes):
+        for index, lane in enumerate(calls.generator._batch.lanes):
             for name in ("prefill", "decode"):
                 note_runs(monkeypatch, lane._model, name, runs, index)
         double.events.clear()
@@ -244,7 +244,7 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
         calls.decode(sampling_params=greedy, reload_sampling_params=True)
         calls.decode(sampling_params=greedy, reload_inputs=False)
         assert not runs
-        devices = [lane.device for lane in calls.generator._lanes]
+        devices = [lane.device for lane in calls.generator._batch.lanes]
         assert [devices.index(event[1]) for event in double.events] == [0, 1] * 4
         # The inputs were refreshed in place, and what a first chunk reads was sent to it.
         copies = [c for c in calls.library.calls if c.name == "copy_host_to_device_tensor"]
@@ -273,7 +273,7 @@ def note_runs(monkeypatch, model, name, runs, index):
 def test_a_replay_reads_what_was_sent_and_its_outputs_stay(monkeypatch):
     with traced_calls(monkeypatch) as (calls, double):
         warmed_up(calls)
-        lane = calls.generator._lanes[0]
+        lane = calls.generator._batch.lanes[0]
         wanted = [calls.decode([at] * 8, enable_trace=False)[:4] for at in (2, 5)]
         replays = []
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from replicas.errors import ConfigError
-from replicas.generators.model_config import to_model_config
+from replicas.generators.model_config import check_sizes, to_model_config
 from replicas.generators.protocol import CpuDevice, ModelCapabilities
 from replicas.generators.torch.attention import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
@@ -117,7 +117,7 @@ class TorchGenerator:
         """
         config = to_model_config(hf_config)
         _check_device(mesh_device)
-        _check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
+        check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         _check_exchange(config, mesh_device)
         weights = load_weights(config, mesh_device)
         share = config.num_attention_heads // config.num_key_value_heads
@@ -368,22 +368,6 @@ def _check_device(device: CpuDevice) -> None:
     if device.load_format not in _LOAD_FORMATS:
         known = ", ".join(_LOAD_FORMATS)
         raise ConfigError(f"load_format {device.load_format!r} is not one of {known}")
-
-
-def _check_sizes(
-    config: ModelConfig, max_batch_size: int, max_seq_len: int, num_lanes: int
-) -> None:
-    if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
-        raise ConfigError(
-            f"{max_batch_size=} must be a positive multiple of tt_data_parallel {num_lanes}, and "
-            f"{max_seq_len=} positive"
-        )
-    window = config.sliding_window
-    if window is not None and window < max_seq_len:
-        raise ConfigError(
-            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}; "
-            f"set max_seq_len to {window} or less"
-        )
 
 
 def _check_exchange(config: ModelConfig, device: CpuDevice) -> None:

@@ -166,44 +166,71 @@ def soften(_context, scores, weights, stride, seen, count, tops, totals, fades, 
         number = tops.type.pointee
         vectors = Vectors(builder, number, WIDTH)
 
+        least = vectors.spread(ir.Constant(number, float("-inf")))
         for some in _fours(rows):
-            few = Vectors(builder, number, len(some))
-            before = few.load(tops, number_of(some[0]))
+            few, first = Vectors(builder, number, len(some)), number_of(some[0])
             starts = [builder.mul(stride, number_of(row)) for row in some]
             limits = [builder.load(builder.gep(seen, [number_of(row)])) for row in some]
-            least = vectors.spread(ir.Constant(number, float("-inf")))
-            best = [cgutils.alloca_once_value(builder, least) for _ in some]
-            with _whole_vectors(builder, count) as first:
-                for start, limit, kept in zip(starts, limits, best, strict=True):
-                    found = vectors.load(scores, builder.add(start, first))
-                    is_seen = vectors.are_before(builder.sub(limit, first))
-                    found = builder.select(is_seen, found, least)
-                    builder.store(vectors.greater(found, builder.load(kept)), kept)
-            found = vectors.join(vectors.greater, [builder.load(kept) for kept in best])
+            places = list(zip(starts, limits, strict=True))
+            before = few.load(tops, first)
+            found = _greatest(builder, vectors, scores, places, count, least)
             after = few.greater(found, before)
-            few.store(after, tops, number_of(some[0]))
+            few.store(after, tops, first)
             # Nothing was before the first block: there is nothing to fade.
             fade = few.exp(builder.fsub(before, after, flags=FLAGS))
-            few.store(fade, fades, number_of(some[0]))
-            sums = [cgutils.alloca_once_value(builder, vectors.zero) for _ in some]
-            with _whole_vectors(builder, count) as first:
-                for place, (start, limit, kept) in enumerate(
-                    zip(starts, limits, sums, strict=True)
-                ):
-                    at = builder.add(start, first)
-                    top = vectors.spread(builder.extract_element(after, ir.Constant(_PLACE, place)))
-                    found = builder.fsub(vectors.load(scores, at), top, flags=FLAGS)
-                    is_seen = vectors.are_before(builder.sub(limit, first))
-                    found = builder.select(is_seen, vectors.exp(found), vectors.zero)
-                    vectors.round_into(found, weights, at)
-                    builder.store(vectors.add(builder.load(kept), found), kept)
-            total = vectors.join(vectors.add, [builder.load(kept) for kept in sums])
-            total = few.add_product(few.load(totals, number_of(some[0])), fade, total)
-            few.store(total, totals, number_of(some[0]))
+            few.store(fade, fades, first)
+            total = _weigh(builder, vectors, (scores, weights), places, count, after)
+            few.store(few.add_product(few.load(totals, first), fade, total), totals, first)
         return context.get_dummy_value()
 
     arguments = (scores, weights, stride, seen, count, tops, totals, fades, num_rows)
     return types.void(*arguments), generate
+
+
+def _greatest(builder, vectors, scores, places, count, least):
+    """The greatest score of each of some rows, together in a vector.
+
+    Args:
+        builder: Where to.
+        vectors: For scores.
+        scores: See ``soften``.
+        places: Of each row where it starts, and how many of it are seen.
+        count: See ``soften``.
+        least: What is not seen counts as.
+    """
+    best = [cgutils.alloca_once_value(builder, least) for _ in places]
+    with _whole_vectors(builder, count) as first:
+        for (start, limit), kept in zip(places, best, strict=True):
+            found = vectors.load(scores, builder.add(start, first))
+            is_seen = vectors.are_before(builder.sub(limit, first))
+            found = builder.select(is_seen, found, least)
+            builder.store(vectors.greater(found, builder.load(kept)), kept)
+    return vectors.join(vectors.greater, [builder.load(kept) for kept in best])
+
+
+def _weigh(builder, vectors, planes, places, count, tops):
+    """Scores of some rows made weights by the greatest of each; their sums, together in a vector.
+
+    Args:
+        builder: Where to.
+        vectors: For scores.
+        planes: Scores and weights; see ``soften``.
+        places: Of each row where it starts, and how many of it are seen.
+        count: See ``soften``.
+        tops: The greatest of each row, together in a vector.
+    """
+    scores, weights = planes
+    sums = [cgutils.alloca_once_value(builder, vectors.zero) for _ in places]
+    with _whole_vectors(builder, count) as first:
+        for row, ((start, limit), kept) in enumerate(zip(places, sums, strict=True)):
+            at = builder.add(start, first)
+            top = vectors.spread(builder.extract_element(tops, ir.Constant(_PLACE, row)))
+            found = builder.fsub(vectors.load(scores, at), top, flags=FLAGS)
+            is_seen = vectors.are_before(builder.sub(limit, first))
+            found = builder.select(is_seen, vectors.exp(found), vectors.zero)
+            vectors.round_into(found, weights, at)
+            builder.store(vectors.add(builder.load(kept), found), kept)
+    return vectors.join(vectors.add, [builder.load(kept) for kept in sums])
 
 
 @contextlib.contextmanager

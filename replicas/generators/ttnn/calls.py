@@ -145,8 +145,11 @@ def check_decode(
         reload_page_table: See ``decode_forward``.
 
     Raises:
-        ValueError: A dtype, rank, number of rows, position, block or token is out of range.
+        ValueError: A dtype, rank, number of rows, position, block or token is out of range; or both
+            are reloaded.
     """
+    if reload_inputs and reload_page_table:
+        raise ValueError("reload_inputs and reload_page_table: the first includes the second")
     if not (reload_inputs or reload_page_table):
         return DecodeCall(None, None, None)
     num_rows = limits.max_batch_size
@@ -167,33 +170,20 @@ def check_decode(
     return DecodeCall(rows[:, 0], positions, table)
 
 
-def check_commands(
-    *,
-    reload_inputs: bool,
-    reload_page_table: bool,
-    reset_sampling_state: bool,
-    remaps: bool,
-    samples: bool,
-) -> None:
-    """Refuse commands that contradict each other.
+def check_goes_on(*, reset: bool, remap: torch.Tensor | None, samples: bool) -> None:
+    """Refuse what a decode without ``reload_inputs`` cannot do.
 
     Args:
-        reload_inputs: See ``decode_forward``.
-        reload_page_table: See ``decode_forward``.
-        reset_sampling_state: See ``decode_forward``.
-        remaps: There is a ``slot_remap``.
+        reset: ``reset_sampling_state``.
+        remap: ``slot_remap``.
         samples: There are ``sampling_params``.
 
     Raises:
-        ValueError: Says which two.
+        ValueError: Says what.
     """
-    if reload_inputs:
-        if reload_page_table:
-            raise ValueError("reload_inputs and reload_page_table: the first includes the second")
-        return
-    if reset_sampling_state:
+    if reset:
         raise ValueError("reset_sampling_state needs reload_inputs")
-    if remaps:
+    if remap is not None:
         raise ValueError("slot_remap needs reload_inputs: tokens and positions move with their row")
     if not samples:
         raise ValueError("logits need reload_inputs: the device does not know the next token")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
 from replicas.meshes import MeshSpec, lane_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from replicas.boards import Device
     from replicas.config import MeshConfig
@@ -227,6 +228,15 @@ def ttnn_message(error: BaseException) -> str:
     if "info:" in lines[:-1]:
         return lines[lines.index("info:") + 1]
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Turn ttnn's own errors into one that says what was done and what ttnn said."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"{what}: ttnn refused a call: {ttnn_message(error)}") from error
 
 
 def _check_chips(spec: MeshSpec, bound: str | None) -> None:

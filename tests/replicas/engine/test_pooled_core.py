@@ -97,7 +97,7 @@ class Alone:
         self.node.core.check_invariants()
         # What is saved in the background holds no blocks; wait for it all the same.
         core, last = self.node.core, Last()
-        self.run_until(lambda: not core._connector.num_inflight, "everything read")
+        self.run_until(lambda: not core._transfers.connector.num_inflight, "everything read")
         core._executor._worker._connector._executor.submit(last)
         self.run_until(last.is_done.is_set, "everything saved")
         return list(outputs.values())

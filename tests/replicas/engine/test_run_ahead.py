@@ -486,12 +486,12 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     assert num_repeats(core, 10.5) == 1, "a reservation has lapsed, which is to be told"
     assert num_repeats(core, 10.5) > 1
 
-    connector = core.core._connector = FakeConnector(16)
+    connector = core.core._transfers.connector = FakeConnector(16)
     connector.on_new_request(TransferRequest("d", [1] * 5, make_ticket("d", 5)), 0.0)
     assert num_repeats(core, 10.5) == 1, "a transfer is under way: news of it may come"
     connector.cancelled.add("d")
     assert num_repeats(core, 10.5) == 1, "the connector has something to do"
-    core.core._connector = None
+    core.core._transfers.connector = None
     core.core.handle(seq.client, Activate("d", []), 0.0)
     assert num_repeats(core, 10.5) == 1, "the activated one has its prompt to compute"
 

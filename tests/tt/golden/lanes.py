@@ -15,7 +15,7 @@ import torch
 import transformers
 import ttnn
 
-import replicas.generators.ttnn.generator
+import replicas.generators.ttnn.lane_batch
 import replicas.generators.ttnn.mesh
 from replicas.config import MeshConfig
 from replicas.generators.model_config import load_hf_config
@@ -171,7 +171,7 @@ def golden_boards():
 
     with installed(GoldenLibrary()) as library, pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas.generators.ttnn.mesh, "open_mesh", open_mesh)
-        patch.setattr(replicas.generators.ttnn.generator, "TtnnTracer", RepeatingTracer)
+        patch.setattr(replicas.generators.ttnn.lane_batch, "TtnnTracer", RepeatingTracer)
         yield library
 
 

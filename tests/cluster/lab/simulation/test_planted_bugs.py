@@ -27,7 +27,7 @@ from cluster.routing.slot_waits import SlotWaits
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseTable
-from kv_transfer.p2p_worker import P2PConnectorWorker
+from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.sessions import TransferSessions
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
@@ -116,7 +116,7 @@ def block_is_indexed_before_it_is_computed(patch):
 
     def admit_and_index(self, seq, place, num_tokens):
         admit(self, seq, place, num_tokens)
-        self.cache_full_blocks(seq, seq.num_tokens)
+        self.prefixes.cache_full_blocks(seq, seq.num_tokens)
 
     patch.setattr(DPGroups, "admit", admit_and_index)
 
@@ -169,16 +169,16 @@ def wake_up_is_lost(patch):
 
 
 def cancelled_load_still_writes(patch):
-    cancel = P2PConnectorWorker._cancel
+    cancel = P2PLoads.cancel
 
     def keeps_writing(self, request_id):
-        transfer_id = self._transfer_ids.get(request_id, b"")
-        if transfer_id in self._loading and request_id not in self._failed:
-            self._failed[request_id] = Failure(FailureReason.CANCELLED)
-        else:
-            cancel(self, request_id)
+        failed = self._desk.outcome.failed
+        if request_id in self._ids and request_id not in failed:
+            failed[request_id] = Failure(FailureReason.CANCELLED)
+            return True
+        return cancel(self, request_id)
 
-    patch.setattr(P2PConnectorWorker, "_cancel", keeps_writing)
+    patch.setattr(P2PLoads, "cancel", keeps_writing)
 
 
 def dead_engine_is_not_reported(patch):

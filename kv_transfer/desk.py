@@ -1,0 +1,51 @@
+"""What the parts of a connector's worker side have in common. Pure."""
+
+from dataclasses import dataclass, field
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import Failure, KVDeviceIO, TransferResults, TransferStats
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """Transfers that have ended since they were last reported; see `TransferResults`."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    converted: set[str] = field(default_factory=set)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Tell whether the end of a request's transfer is yet to be reported."""
+        return any(request_id in ended for ended in (self.sent, self.received, self.failed))
+
+    def take(self) -> TransferResults:
+        """Return all of it; from now on there is nothing."""
+        results = TransferResults(
+            sent=frozenset(self.sent),
+            received=frozenset(self.received),
+            failed=dict(self.failed),
+            found=dict(self.found),
+            converted=frozenset(self.converted),
+        )
+        for reported in (self.sent, self.received, self.failed, self.found, self.converted):
+            reported.clear()
+        return results
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Desk:
+    """See the module. Owner: the worker side, on the engine's core thread.
+
+    Attributes:
+        io: The KV cache.
+        config: Sizes and deadlines.
+        outcome: What has ended.
+        totals: Counters since start.
+    """
+
+    io: KVDeviceIO
+    config: TransferConfig
+    outcome: Outcome = field(default_factory=Outcome)
+    totals: TransferStats = field(default_factory=TransferStats.empty)

@@ -1,0 +1,257 @@
+"""Point-to-point transfers to other engines: rows that are ready and asked for are read."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_transfer.connector import (
+    Failure,
+    SaveProgress,
+    TransferInfo,
+    count_failure,
+    only_kv_group,
+)
+from kv_transfer.errors import FailureReason
+from kv_transfer.host_blocks import zero_row_tail
+from kv_transfer.layout import ROW_TOKENS
+from kv_transfer.messages import PayloadPath, encode_mapped
+from kv_transfer.p2p_desk import P2PDesk
+from kv_transfer.ticket import Ticket
+from kv_transfer.transport import (
+    CancelSend,
+    Chunk,
+    Granted,
+    MappedChunk,
+    Offer,
+    Ready,
+    Repeat,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    ticket: Ticket
+    num_rows: int
+    offered_s: float
+    lane: int = 0
+    block_ids: tuple[int, ...] = ()
+    ready: int = 0
+    """Rows from position 0 that may be read."""
+    computed_s: float | None = None
+    """When the last of them became ready."""
+    path: PayloadPath = "inline"
+    cursor: int = -1
+    """Next row to extract; -1 until a consumer has attached."""
+    limit: int = 0
+    repeats: deque[range] = field(default_factory=deque)
+
+    def next_range(self, chunk_rows: int, rows_per_block: int) -> range:
+        """Return the rows to extract next, empty when none may be.
+
+        A block is told of only as a whole, since its digest covers all of it.
+        """
+        is_shared, ready = self.path == "shared", self.ready
+        if is_shared and ready < self.num_rows:
+            ready -= ready % rows_per_block
+        if self.repeats:
+            start, stop = self.repeats[0].start, self.repeats[0].stop
+            stop = stop if stop <= ready else start
+        elif self.cursor < 0:
+            return range(0)
+        else:
+            start, stop = self.cursor, min(ready, self.limit)
+        end = start + chunk_rows
+        if is_shared:
+            end += -end % rows_per_block
+        return range(start, min(end, stop))
+
+    def advance(self, taken: range) -> None:
+        """Note that these rows, from ``next_range``, were extracted."""
+        if self.repeats:
+            left = self.repeats.popleft()[len(taken) :]
+            if left:
+                self.repeats.appendleft(left)
+        else:
+            self.cursor = taken.stop
+
+    @property
+    def state(self) -> str:
+        if self.cursor < 0:
+            return "waiting"
+        return "computing" if self.ready < self.num_rows else "streaming"
+
+
+class P2PSends:
+    """Transfers that this engine produces. Owner: the worker, on the engine's core thread."""
+
+    def __init__(self, desk: P2PDesk) -> None:
+        self._desk = desk
+        self._sending: dict[bytes, _Sending] = {}
+        self._ids: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._sending)
+
+    def __contains__(self, transfer_id: bytes) -> bool:
+        return transfer_id in self._sending
+
+    def _of(self, request_id: str) -> _Sending | None:
+        return self._sending.get(self._ids.get(request_id, b""))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that stay allocated for them."""
+        return sum(len(x.block_ids) for x in self._sending.values())
+
+    def oldest_s(self, now_s: float) -> float:
+        """Age of the oldest."""
+        return max((now_s - x.offered_s for x in self._sending.values()), default=0.0)
+
+    def infos(
+        self, now_s: float, lease_left_s: Callable[[bytes, float], float]
+    ) -> list[TransferInfo]:
+        """Return what is under way, and how long the consumers' leases last."""
+        return [
+            TransferInfo(
+                request_id=x.ticket.request_id,
+                role="producer",
+                peer=x.ticket.consumer,
+                path=x.path if x.cursor >= 0 else "",
+                state=x.state,
+                total_rows=x.num_rows,
+                ready_rows=x.ready,
+                done_rows=max(0, x.cursor),
+                num_blocks=len(x.block_ids),
+                age_s=now_s - x.offered_s,
+                lease_left_s=lease_left_s(transfer_id, now_s),
+            )
+            for transfer_id, x in self._sending.items()
+        ]
+
+    # ---- starts and stops
+
+    def offer(self, ticket: Ticket) -> None:
+        """Let a consumer attach from now on."""
+        transfer_id = ticket.transfer_id
+        num_rows = self._desk.io.layout.num_rows(ticket.num_tokens)
+        self._sending[transfer_id] = _Sending(ticket, num_rows, self._desk.now_s)
+        self._ids[ticket.request_id] = transfer_id
+        self._desk.turns[transfer_id] = None
+        self._desk.commands.append(Offer(ticket))
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop touching a request's blocks now; returns whether it was sent."""
+        sending = self._of(request_id)
+        if sending is None:
+            return False
+        self._desk.commands.append(CancelSend(sending.ticket.transfer_id))
+        self.end(sending.ticket.transfer_id, FailureReason.CANCELLED)
+        return True
+
+    def pause(self, request_id: str) -> None:
+        """Let go of the blocks of a preempted request; they are overwritten from now on.
+
+        A consumer that may be reading them where they are cannot be stopped: what it reads must
+        never be confirmed, so its transfer ends.
+        """
+        sending = self._of(request_id)
+        if sending is None:
+            return
+        if sending.path == "shared" and sending.cursor >= 0:
+            self.cancel(request_id)
+            return
+        sending.ready = 0
+        sending.block_ids = ()
+        # A consumer that believes that rows are ready would not wait for them for ever.
+        self._desk.commands.append(Ready(sending.ticket.transfer_id, 0))
+
+    def mark(self, save: SaveProgress) -> None:
+        """Note what the step's forward has computed of a request."""
+        sending = self._of(save.request_id)
+        if sending is None:
+            return
+        layout = self._desk.io.layout
+        num_tokens = min(save.num_computed_tokens, sending.ticket.num_tokens)
+        is_whole = num_tokens == sending.ticket.num_tokens
+        if is_whole and sending.ready < sending.num_rows:
+            sending.computed_s = self._desk.now_s
+        sending.lane = save.lane
+        table = only_kv_group(save.block_ids)
+        sending.block_ids = table[: layout.num_blocks(sending.ticket.num_tokens)]
+        sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
+        self._desk.commands.append(Ready(sending.ticket.transfer_id, sending.ready))
+
+    # ---- moving bytes
+
+    def extract(self, transfer_id: bytes) -> bool:
+        """Hand out the next ready rows, if credits allow any; returns whether there were some."""
+        sending = self._sending[transfer_id]
+        layout, is_shared = self._desk.io.layout, sending.path == "shared"
+        largest = self._desk.config.mapped_chunk_rows if is_shared else self._desk.config.chunk_rows
+        taken = sending.next_range(largest(layout.row_bytes), layout.rows_per_block)
+        if not taken:
+            return False
+        chunk = self._mapped_chunk if is_shared else self._chunk
+        self._desk.commands.append(chunk(sending, taken))
+        sending.advance(taken)
+        return True
+
+    def _chunk(self, sending: _Sending, taken: range) -> Chunk:
+        """Copy rows out, without what the last block holds behind the last token."""
+        io = self._desk.io
+        payload = io.read_rows(sending.lane, sending.block_ids, taken.start, len(taken))
+        if taken.stop == sending.num_rows:
+            zero_row_tail(io.layout, payload[-1], sending.ticket.num_tokens)
+        return Chunk(sending.ticket.transfer_id, taken.start, payload)
+
+    def _mapped_chunk(self, sending: _Sending, taken: range) -> MappedChunk:
+        """Tell where rows are, and with which digests whoever reads them can check them."""
+        io = self._desk.io
+        assert io.host_blocks is not None
+        first_block, end_block = io.layout.covering(taken.start, len(taken))
+        block_ids = sending.block_ids[first_block:end_block]
+        digests = np.empty(0, np.uint64)
+        if self._desk.config.verify:
+            digests = io.host_blocks[sending.lane].digests(block_ids)
+        return MappedChunk(
+            sending.ticket.transfer_id,
+            taken.start,
+            len(taken),
+            sending.lane,
+            encode_mapped(np.asarray(block_ids, np.int64), digests),
+        )
+
+    def serve(self, event: Granted | Repeat) -> None:
+        """Note what the consumer wants."""
+        sending = self._sending.get(event.transfer_id)
+        if sending is None:
+            return
+        if isinstance(event, Granted):
+            if sending.cursor < 0:
+                self._desk.observe("rendezvous", self._desk.now_s - sending.offered_s)
+            sending.cursor = max(sending.cursor, event.start_row)
+            sending.limit = event.limit
+            sending.path = event.path
+            return
+        wanted = range(event.first_row, event.first_row + event.num_rows)
+        # Asked for again while it waits already, as for the blocks of a preempted request.
+        if not any(x.start <= wanted.start and wanted.stop <= x.stop for x in sending.repeats):
+            sending.repeats.append(wanted)
+
+    def end(self, transfer_id: bytes, reason: FailureReason | None, num_rows: int = 0) -> None:
+        """Report a transfer, of which so many rows went, and let go of its blocks."""
+        sending = self._sending.pop(transfer_id, None)
+        if sending is None:
+            return
+        del self._ids[sending.ticket.request_id], self._desk.turns[transfer_id]
+        if reason is None:
+            self._desk.outcome.sent.add(sending.ticket.request_id)
+            num_bytes = num_rows * self._desk.io.layout.row_bytes
+            self._desk.totals.count_sent(sending.path, num_bytes)
+            if sending.computed_s is not None:
+                self._desk.observe("handover", self._desk.now_s - sending.computed_s)
+        else:
+            self._desk.outcome.failed[sending.ticket.request_id] = Failure(reason)
+            count_failure(self._desk.totals.send_failures, reason)

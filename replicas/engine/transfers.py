@@ -1,0 +1,118 @@
+"""What the engine core has to do with its KV connector: tell it of steps, take over what ended.
+
+Owner: the engine core. Transfers are the connector's, sequences the scheduler's; nothing is kept
+here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_transfer.connector import SaveProgress, TransferStats
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.messages import KVLoaded, KVTransfers
+
+if TYPE_CHECKING:
+    from kv_transfer.connector import (
+        ConnectorMeta,
+        KVConnectorScheduler,
+        TransferInfo,
+        TransferResults,
+    )
+    from replicas.engine.events import ClientEvents
+    from replicas.engine.executor import Executor
+    from replicas.engine.scheduler import Scheduler
+    from replicas.engine.step import ScheduledBatch
+
+
+class Transfers:
+    """See the module docstring.
+
+    Args:
+        connector: Scheduler side of the connector; None where KV goes nowhere.
+        executor: The way to its worker side.
+        scheduler: Whose sequences load and are fetched.
+        events: Where clients hear of loads.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnectorScheduler | None,
+        executor: Executor,
+        scheduler: Scheduler,
+        events: ClientEvents,
+    ) -> None:
+        self.connector = connector
+        self._executor = executor
+        self._scheduler = scheduler
+        self._events = events
+
+    @property
+    def are_at_stake(self) -> bool:
+        """Whether there is any transfer, as far as sequences or the connector can tell."""
+        return self.connector is not None and (
+            self.connector.num_inflight > 0
+            or self.connector.has_pending_work()
+            or self._scheduler.awaits_connector
+        )
+
+    def meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
+        """Return the connector's part of the step, or None when it has nothing at stake."""
+        if self.connector is None:
+            return None
+        progress = []
+        if batch is not None:
+            progress = [
+                SaveProgress(s.request_id, s.dp_group, tuple(map(tuple, s.block_ids)), num_tokens)
+                for s, num_tokens in self._scheduler.progress(batch)
+            ]
+        if not progress and not self.are_at_stake:
+            return None
+        return self.connector.build_connector_meta(progress)
+
+    def end_step(self, meta: ConnectorMeta, now_s: float) -> bool:
+        """Serve transfers and take over what ended: blocks are free, prompts here or to compute.
+
+        Returns:
+            Whether anything ended, or the connector wants a step.
+        """
+        assert self.connector is not None
+        results: TransferResults = self._executor.collective_rpc("end_step", meta, now_s)[0]
+        transfers = self.connector.update_connector_output(results)
+        # Sorted: what follows must not depend on the order of a set.
+        for request_id in sorted(transfers.sent):
+            self._scheduler.release_held(request_id)
+        for request_id in sorted(transfers.received):
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
+        for request_id, failure in transfers.failed.items():
+            is_converted = request_id in transfers.converted
+            self._tell_loaded(
+                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+            )
+        return bool(results) or self.connector.has_pending_work()
+
+    def stats(self, now_s: float) -> TransferStats:
+        """Totals and gauges of the worker side."""
+        stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
+        return stats if stats is not None else TransferStats()
+
+    def view(self, now_s: float, *, has_store: bool) -> KVTransfers:
+        """What is under way, and what it holds of the KV cache."""
+        transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
+        stats = self.stats(now_s)
+        return KVTransfers(
+            transfers=transfers,
+            num_leased_blocks=stats.num_leased_blocks,
+            num_reserved_blocks=stats.num_reserved_blocks,
+            num_quarantined_blocks=stats.num_quarantined_blocks,
+            store=stats.store if has_store else None,
+        )
+
+    def _tell_loaded(self, seq: Sequence | None) -> None:
+        if seq is None:
+            return
+        assert seq.load is not None
+        self._events[seq.client].append(KVLoaded(seq.request_id, seq.load.epoch, seq.load.failure))
+        if seq.status is SequenceStatus.FINISHED:
+            self._events.fail_transfer(seq)
