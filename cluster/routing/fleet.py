@@ -126,6 +126,7 @@ class Fleet(Generic[ClientT_co]):
         # When a replica is tried again that has failed requests.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
+        self.pools.on_admit = lambda: self.on_change()  # noqa: PLW0108 - whoever it is by then
 
     def __repr__(self) -> str:
         return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
@@ -251,8 +252,9 @@ class Fleet(Generic[ClientT_co]):
     def _lose(self, incarnation: str, reason: str) -> None:
         member = self.pools.member(incarnation)
         logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
-        self.pools.failed(incarnation, asyncio.get_running_loop().time())
         self._forget(incarnation)
+        # Only now: where all others fail, too, it would be the one that waiting requests get.
+        self.pools.failed(incarnation, asyncio.get_running_loop().time())
         self._is_complete = False
         self._look.set()
 

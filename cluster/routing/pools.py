@@ -132,6 +132,8 @@ class PoolState:
         breakers: Of replicas that fail requests.
         on_shut: Called with (incarnation, until when) each time that a breaker opens; whoever has a
             clock calls `expire` then.
+        on_admit: Called when a token, or a failure, has changed who may be placed on: nothing else
+            may tell whoever waits.
     """
 
     def __init__(self, *, learns_steps: bool = True) -> None:
@@ -139,6 +141,7 @@ class PoolState:
         self._replicas: dict[str, _Replica] = {}
         self.breakers = Breakers()
         self.on_shut: Callable[[str, float], None] = lambda _incarnation, _until_s: None
+        self.on_admit: Callable[[], None] = lambda: None
         self._decode = _Side(DECODING, self.breakers, is_whole=False)
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
         # Fitted to the steps of each pool; and to all: what one costs that no pool's have shown.
@@ -211,15 +214,18 @@ class PoolState:
         """A replica gave a request its first token."""
         if self.breakers.succeeded(incarnation):
             self._relist()
+            self.on_admit()
 
     def failed(self, incarnation: str, now_s: float) -> None:
         """A replica failed a request: an error, or no answer; or its connection broke."""
         was_until_s = self.breakers.until_s(incarnation)
-        if self.breakers.failed(incarnation, now_s):
-            self._relist()
+        is_changed = self.breakers.failed(incarnation, now_s)
         until_s = self.breakers.until_s(incarnation)
         if until_s is not None and until_s != was_until_s:
             self.on_shut(incarnation, until_s)
+        if is_changed:
+            self._relist()
+            self.on_admit()
 
     def end(self, request_id: str, incarnation: str) -> None:
         """A request has nothing to do with a replica any more. Idempotent."""

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.monitors import ProtocolMonitor
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
 from cluster.lab.simulation.waits import WaitMonitor
+from cluster.routing.leg import LegState
 from cluster.routing.placement import Placement
+from cluster.routing.pools import DECODING, PREFILLING
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.generators.simulated.tokens import expected_tokens
 from replicas.launch import HAND_OVER_SHARE
+from replicas.life import LifeState
 from replicas.messages import BlockStored
 
 if TYPE_CHECKING:
@@ -116,6 +119,8 @@ class Invariants:
         if not is_in_host:
             for ingress in self._ingresses:
                 ingress.fleet.pools.check_invariants()
+        for ingress in self._ingresses:
+            _check_shunned(ingress, self.monitor(ingress.name))
         if self._loop.is_settled:
             self._check_settled()
 
@@ -138,6 +143,8 @@ class Invariants:
             ingress.fleet.pools.breakers.check_invariants(now_s)
             ingress.router.stalls.check_invariants()
             _check_probes(ingress)
+            _check_heirs(ingress, self.monitor(ingress.name))
+            self._check_stays(ingress)
             for link in ingress.fleet.client.links:
                 believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
@@ -146,6 +153,27 @@ class Invariants:
                 )
                 if link.newest is not None and link.is_quiet and _is_idle(link.host, now_s):
                     _check_view(ingress, link)
+
+    def _check_stays(self, ingress: VirtualIngress) -> None:
+        """Nobody stays with a decode engine that stalls while another one has room."""
+        stalled = {
+            link.host.incarnation
+            for link in ingress.fleet.client.links
+            if link.table.stalled is not None and link.table.leaving is None
+        }
+        if not stalled:
+            return
+        num_left = self.monitor(ingress.name).num_left
+        most_left = ingress.router.config.max_attempts - 1
+        for part in ingress.router.parts():
+            request_id = part.demand.request_id
+            if part.mode == "prefill" or part.incarnation not in stalled:
+                continue
+            stays = num_left[request_id] >= most_left
+            assert stays or not ingress.router.queue.has_room(part.demand), (
+                f"{request_id} stays on {part.incarnation}, which stalls, and {ingress.name} knows "
+                f"of room elsewhere: {ingress.fleet!r}"
+            )
 
     # --- at the end -----------------------------------------------------------------------------
 
@@ -185,6 +213,39 @@ def _check_probes(ingress: VirtualIngress) -> None:
         asked = {(part.incarnation, part.demand.request_id) for part in ingress.router.parts()}
         lost = {*probes} - asked - {*ingress.fleet.pools.holds()}
         assert not lost, f"{ingress.name} waits for probes that are over: {lost}"
+
+
+def _check_shunned(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
+    """Nothing is sent to a replica that fails again and again while another one does not."""
+    shunned, monitor.failures.shunned = monitor.failures.shunned, []
+    pools = ingress.fleet.pools
+    for incarnation, mode in shunned:
+        roles = PREFILLING if mode == "prefill" else DECODING
+        others = [
+            i
+            for i in (member.description.incarnation for member in pools.members())
+            if pools.state(i) is LifeState.READY and pools.moves(i)
+            and (snapshot := pools.snapshot(i)) is not None and snapshot.role in roles
+            and not monitor.failures.has_failed(i) and i != incarnation
+        ]  # fmt: skip
+        assert not others, (
+            f"{ingress.name} asks {incarnation}, which has failed again and again, and not {others}"
+        )
+
+
+def _check_heirs(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
+    """A request has two decode engines only while the second one has not answered."""
+    for request_id, engines in monitor.decoding_twice.items():
+        parts = [
+            p for p in ingress.router.parts()
+            if p.demand.request_id == request_id and p.mode != "prefill"
+        ]  # fmt: skip
+        known = {part.incarnation for part in parts}
+        assert known == engines, (
+            f"{request_id} is on {engines}, and {ingress.name} knows of {known}"
+        )
+        num_asked = sum(part.state == LegState.ASKED.value for part in parts)
+        assert num_asked == 1, f"{request_id} has two decode slots: {parts}"
 
 
 def _is_idle(host: VirtualHost, now_s: float) -> bool:

@@ -6,14 +6,18 @@ promise cannot talk them out of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.lab.simulation.failures import Failures
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
 from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.lab.simulation.clocks import Clocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
@@ -45,13 +49,24 @@ class _Asked:
     epoch: int = -1
     is_activated: bool = False
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the request has, or gets, a decode slot there."""
+        return self.mode != "prefill"
+
 
 class ProtocolMonitor:
     """What one ingress and the engines say to each other; it passes everything on.
 
     A request is on an engine once, is not sent to one that hangs, its tickets have rising epochs,
     it is activated once, and when it ends at the ingress no engine goes on with it: each has said
-    its last word or was told. A new ticket is too old for nobody whose clock is right.
+    its last word or was told. A new ticket is too old for nobody whose clock is right. A second
+    engine is asked to decode it only while the first one hands over, and starts once that one was
+    told to stop.
+
+    Attributes:
+        failures: What engines have failed to do.
+        num_left: How many decode engines that hang each request has left.
     """
 
     def __init__(
@@ -62,6 +77,15 @@ class ProtocolMonitor:
         self._waits = waits
         self._clocks = clocks
         self._asked: dict[str, dict[str, _Asked]] = {}
+        self.failures = Failures(loop)
+        self.num_left: Counter[str] = Counter()
+
+    @property
+    def decoding_twice(self) -> dict[str, set[str]]:
+        """Requests that two engines were asked to decode, and these."""
+        several = [request_id for request_id, asked in self._asked.items() if len(asked) > 1]
+        engines = {request_id: self._decoding(request_id) for request_id in several}
+        return {request_id: those for request_id, those in engines.items() if len(those) > 1}
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
         """A message was sent."""
@@ -76,6 +100,8 @@ class ProtocolMonitor:
                 assert host.core.stuck_s <= _TELL_S, (
                     f"{message.request.request_id} was sent to {host!r}, which hangs"
                 )
+                self._check_heir(message, asked)
+                self.failures.sent(host.incarnation, message.mode)
                 asked[host.incarnation] = _Asked(host, message.mode, self._loop.time())
             case LoadKV():
                 reserved = self._reserved(host, message.request_id)
@@ -87,8 +113,13 @@ class ProtocolMonitor:
                     f"{message.request_id} was activated on {host.incarnation} twice"
                 )
                 reserved.is_activated = True
+                others = self._decoding(message.request_id) - {host.incarnation}
+                assert not others, f"{message.request_id} goes on on {host!r} and on {others}"
             case Abort():
                 for request_id in message.request_ids:
+                    asked_here = self._asked.get(request_id, {}).get(host.incarnation)
+                    if asked_here is not None and asked_here.decodes and host.core.stuck_s:
+                        self.num_left[request_id] += 1
                     self._end(host, request_id)
             case _:
                 pass
@@ -99,6 +130,8 @@ class ProtocolMonitor:
         self._waits.arrived(host, event)
         if isinstance(event, Refused) and _TOO_OLD in event.message:
             self._check_age(host, event)
+        if isinstance(event, TokenOutput) and event.token_ids:
+            self.failures.succeeded(host.incarnation)
         if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
             self._end(host, event.request_id)
         elif isinstance(event, KVLoaded) and event.failure is None:
@@ -110,6 +143,7 @@ class ProtocolMonitor:
     def lost(self, incarnation: str) -> None:
         """The connection to an engine is gone; the engine will notice."""
         self._waits.lost(incarnation)
+        self.failures.failed(incarnation)
         for asked in self._asked.values():
             asked.pop(incarnation, None)
 
@@ -137,6 +171,16 @@ class ProtocolMonitor:
         """Which engines have a request, for a person."""
         asked = self._asked.get(request_id, {})
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
+
+    def _check_heir(self, message: AddRequest, asked: Mapping[str, _Asked]) -> None:
+        """Who is asked while another engine decodes is to follow on one that hands over."""
+        others = [a.host for a in asked.values() if a.decodes]
+        if message.mode != "prefill" and others:
+            is_alone = len(others) == 1 and others[0].engine.snapshot().hands_over
+            assert is_alone, f"{message.request.request_id} was sent on while it is on {others}"
+
+    def _decoding(self, request_id: str) -> set[str]:
+        return {i for i, a in self._asked.get(request_id, {}).items() if a.decodes}
 
     def _check_age(self, host: VirtualHost, refused: Refused) -> None:
         """A ticket was refused for its age: the clocks, or the time that it took, allow that."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import msgspec
-import numpy as np
 
 from cluster.config.schema import (
     AdmissionConfig,
@@ -36,6 +35,8 @@ from replicas.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
 
     from cluster.lab.simulation.records import EventRecord
 
@@ -332,17 +333,17 @@ def _describe(error: BaseException) -> str:
 # --- random scenarios ---------------------------------------------------------------------------
 
 
-def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: the same in every process, on every machine."""
-    return _Dice(seed).scenario()
+def drawn_scenario(seed: int, rng: np.random.Generator) -> Scenario:
+    """A scenario with whatever chance brings together."""
+    return _Dice(seed, rng).scenario()
 
 
 class _Dice:
     """Draws a scenario; one generator for all draws, in a fixed order."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rng: np.random.Generator) -> None:
         self._seed = seed
-        self._rng = np.random.Generator(np.random.Philox(seed))
+        self._rng = rng
 
     def scenario(self) -> Scenario:
         is_split = self._happens(0.65)

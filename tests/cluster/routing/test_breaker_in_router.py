@@ -8,6 +8,7 @@ from cluster.errors import InternalError
 from cluster.routing import breaker
 from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
 from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
+from replicas.sampling_params import SamplingParams
 from tests.cluster.engines import ScriptedEngine, rig, until
 
 
@@ -139,5 +140,41 @@ def test_a_breaker_opens_when_its_time_is_over_though_nobody_says_who_is_there(m
             bad.die()
             await until(lambda: made.lost == ["bad"], "lost")
             assert made.pools.num_shut == 0
+
+    asyncio.run(run())
+
+
+def test_a_probe_that_succeeds_wakes_whoever_waits():
+    """The other engine is full, and the probe goes on: nothing else tells of the room there is."""
+    error = ["its device is broken"]
+    fails = answering(error)
+
+    def answer(message):
+        if error or not isinstance(message, AddRequest) or message.request.sampling.max_tokens == 1:
+            return fails(message)
+        request_id = message.request.request_id
+        return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [5])]
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "bad", answer) as bad,
+            ScriptedEngine("both", "full", lambda _message: []) as full,
+            rig(policy="most_empty_slots") as made,
+        ):
+            await preferred(made, bad, full)
+            for _ in range(THRESHOLD):
+                with pytest.raises(InternalError):
+                    await made.tokens([1])
+            await full.send(snapshot=full.snapshot(0))
+            await until(lambda: not made.pools.decode_views()[0].num_empty_slots, "full")
+            error.clear()
+            probe = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=9)))
+            await until(lambda: len(made.router.queue) == 1, "the probe waits")
+            waiting = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=1)))
+            await until(lambda: len(made.router.queue) == 2, "both wait")
+            made.fleet._expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
+            assert await waiting == [5]
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
 
     asyncio.run(run())

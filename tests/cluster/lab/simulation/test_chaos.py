@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.lab.simulation import chaos
 from cluster.lab.simulation.chaos import ChaosOptions, explore, failure_kind, investigate, run_seed
+from cluster.lab.simulation.hard_times import random_scenario
 from cluster.lab.simulation.scenario import (
     Scenario,
     ScenarioPool,
     ScenarioRequest,
     ScenarioTiming,
     build,
-    random_scenario,
     run_scenario,
 )
 from cluster.lab.simulation.shrink import Shrinker

@@ -8,13 +8,15 @@ import sys
 import msgspec
 import pytest
 
+from cluster.lab.simulation.hard_times import random_scenario
 from cluster.lab.simulation.records import ABORTED
-from cluster.lab.simulation.scenario import Scenario, build, random_scenario, run_scenario
+from cluster.lab.simulation.scenario import Scenario, build, run_scenario
 
 SEEDS = range(100, 104)
 PRINT_DIGESTS = """
 import logging
-from cluster.lab.simulation.scenario import random_scenario, run_scenario
+from cluster.lab.simulation.hard_times import random_scenario
+from cluster.lab.simulation.scenario import run_scenario
 logging.disable(logging.CRITICAL)
 for seed in range({first}, {last} + 1):
     outcome = run_scenario(random_scenario(seed))

@@ -14,16 +14,20 @@ import pytest
 import kv_transfer.consumer
 from cluster.errors import SaturatedError
 from cluster.lab.simulation.chaos import investigate
+from cluster.lab.simulation.hard_times import random_scenario
 from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.inbox import VirtualInbox
 from cluster.lab.simulation.loop import UNIX_S
 from cluster.lab.simulation.parent import VirtualParent
-from cluster.lab.simulation.scenario import Scenario, random_scenario, run_scenario
-from cluster.routing.leg import Leg
+from cluster.lab.simulation.scenario import Scenario, run_scenario
+from cluster.routing.breaker import Breaker, Breakers
+from cluster.routing.hand_over import HandOver
+from cluster.routing.leg import Leg, Legs
 from cluster.routing.pools import PoolState
 from cluster.routing.router import Run
 from cluster.routing.slot_queue import SlotQueue
 from cluster.routing.slot_waits import SlotWaits
+from cluster.routing.stalls import Stalls
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseTable
@@ -36,7 +40,7 @@ from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.slots import SlotTable
 from replicas.launch import HangWatch
-from replicas.messages import Activate, TokenOutput
+from replicas.messages import Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
 
 MOST_EVENTS = 300_000
@@ -265,7 +269,92 @@ def hand_over_has_no_deadline(patch):
     patch.setattr(TransferSessions, "next_deadline_s", lambda self: None)
 
 
+def breaker_never_trips(patch):
+    patch.setattr(Breaker, "failed", lambda self, _now_s: None)
+
+
+def breaker_never_reopens(patch):
+    patch.setattr(Breakers, "expire", lambda self, _now_s: False)
+
+
+def probe_is_waited_for_without_end(patch):
+    patch.setattr(Breakers, "ended", lambda self, _incarnation, _request_id: False)
+
+
+def nobody_hears_that_a_breaker_has_closed(patch):
+    def succeeded(self, incarnation):
+        if self.breakers.succeeded(incarnation):
+            self._relist()
+
+    patch.setattr(PoolState, "succeeded", succeeded)
+
+
+def heir_s_slot_is_leaked(patch):
+    def drop_heir(self):
+        if self.heir is not None:
+            self.heir.close(abort=False)
+            self.heir = None
+
+    patch.setattr(Legs, "drop_heir", drop_heir)
+
+
+def heir_is_forgotten_when_its_request_migrates(patch):
+    stop = HandOver.stop
+
+    def stop_and_forget(self):
+        self._legs.heir, heir = None, self._legs.heir
+        stop(self)
+        self._legs.heir = heir
+
+    patch.setattr(HandOver, "stop", stop_and_forget)
+
+
+def both_engines_of_a_hand_over_go_on(patch):
+    leave = Run._leave_decode
+
+    def leave_it_running(self, reason, error):
+        if reason == "leaving":
+            self._legs.decode.close(abort=False)
+        leave(self, reason, error)
+
+    patch.setattr(Run, "_leave_decode", leave_it_running)
+
+
+def accepted_heir_is_not_taken(patch):
+    hear = HandOver.hear
+
+    def hear_no(self, event, why):
+        if not isinstance(event, Accepted):
+            hear(self, event, why)
+
+    patch.setattr(HandOver, "hear", hear_no)
+
+
+def stall_is_not_left(patch):
+    check = Legs._check_away
+
+    def stays(self, leg, wanted):
+        if leg is not self.decode or leg.stream.leaving is not None:
+            check(self, leg, wanted)
+
+    patch.setattr(Legs, "_check_away", stays)
+
+
+def whoever_stays_is_not_told_of_room(patch):
+    patch.setattr(Stalls, "stay", lambda self, _stream, _demand: None)
+
+
 BUGS = [
+    breaker_never_trips,
+    breaker_never_reopens,
+    probe_is_waited_for_without_end,
+    nobody_hears_that_a_breaker_has_closed,
+    heir_s_slot_is_leaked,
+    heir_is_forgotten_when_its_request_migrates,
+    both_engines_of_a_hand_over_go_on,
+    accepted_heir_is_not_taken,
+    stall_is_not_left,
+    whoever_stays_is_not_told_of_room,
     block_pool_loses_a_block,
     slot_is_granted_twice,
     older_snapshot_is_believed,
@@ -311,6 +400,16 @@ def first_failing(most_events):
 
 
 LATE = {
+    breaker_never_trips,
+    breaker_never_reopens,
+    probe_is_waited_for_without_end,
+    nobody_hears_that_a_breaker_has_closed,
+    heir_s_slot_is_leaked,
+    heir_is_forgotten_when_its_request_migrates,
+    both_engines_of_a_hand_over_go_on,
+    accepted_heir_is_not_taken,
+    stall_is_not_left,
+    whoever_stays_is_not_told_of_room,
     cancelled_load_still_writes,
     expired_lease_is_served,
     full_engine_queue_loses_requests,

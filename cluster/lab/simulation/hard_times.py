@@ -1,0 +1,141 @@
+"""The scenario of a seed, and hard times for some: troubles that chance does not bring together.
+
+Pure. Each makes of a scenario another one with what it needs: enough replicas, streams that are
+long, slots that are full.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from cluster.lab.simulation.scenario import drawn_scenario
+from replicas.faults import Fault
+from replicas.launch import HAND_OVER_SHARE
+
+if TYPE_CHECKING:
+    from cluster.lab.simulation.scenario import Scenario, ScenarioRequest
+    from replicas.faults import FaultKind
+
+_HARD_SHARE = 0.15
+_NUM_BLOCKS = 48
+_MAX_MODEL_LEN = 500
+_OUTPUT_TOKENS = (60, 200)
+_TOKEN_S = 0.04
+"""Of a decode step: the longest streams take eight seconds."""
+_MEDDLERS: tuple[FaultKind, ...] = ("kill", "freeze", "hang", "hang", "clog", "clog", "mute")
+_LEAVES_S = (None, None, None, 0.01, 0.1, 0.4)
+_HANG_S = 45.0
+"""Longer than those streams take, one after the other, that fill all other slots."""
+
+
+def random_scenario(seed: int) -> Scenario:
+    """The scenario of a seed: the same in every process, on every machine."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    scenario = drawn_scenario(seed, rng)
+    return with_hard_times(scenario, rng) if rng.random() < _HARD_SHARE else scenario
+
+
+def with_hard_times(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """One of the kinds below."""
+    kinds = (
+        _with_failing_engine, _with_failing_engine, _with_hurried_drains, _with_nowhere_to_go,
+    )  # fmt: skip
+    return kinds[int(rng.integers(len(kinds)))](scenario, rng)
+
+
+def _with_failing_engine(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """The connections to one engine break again and again, before it has given anybody a token.
+
+    Whoever tries it may leave before it has answered.
+    """
+    role = scenario.pools[int(rng.integers(len(scenario.pools)))].role
+    scenario = _roomy(scenario, replicas=2)
+    faults = []
+    at_s = 0.3
+    for _ in range(int(rng.integers(4, 9))):
+        at_s += float(rng.choice([0.2, 0.3, 0.6]))
+        faults.append(Fault(at_s=at_s, target=f"{role}/0", kind="mute", duration_s=0.05))
+    timing = msgspec.structs.replace(scenario.timing, prefill_token_s=4e-3)
+    requests = tuple(
+        msgspec.structs.replace(request, abort_s=_LEAVES_S[rng.integers(len(_LEAVES_S))])
+        for request in _arriving(scenario.requests, gap_s=0.25)
+    )
+    return msgspec.structs.replace(scenario, timing=timing, requests=requests, faults=tuple(faults))
+
+
+def _with_hurried_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Long streams in replicas that are replaced and have little time for it, one after the other.
+
+    Whoever is to go on with a stream may die or stall in just that moment.
+    """
+    drain_timeout_s = float(rng.choice([0.4, 1.0, 2.0]))
+    scenario = _roomy(scenario, replicas=3, drain_timeout_s=drain_timeout_s, lanes=1)
+    role = scenario.pools[-1].role
+    faults: list[Fault] = []
+    free_s: dict[str, float] = {}
+    at_s = 0.0
+    for rank in rng.integers(3, size=8):
+        at_s += float(rng.exponential(1.0))
+        faults.append(Fault(at_s=at_s, target=f"{role}/{rank}", kind="replace"))
+        # Whoever is asked then does not answer, or not for long.
+        target = f"{role}/{(rank + 1 + rng.integers(2)) % 3}"
+        begin_s = max(at_s + HAND_OVER_SHARE * drain_timeout_s - float(rng.exponential(0.1)), 0.0)
+        if rng.random() < 0.6 and free_s.get(target, 0.0) <= begin_s:
+            kind = _MEDDLERS[rng.integers(len(_MEDDLERS))]
+            duration_s = None if kind == "kill" else float(rng.choice([0.5, 6.0]))
+            free_s[target] = begin_s + (duration_s or 0.0)
+            faults.append(Fault(at_s=begin_s, target=target, kind=kind, duration_s=duration_s))
+    requests = _with_long_streams(_arriving(scenario.requests, gap_s=0.2), rng)
+    return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
+
+
+def _with_nowhere_to_go(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """An engine hangs while all others are full, and long enough for some of them to have room."""
+    scenario = _roomy(scenario, replicas=2, lanes=1, slots_per_lane=2, step_timeout_s=300.0)
+    hang = Fault(
+        at_s=0.5 + float(rng.exponential(1.0)),
+        target=f"{scenario.pools[-1].role}/{rng.integers(2)}",
+        kind="hang",
+        duration_s=_HANG_S,
+    )
+    # A few more than there are slots: whoever waits for one goes first.
+    requests = _with_long_streams(_arriving(scenario.requests[: 3 + rng.integers(4)], 0.02), rng)
+    stayers = tuple(msgspec.structs.replace(request, abort_s=None) for request in requests)
+    return msgspec.structs.replace(scenario, requests=stayers, faults=(hang,))
+
+
+def _roomy(scenario: Scenario, *, replicas: int, **of_pools: float) -> Scenario:
+    """At least so many replicas of each pool, and blocks for long sequences."""
+    pools = tuple(
+        msgspec.structs.replace(
+            pool,
+            replicas=max(pool.replicas, replicas),
+            num_blocks=_NUM_BLOCKS,
+            **of_pools,
+        )
+        for pool in scenario.pools
+    )
+    timing = msgspec.structs.replace(scenario.timing, decode_base_s=_TOKEN_S)
+    return msgspec.structs.replace(
+        scenario, pools=pools, timing=timing, max_model_len=_MAX_MODEL_LEN
+    )
+
+
+def _arriving(requests: tuple[ScenarioRequest, ...], gap_s: float) -> tuple[ScenarioRequest, ...]:
+    """One after the other from the start of the run on."""
+    return tuple(
+        msgspec.structs.replace(request, arrival_s=gap_s * i) for i, request in enumerate(requests)
+    )
+
+
+def _with_long_streams(
+    requests: tuple[ScenarioRequest, ...], rng: np.random.Generator
+) -> tuple[ScenarioRequest, ...]:
+    lengths = rng.integers(*_OUTPUT_TOKENS, size=len(requests))
+    return tuple(
+        msgspec.structs.replace(request, num_output_tokens=int(length))
+        for request, length in zip(requests, lengths, strict=True)
+    )
