@@ -86,7 +86,8 @@ class Ingress:
         self._route_log: RouteLog | None = None
         if config.router.route_log is not None:
             folder, name = Path(config.router.route_log), self.metrics.ingress
-            self._route_log = RouteLog(folder, name, config.router.policy)
+            lost = self.metrics.lost_routes
+            self._route_log = RouteLog(folder, name, config.router.policy, lost.inc)
             self.router.routes.log(self._route_log.write)
         self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
