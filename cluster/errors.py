@@ -111,6 +111,14 @@ class NotReadyError(ServingError):
     code = "not_ready"
 
 
+class TokensDifferError(ServingError):
+    """A stream cannot go on where it broke: the request has other tokens this time."""
+
+    status = 409
+    type = "ConflictError"
+    code = "tokens_differ"
+
+
 class ReplicaLostError(ServingError):
     """The replica that ran the request died and the request could not be moved."""
 

@@ -19,6 +19,7 @@ import msgspec
 
 from cluster.edge.explain import is_called, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.resume import Rerun
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
 from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
     from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit
+    from cluster.edge.resume import Position
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from cluster.routing.pools import Member
@@ -84,7 +86,8 @@ class Ingress:
         self._route_log: RouteLog | None = None
         if config.router.route_log is not None:
             folder, name = Path(config.router.route_log), self.metrics.ingress
-            self._route_log = RouteLog(folder, name, config.router.policy)
+            lost = self.metrics.lost_routes
+            self._route_log = RouteLog(folder, name, config.router.policy, lost.inc)
             self.router.routes.log(self._route_log.write)
         self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
@@ -100,16 +103,20 @@ class Ingress:
         return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, num_known: int | None = None
+        self, request: EngineRequest, emit: Emit, known: Position | None = None
     ) -> Usage:
         """Run a request; see `cluster.edge.routes.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
-        with _Watch(self.metrics, is_resumed=bool(num_known)) as watch:
+        num_known = 0 if known is None else known.num_tokens
+        rerun = None if known is None else Rerun(known)
+        with _Watch(self.metrics, is_resumed=num_known > 0) as watch:
 
             async def take(output: TokenOutput) -> bool:
-                for part in [output] if num_known is None else one_by_one(output, num_known):
+                for part in [output] if rerun is None else one_by_one(output, num_known):
+                    if rerun is not None:
+                        rerun.check(part)
                     delta = processor.take(part)
-                    is_new = num_known is None or part.index >= num_known
+                    is_new = part.index >= num_known
                     if delta is not None and (is_new or delta.finish_reason is not None):
                         watch.saw(delta)
                         await emit(delta)

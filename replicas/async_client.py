@@ -343,8 +343,9 @@ class _EngineLink:
         is_quiet = silent_s >= QUIET_S
         if is_quiet:
             self.table.hush()
-        due_s = self._heard_s + (SILENCE_S if is_quiet else min(QUIET_S, SILENCE_S))
-        self._timer = self._loop.call_at(due_s, self._listen)
+        # It may speak meanwhile, and fall quiet once more.
+        quiet_s = (self._loop.time() if is_quiet else self._heard_s) + QUIET_S
+        self._timer = self._loop.call_at(min(quiet_s, self._heard_s + SILENCE_S), self._listen)
 
     def _watch(self) -> None:
         """The connection broke, if the monitor says something."""

@@ -59,6 +59,10 @@ class EngineLeavingError(EngineError):
     """The engine will soon be gone; whoever can go elsewhere should."""
 
 
+class EngineQuietError(EngineError):
+    """The engine has sent nothing for a while: it may be gone, and may speak again."""
+
+
 class EngineLateError(EngineError):
     """The engine does not stall and has not answered in time: it may not hear what it is told."""
 

@@ -14,6 +14,7 @@ from replicas.errors import (
     EngineDeadError,
     EngineLateError,
     EngineLeavingError,
+    EngineQuietError,
     EngineStalledError,
 )
 from replicas.messages import PROTOCOL_VERSION, Abort, Hello, NotGreeted, UtilityResult
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
     OnKVEvents = Callable[[str, list[KVEventBatch]], bool]
 
-News = EngineDeadError | EngineLateError | EngineLeavingError | EngineStalledError
-"""What a stream tells of its engine: `EngineDeadError` is its last, the others leave it open."""
+Passing = EngineLateError | EngineLeavingError | EngineQuietError | EngineStalledError
+"""What a stream tells of its engine and goes on."""
+News = EngineDeadError | Passing
+"""What a stream tells of its engine: `EngineDeadError` is its last."""
 Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | News]"]
 """Events of one request, each with the stream of the engine that it came from."""
 
@@ -66,7 +69,7 @@ class EngineStream:
             if isinstance(event, EngineDeadError):
                 self.put(event)
                 raise event
-            if not isinstance(event, EngineLateError | EngineLeavingError | EngineStalledError):
+            if not isinstance(event, Passing):
                 return event
 
     @property
@@ -78,6 +81,11 @@ class EngineStream:
     def leaving(self) -> EngineLeavingError | None:
         """Said as long as its engine hands over what it has."""
         return self._table.leaving
+
+    @property
+    def quiet(self) -> EngineQuietError | None:
+        """Said of its engine, as long as nothing is heard of it."""
+        return self._table.quiet
 
     @property
     def away(self) -> EngineLeavingError | EngineStalledError | None:
@@ -111,6 +119,7 @@ class StreamTable:
     Attributes:
         stalled: Why the engine stalls, as long as it does.
         leaving: Said as long as the engine hands over what it has.
+        quiet: Said while the engine is quiet.
     """
 
     def __init__(
@@ -129,6 +138,7 @@ class StreamTable:
         self._moves = True
         self.stalled: EngineStalledError | None = None
         self.leaving: EngineLeavingError | None = None
+        self.quiet: EngineQuietError | None = None
         self._streams: dict[str, EngineStream] = {}
         self._columns = ColumnReader()
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
@@ -177,6 +187,7 @@ class StreamTable:
     def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
         """The second half of `take`: snapshots first, they count what the events tell of."""
         for frame in frames:
+            self.quiet = None
             self._note_stall(frame.stalled_s)
             if frame.kv_events:
                 self._take_kv_events(frame)
@@ -204,8 +215,15 @@ class StreamTable:
         self.send(Hello(PROTOCOL_VERSION, self._on_kv_events is not None))
 
     def hush(self) -> None:
-        """The engine has sent nothing for a while; until it does, it gets nothing new."""
+        """The engine has sent nothing for a while; until it does, it gets nothing new.
+
+        Every stream is told, once.
+        """
         self._set_moves(False)
+        if self.quiet is None:
+            self.quiet = EngineQuietError(f"engine {self.description.incarnation} is quiet")
+            for stream in self._streams.values():
+                stream.put(self.quiet)
 
     def _take_kv_events(self, frame: EngineFrame) -> None:
         """Pass on what the engine's prefix caches told; ask for a listing where it is needed."""

@@ -1,31 +1,35 @@
 """Streams that another ingress may take over: what an event's `id:` says, and going on from it.
 
 Nothing is kept for a client that is gone: the same request with the same seed has the same tokens,
-on any ingress and any engine, so an id says which request it is, its seed, and how many tokens its
-client has. Whoever gets it back as `Last-Event-ID`, with the same body, lets the request run again
-and leaves these out. Owner: a `ResumableChunks` belongs to one stream. Nothing here waits.
+on any ingress and any engine, so an id says which request it is, its seed, how many tokens its
+client has, and a checksum of them. Whoever gets it back as `Last-Event-ID`, with the same body,
+lets the request run again and leaves these out, unless they are others, as rounding may make them.
+Owner: a `ResumableChunks`, and a `Rerun`, belong to one stream. Nothing here waits.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, TokensDifferError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cluster.edge.openai import Usage
     from cluster.edge.openai_responses import ChunkWriter
-    from replicas.messages import EngineRequest
+    from replicas.messages import EngineRequest, TokenOutput
     from replicas.output_processor import OutputDelta
 
 LAST_EVENT_ID = "last-event-id"
 BEGINNING = "0"
 """What a client says that has nothing yet, and wants ids."""
-_ID = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})-([0-9]{1,9})(\.end)?")
+_ID = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})-([0-9]{1,9})-([0-9a-f]{8})(\.end)?")
 
 
 class Position(NamedTuple):
@@ -34,11 +38,13 @@ class Position(NamedTuple):
     Attributes:
         seed: Of the request's random numbers.
         num_tokens: How many tokens it has.
+        checksum: Of these.
         has_end: Whether it has the event with the finish reason, too.
     """
 
     seed: int
     num_tokens: int = 0
+    checksum: int = 0
     has_end: bool = False
 
 
@@ -63,12 +69,12 @@ def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position
     match = _ID.fullmatch(given)
     if match is None:
         raise BadRequestError(f"{given[:64]!r} is no id of an event", param=LAST_EVENT_ID)
-    digest, seed, num_tokens, end = match.groups()
+    digest, seed, num_tokens, checksum, end = match.groups()
     if digest != _digest(request):
         raise BadRequestError(
             f"{LAST_EVENT_ID} is of another request: send the same body again", param=LAST_EVENT_ID
         )
-    position = Position(int(seed, 16) - 2**63, int(num_tokens), end is not None)
+    position = Position(int(seed, 16) - 2**63, int(num_tokens), int(checksum, 16), end is not None)
     sampling = msgspec.structs.replace(sampling, seed=position.seed)
     return msgspec.structs.replace(request, sampling=sampling), position
 
@@ -80,6 +86,42 @@ def _digest(request: EngineRequest) -> str:
         (request.prompt_token_ids, sampling, request.cache_salt, request.adapter), order="sorted"
     )
     return blake2b(encoded, digest_size=8).hexdigest()
+
+
+def _checksum(token_ids: Iterable[int], before: int) -> int:
+    """CRC-32 of tokens and those before them, however they came."""
+    return zlib.crc32(b"".join(i.to_bytes(4, "little") for i in token_ids), before)
+
+
+class Rerun:
+    """A request that runs again: whether it has the tokens that its client has.
+
+    Args:
+        position: How far the client has come.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self._num_tokens = self._checksum = 0
+
+    def check(self, output: TokenOutput) -> None:
+        """Look at the next output, of one token, or an ending.
+
+        Raises:
+            TokensDifferError: Nothing that follows would fit to what the client has.
+        """
+        position = self._position
+        if self._num_tokens < position.num_tokens:
+            self._num_tokens += len(output.token_ids)
+            self._checksum = _checksum(output.token_ids, self._checksum)
+            is_there = self._num_tokens == position.num_tokens
+            is_over = is_there or output.finish_reason is not None
+            if is_over and not (is_there and self._checksum == position.checksum):
+                raise TokensDifferError(
+                    f"the request has other tokens this time than the {position.num_tokens} that "
+                    f"{LAST_EVENT_ID} stands for; begin anew without it",
+                    param=LAST_EVENT_ID,
+                )
 
 
 class ResumableChunks:
@@ -96,13 +138,14 @@ class ResumableChunks:
         self._position = position
         # Seeds are int64.
         self._head = f"id: {_digest(request)}-{position.seed + 2**63:x}-"
-        self._num_tokens = position.num_tokens
+        self._num_tokens, self._checksum = position.num_tokens, position.checksum
         if position.num_tokens:
             chunks.skip(position.num_tokens)
 
     def add(self, delta: OutputDelta) -> bytes:
         """See `ChunkWriter.add`; the delta is of what the client does not have."""
         self._num_tokens += len(delta.token_ids)
+        self._checksum = _checksum(delta.token_ids, self._checksum)
         chunk = self._chunks.add(delta)
         return self._id("") + chunk if chunk else b""
 
@@ -114,4 +157,4 @@ class ResumableChunks:
         return self._id(".end") + end
 
     def _id(self, end: str) -> bytes:
-        return f"{self._head}{self._num_tokens}{end}\n".encode()
+        return f"{self._head}{self._num_tokens}-{self._checksum:08x}{end}\n".encode()

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
+    from cluster.edge.resume import Position
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from replicas.messages import EngineRequest
@@ -109,7 +110,7 @@ class Backend(Protocol):
         """The models that requests may name, the default one first."""
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, num_known: int | None = None
+        self, request: EngineRequest, emit: Emit, known: Position | None = None
     ) -> Usage:
         """Run a request.
 
@@ -119,8 +120,8 @@ class Backend(Protocol):
         Args:
             request: Validated.
             emit: Gets each delta as it comes; the last one of each choice has its finish reason.
-            num_known: Tokens of its one choice that nobody needs again: deltas begin after them,
-                of one token each, so that they are the same in every run; None: as they come.
+            known: Which tokens of its one choice nobody needs again: deltas begin after them, of
+                one token each, so that they are the same in every run; None: as they come.
 
         Returns:
             The token counts of the whole request, once every choice has ended.
@@ -255,8 +256,7 @@ class _Routes:
             if last_event_id is not None:
                 request, position = resumed(request, last_event_id)
                 chunks = ResumableChunks(ChunkWriter(shape, request, spec), request, position)
-                num_known = position.num_tokens
-                generate = functools.partial(self._backend.generate, request, num_known=num_known)
+                generate = functools.partial(self._backend.generate, request, known=position)
             return EventStream(generate, chunks, _serving_error, request.timeout_s, more_headers)
         deltas: list[OutputDelta] = []
 

@@ -10,6 +10,7 @@ Policies that draw do not draw the same again. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -25,7 +26,7 @@ from cluster.routing.route_log import LoggedRoute
 from cluster.routing.views import Column, Views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from cluster.routing.placement import Placement
     from cluster.routing.route_log import LoggedChoice
@@ -62,12 +63,24 @@ def replay(routes: Iterable[LoggedRoute], policy: PolicyName, seed: int = 0) -> 
     return [_choose(choice, policy, seed) for choice in sorted(choices, key=lambda c: c.made_s)]
 
 
-def read(paths: Iterable[Path]) -> Iterator[LoggedRoute]:
-    """What files say, line by line; of one that is still written the last may be missing."""
+def read(paths: Iterable[Path]) -> tuple[list[LoggedRoute], int]:
+    """What files say, line by line, and how many lines say nothing.
+
+    A process that is killed, or a disk that is full, leaves part of a line, to which the next one
+    is then joined; of a file that is still written, the last line may be such a part.
+    """
     decoder = msgspec.json.Decoder(LoggedRoute)
-    for path in paths:
-        with path.open("rb") as lines:
-            yield from (decoder.decode(line) for line in lines if line.endswith(b"\n"))
+    routes = [
+        _read_line(decoder, line) for path in paths for line in path.read_bytes().splitlines()
+    ]
+    readable = [route for route in routes if route is not None]
+    return readable, len(routes) - len(readable)
+
+
+def _read_line(decoder: msgspec.json.Decoder[LoggedRoute], line: bytes) -> LoggedRoute | None:
+    with contextlib.suppress(msgspec.DecodeError):
+        return decoder.decode(line)
+    return None
 
 
 def _choose(choice: LoggedChoice, policy: PolicyName, seed: int) -> Again:
@@ -114,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", choices=get_args(PolicyName), default="least_delay")
     parser.add_argument("--seed", type=int, default=0, help="of what the policy draws")
     options = parser.parse_args(arguments)
-    lines, figures = summary(replay(read(options.files), options.policy, options.seed))
+    routes, num_unreadable = read(options.files)
+    lines, figures = summary(replay(routes, options.policy, options.seed))
+    figures["unreadable_lines"] = num_unreadable
     print("\n".join([*lines, json.dumps(figures)]))  # noqa: T201 - a command's output
 
 

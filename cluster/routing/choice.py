@@ -68,6 +68,7 @@ class Looked(Protocol):
         demand: The request.
         views: The places.
         fitting: Which of them could take it.
+        num_fitting: How many these are.
         weighed: Levels that were looked at; none where there was no other place.
         costs: What the first of them said that tells places apart; None if none does.
     """
@@ -75,6 +76,7 @@ class Looked(Protocol):
     demand: Demand
     views: Views
     fitting: npt.NDArray[np.bool_]
+    num_fitting: int
     weighed: list[Weighed]
     costs: Numbers | None
 
@@ -131,7 +133,7 @@ class Choice:
             for names, parts in scene.weighed
         ]
         self.num_places = len(views)
-        self.num_fitting = int(np.count_nonzero(scene.fitting))
+        self.num_fitting = scene.num_fitting
         self.num_refused = num_refused
         self.whole = whole
 

@@ -3,6 +3,9 @@
 Owner: the request's `Run`; of the task that waits for a slot. The request stands in the slot queue
 where it came, and loses nothing meanwhile: only once another engine has accepted it is the one that
 it has let go of. An engine that refuses, dies or stalls costs it nothing either; it waits on.
+
+So it is with an engine that is quiet, which may be gone or only late: the next one begins to
+compute where the stream stands, and whoever speaks first goes on with it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import contextlib
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import QueueTimeoutError
-from cluster.routing.leg import DecodeLeftError
+from cluster.routing.leg import DecodeLeftError, LegState
 from replicas.errors import EngineDeadError
-from replicas.messages import Accepted, AddRequest, Refused
+from replicas.messages import Accepted, AddRequest, Refused, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +38,9 @@ class Means(Protocol):
     metrics: RouterMetrics
     queue: SlotQueue
     waits: SlotWaits
+
+    def capacity_changed(self) -> None:
+        """See `Router.capacity_changed`."""
 
 
 class HandOver:
@@ -77,25 +83,59 @@ class HandOver:
             self._task = asyncio.create_task(self._ask())
         return self._progress.has_tokens
 
-    def hear(self, event: EngineEvent | News, why: str) -> None:
+    def spoke(self) -> None:
+        """The engine that has the stream has given tokens: what it was to be left for is past."""
+        decode = self._legs.decode
+        if decode is None:
+            return
+        heir = self._legs.heir
+        is_behind = heir is not None and heir.state is LegState.ACTIVATED
+        if self._task is not None and (is_behind or decode.stream.leaving is None):
+            self._give_up()
+        if decode.stream.leaving is not None:
+            self.begin()
+
+    def hear(self, event: EngineEvent | News) -> None:
         """The engine that was asked says something, or something is heard of it.
 
         Raises:
-            DecodeLeftError: It has accepted: this is the moment to leave the other one, which is
-                left for the reason `why`.
+            DecodeLeftError: This is the moment to leave the other one: it hands over, and this one
+                has accepted; or it is quiet still, and this one has a token.
         """
+        heir, decode = self._legs.heir, self._legs.decode
+        assert heir is not None
+        assert decode is not None, "it is left when its heir is taken"
+        stream = decode.stream
         if isinstance(event, Accepted):
             self._accepted = event
-            raise DecodeLeftError("leaving", why)
+            if stream.leaving is not None:
+                raise DecodeLeftError("leaving", str(stream.leaving))
+            if stream.quiet is None:
+                self._give_up()
+            else:
+                heir.activate(self._progress.tokens)
+                self._means.capacity_changed()
+            return
+        if isinstance(event, TokenOutput) and event.finish_reason != "error":
+            if stream.quiet is None:
+                self._give_up()
+                return
+            heir.keep(event)
+            raise DecodeLeftError("quiet", str(stream.quiet))
         if isinstance(event, Refused):
             self._means.metrics.refusals.labels(event.reason).inc()
         assert self._waiter is not None
         assert self._placement is not None
         self._legs.drop_heir()
         self._means.queue.refuse(self._waiter, self._placement)
-        self._task = None
+        self._task = self._accepted = None
         self._num_attempts_left -= 1
         self.begin()
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether another engine goes on with the stream as soon as the one it has is left."""
+        return self._accepted is not None
 
     def take(self) -> tuple[Leg, Placement, Accepted] | None:
         """The leg that was accepted, where and how: the decode leg from now on."""
@@ -114,6 +154,17 @@ class HandOver:
         self._legs.drop_heir()
         self._task = self._waiter = self._placement = self._accepted = None
 
+    def _give_up(self) -> None:
+        """Stay: whoever was quiet speaks. An engine that was asked counts as an attempt."""
+        self._num_attempts_left -= self._legs.heir is not None
+        self.stop()
+        self._means.capacity_changed()
+
+    @property
+    def _is_wanted(self) -> bool:
+        stream = self._legs.decode.stream if self._legs.decode is not None else None
+        return stream is not None and (stream.leaving is not None or stream.quiet is not None)
+
     async def _ask(self) -> None:
         """Wait for a slot, however long that takes, and ask for it."""
         while True:
@@ -124,6 +175,12 @@ class HandOver:
             except QueueTimeoutError:
                 self._waiter = None  # Its stream goes on all the while.
                 continue
+            if not self._is_wanted:
+                # It may be the very engine, which has spoken.
+                self._legs.give_back(placement)
+                self._task = self._waiter = None
+                self._means.capacity_changed()
+                return
             message = AddRequest(self._request, "decode", placement.dp_group)
             with contextlib.suppress(EngineDeadError):
                 self._legs.ask_heir(placement, message)

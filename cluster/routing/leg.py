@@ -24,6 +24,7 @@ from replicas.errors import (
     EngineDeadError,
     EngineLateError,
     EngineLeavingError,
+    EngineQuietError,
     EngineStalledError,
 )
 from replicas.messages import (
@@ -68,10 +69,10 @@ class DecodeLostError(Exception):
 
 
 class DecodeLeftError(Exception):
-    """It stalls, or hands over what it has, and another one has room; or it has no part in it.
+    """It stalls, hands over, or is quiet, and another one goes on; or it has no part in it.
 
     Args:
-        reason: "stalled", "leaving" or "refused".
+        reason: "stalled", "leaving", "quiet" or "refused".
         why: What the engine said.
     """
 
@@ -257,9 +258,9 @@ class Legs:
         prefill: The leg that computes the prompt, or keeps its KV.
         demand: See there.
         on_prompt: Told which engine was asked for the prompt, each time.
-        hands_over: Asked when the decode engine hands over: whether the request stays there until
-            another one has accepted it.
-        on_heir: Gets what is heard of the heir, and why the decode engine is to be left.
+        hands_over: Asked when the decode engine hands over, or is quiet: whether the request stays
+            there until another one has accepted it.
+        on_heir: Gets what is heard of the heir.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class Legs:
         self.heir: Leg | None = None
         self.prefill: Leg | None = None
         self.hands_over: Callable[[], bool] = lambda: False
-        self.on_heir: Callable[[EngineEvent | News, str], None] = lambda _event, _why: None
+        self.on_heir: Callable[[EngineEvent | News], None] = lambda _event: None
         self.on_prompt: Callable[[str], None] = lambda _engine: None
 
     def __repr__(self) -> str:
@@ -324,7 +325,7 @@ class Legs:
 
         Raises:
             DecodeLostError: The decode engine died, or did not answer in time.
-            DecodeLeftError: It stalls, or hands over, and there is another one.
+            DecodeLeftError: It stalls, hands over, or is quiet, and there is another one.
             EngineDeadError: The wanted prefill engine died.
             EngineLateError: It did not answer in time.
             EngineStalledError: It stalls.
@@ -346,7 +347,7 @@ class Legs:
                 self._hear_heir(leg, event)
             elif isinstance(event, EngineDeadError | EngineLateError):
                 self._lose(leg, wanted, event)
-            elif isinstance(event, EngineStalledError | EngineLeavingError):
+            elif isinstance(event, EngineStalledError | EngineLeavingError | EngineQuietError):
                 self._check_away(leg, wanted)
             elif isinstance(event, TokenOutput) and event.finish_reason == "error":
                 is_waiting = leg is self.decode and wanted is self.prefill
@@ -357,17 +358,16 @@ class Legs:
                 leg.keep(event)
 
     def _hear_heir(self, heir: Leg, event: EngineEvent | News) -> None:
-        """Pass on what is heard of the heir, which says little but yes or no.
+        """Pass on what is heard of the heir.
 
         Raises:
-            DecodeLeftError: It says yes.
+            DecodeLeftError: It goes on.
         """
         if isinstance(event, EngineDeadError | EngineLateError):
             self._count_lost(heir.mode)
         if isinstance(event, Accepted):
             heir.answered()
-        leaving = self.decode.stream.leaving if self.decode is not None else None
-        self.on_heir(event, str(leaving))
+        self.on_heir(event)
 
     async def answer_of(self, leg: Leg) -> Accepted | Refused:
         """What an engine says to being asked; see `next_of`."""
@@ -428,7 +428,8 @@ class Legs:
         So is a decode leg left whose engine hands over, unless it has a stream, which goes on until
         another engine has accepted it; a prompt ends there in time.
 
-        A decode leg stays while nobody else has room, and once enough engines were left.
+        A decode leg stays while nobody else has room, and once enough engines were left. Of an
+        engine that is quiet it stays until the next one has begun.
 
         Raises:
             DecodeLeftError: It is the decode leg.
@@ -436,7 +437,10 @@ class Legs:
         """
         stalled, error = leg.stream.stalled, leg.stream.away
         if error is None:
-            return  # It moves again.
+            # It moves again, unless it says nothing.
+            if leg is self.decode and leg.has_answered and leg.stream.quiet is not None:
+                self.hands_over()
+            return
         if leg is self.decode:
             is_leaving = error is not stalled
             if is_leaving and leg.has_answered and self.hands_over():
@@ -481,6 +485,10 @@ class Legs:
             self._stalls.forget(self.decode.stream)
             self.decode.close(abort=abort, reason=reason)
             self.decode = None
+
+    def give_back(self, placement: Placement) -> None:
+        """Let go of what is held for the request where nobody was asked after all."""
+        self._pools.end(self.demand.request_id, placement.incarnation)
 
     def drop_heir(self) -> None:
         """Let go of the leg that was to follow, if there is one; see `Leg.close`."""

@@ -31,7 +31,7 @@ class Load(NamedTuple):
     Attributes:
         queue_s: Seconds of the prompts that are before a new one.
         step_s: Seconds of the next step of decodes.
-        num_rows: Sequences that hold a slot or are to get one.
+        rows: Sequences of each group that hold a slot or are to get one.
         max_context_tokens: The longest context of any group.
         spare_rows: Rows that each group has less than the one that has most.
         spare_context_tokens: KV tokens likewise.
@@ -39,7 +39,7 @@ class Load(NamedTuple):
 
     queue_s: float
     step_s: float
-    num_rows: int
+    rows: list[int]
     max_context_tokens: int
     spare_rows: list[int]
     spare_context_tokens: list[int]
@@ -69,7 +69,7 @@ def engine_load(
         computes_prompts: Whether it computes the prompts that it is sent.
     """
     held = zip(told["num_running"], told["num_reserved"], told["num_waiting"], strict=True)
-    rows = list(map(sum, held))
+    rows = [running + reserved + waiting for running, reserved, waiting in held]
     tokens = list(told["num_context_tokens"])
     longest = max(told["max_context_tokens"])
     prompts: Prompts = told["num_prompts"], told["num_prompt_tokens"], told["num_prompt_pairs"]
@@ -86,7 +86,7 @@ def engine_load(
     return Load(
         _queue_s(prompts, costs, max_step_tokens) if any(prompts[0]) else 0.0,
         costs.decode_step_s(most_rows, most_tokens, longest),
-        sum(rows),
+        rows,
         longest,
         [most_rows - num_rows for num_rows in rows],
         [most_tokens - num_tokens for num_tokens in tokens],
@@ -104,9 +104,12 @@ def _added(counts: tuple[int, ...], dp_group: int, more: int) -> tuple[int, ...]
 
 def _queue_s(prompts: Prompts, costs: StepCosts, max_step_tokens: int) -> float:
     """Seconds of all prompts: groups side by side, as far as a step's tokens feed them."""
+    counts, tokens, _ = prompts
     *_, prompt_s, token_s, pair_s = costs
     each_s = [n * prompt_s + t * token_s + p * pair_s for n, t, p in zip(*prompts, strict=True)]
-    num_prompts, num_tokens, _ = map(sum, prompts)
-    num_fed = min(max(max_step_tokens * num_prompts / max(num_tokens, 1), 1.0), len(each_s))
     longest_s: float = max(each_s)
-    return max(longest_s, sum(each_s) / num_fed) if len(each_s) > 1 else longest_s
+    if len(each_s) == 1:
+        return longest_s
+    num_fed = min(max(max_step_tokens * sum(counts) / max(sum(tokens), 1), 1.0), len(each_s))
+    together_s: float = sum(each_s) / num_fed
+    return max(longest_s, together_s)

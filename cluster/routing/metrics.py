@@ -79,6 +79,7 @@ class RouterMetrics:
             before.
         migration_gap: Seconds between the last token of the one and the first of the other.
         num_shut: Replicas that get nothing new, or a probe, because they failed requests.
+        lost_routes: Lines of the route log that were not written.
         prediction: What came true of a placement, divided by what was predicted, of "ttft" (from
             the placement on), "token" (each further one), "computed_tokens" (of the prompt).
     """
@@ -149,6 +150,12 @@ class RouterMetrics:
         self.retries = self._counter(
             "ttserve_router_retries", "Parts of requests that were tried again", "reason"
         )
+        self.lost_routes: Counter = Counter(
+            "ttserve_router_lost_routes",
+            "Lines of the route log that were not written",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(self._model_name)
         self.lost = self._counter(
             "ttserve_router_lost_legs", "Parts of requests whose engine died", "leg"
         )

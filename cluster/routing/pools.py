@@ -17,7 +17,7 @@ from cluster.routing.breaker import Breakers
 from cluster.routing.load import engine_load, spread, told_by
 from cluster.routing.placement import ANY_GROUP, Placement, Told
 from cluster.routing.step_time import Pace, StepCosts, StepTimeModel
-from cluster.routing.views import Views
+from cluster.routing.views import Places, Views
 from replicas.kv_groups import KVGroup
 from replicas.life import LifeState
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from cluster.routing.demand import Demand
-    from cluster.routing.load import Load
+    from cluster.routing.load import Columns, Load
     from replicas.config import Role
     from replicas.messages import EngineDescription, EngineSnapshot
 
@@ -170,8 +170,7 @@ class PoolState:
         old = replica.snapshot
         if old is not None and snapshot.seq < old.seq:
             return
-        if self._learns_steps:
-            self._learn(replica, snapshot)
+        is_new = self._learns_steps and self._learn(replica, snapshot)
         if snapshot.epoch != replica.epoch:
             replica.refuses = False
         replica.snapshot = snapshot
@@ -180,6 +179,10 @@ class PoolState:
             self._relist()
         else:
             self._change(incarnation)
+        if is_new:
+            # All places are weighed anew; no request should be who waits for that.
+            self.decode_views()
+            self.prefill_views()
 
     def set_moves(self, incarnation: str, moves: bool) -> None:
         """A replica stalls or is quiet and gets no requests, or it moves again."""
@@ -341,8 +344,12 @@ class PoolState:
                 assert view.num_empty_slots >= 0
                 assert min(view.num_free_blocks) >= 0
 
-    def _learn(self, replica: _Replica, new: EngineSnapshot) -> None:
-        """Fit what steps cost to those that a snapshot tells of for the first time."""
+    def _learn(self, replica: _Replica, new: EngineSnapshot) -> bool:
+        """Fit what steps cost to those that a snapshot tells of for the first time.
+
+        Returns:
+            Whether the whole pool's costs are others now.
+        """
         old, pool = replica.snapshot, replica.member.pool
         fit = self._fits.setdefault(pool, _Fit())
         is_looked_at = False
@@ -357,7 +364,8 @@ class PoolState:
                     usual = fit.model.plausible(replica.pace.usual(step))
                     fit.model.learn(usual)
                     self._common.learn(usual)
-        if fit.model.num_steps >= fit.next_step:
+        is_new = fit.model.num_steps >= fit.next_step
+        if is_new:
             # All at once: by two states of it, equal replicas would not be equal.
             fit.take_over(self._common)
             for other in self._replicas.values():
@@ -368,6 +376,7 @@ class PoolState:
         elif is_looked_at or old is None:
             usual_costs = fit.costs if fit.model.num_steps else self._common.known_costs
             replica.costs = replica.pace.costs(usual_costs)
+        return is_new
 
     def _change(self, incarnation: str) -> None:
         self.num_changes += 1
@@ -383,6 +392,23 @@ class PoolState:
 def _is_looked_at(num_steps: int) -> bool:
     """Whether a replica's step is fitted: all of the first ones, later one more says little."""
     return num_steps <= FIRST_STEPS or num_steps % ONE_IN == 0
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What a snapshot says, looked through once: requests are held and let go of more often.
+
+    Attributes:
+        snapshot: It.
+        columns: What its DP groups say.
+        costs: Of steps, as of `unheld`.
+        unheld: What its places have while nothing is held there; None before anybody asked.
+    """
+
+    snapshot: EngineSnapshot
+    columns: Columns
+    costs: StepCosts | None = None
+    unheld: Places | None = None
 
 
 class _Side:
@@ -401,6 +427,7 @@ class _Side:
         self._views = Views()
         self._first: dict[str, int] = {}
         self._stale: dict[str, None] = {}
+        self._heard: dict[str, _Heard] = {}
         self._is_listed = False
         # Nobody else does.
         self._computes_prompts = True
@@ -418,25 +445,29 @@ class _Side:
         if not self._is_listed:
             self._list(replicas)
         if self._stale:
-            write = _write_engine if self._is_whole else _write_groups
             for incarnation in self._stale:
                 first = self._first.get(incarnation)
                 if first is not None:
-                    replica = replicas[incarnation]
-                    assert replica.snapshot is not None
-                    write(
-                        self._views,
-                        first,
-                        replica,
-                        replica.snapshot,
-                        computes_prompts=self._computes_prompts,
-                    )
+                    self._views.write(first, self._places(incarnation, replicas[incarnation]))
             self._stale.clear()
         return self._views
 
+    def _places(self, incarnation: str, replica: _Replica) -> Places:
+        snapshot, heard = replica.snapshot, self._heard.get(incarnation)
+        assert snapshot is not None
+        if heard is None or heard.snapshot is not snapshot:
+            heard = self._heard[incarnation] = _Heard(snapshot, told_by(snapshot.groups))
+        make = _whole if self._is_whole else _groups
+        if replica.holds:
+            return make(replica, heard, computes_prompts=self._computes_prompts)
+        if heard.unheld is None or heard.costs is not replica.costs:
+            heard.unheld = make(replica, heard, computes_prompts=self._computes_prompts)
+            heard.costs = replica.costs
+        return heard.unheld
+
     def _list(self, replicas: Mapping[str, _Replica]) -> None:
         placements: list[Placement] = []
-        self._first = {}
+        self._first, self._heard = {}, {}
         self._computes_prompts = self._is_whole or not any(
             replica.moves and replica.is_one_of(PREFILLING) for replica in replicas.values()
         )
@@ -452,11 +483,10 @@ class _Side:
         self._is_listed = True
 
 
-def _write_groups(
-    views: Views, first: int, replica: _Replica, snapshot: EngineSnapshot, *, computes_prompts: bool
-) -> None:
+def _groups(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """Each DP group is a place."""
-    description, costs, told = replica.member.description, replica.costs, told_by(snapshot.groups)
+    snapshot, told = heard.snapshot, heard.columns
+    description, costs = replica.member.description, replica.costs
     load = engine_load(
         told,
         replica.holds.values(),
@@ -473,11 +503,10 @@ def _write_groups(
             free_blocks[dp_group] = [
                 max(n - demand.num_blocks(kv_group), 0) for n, kv_group in free
             ]
-    running = zip(told["num_running"], told["num_reserved"], waiting, strict=True)
     of_places = [
         *[max(empty - n, 0) for empty, n in zip(told["num_empty_slots"], waiting, strict=True)],
         *_room(description.kv_groups, free_blocks, 1),
-        *map(sum, running),
+        *load.rows,
         *waiting,
         *load.spare_rows,
         *load.spare_context_tokens,
@@ -489,18 +518,17 @@ def _write_groups(
     )
     of_engine = _of_engine(load, costs, prompt_costs, snapshot.num_waiting_tokens)
     said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
-    views.write(first, said, free_blocks, of_places, of_engine)
+    return Places.of(said, free_blocks, of_places, of_engine)
 
 
-def _write_engine(
-    views: Views, first: int, replica: _Replica, snapshot: EngineSnapshot, *, computes_prompts: bool
-) -> None:
+def _whole(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """The engine as a whole is one place."""
     assert computes_prompts, "that is what it is for"
-    groups, description = snapshot.groups, replica.member.description
+    snapshot, description = heard.snapshot, replica.member.description
+    groups = snapshot.groups
     sent = [demand for _, demand in replica.holds.values()]
     load = engine_load(
-        told_by(groups),
+        heard.columns,
         spread(len(groups), sent),
         replica.costs,
         description.max_num_batched_tokens,
@@ -519,7 +547,7 @@ def _write_engine(
     num_queued_tokens = snapshot.num_waiting_tokens + sum(d.num_prompt_tokens for d in sent)
     of_engine = _of_engine(load, replica.costs, (*replica.costs[4:], 0.0), num_queued_tokens)
     said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
-    views.write(first, said, free_blocks, of_places, of_engine)
+    return Places.of(said, free_blocks, of_places, of_engine)
 
 
 def _of_engine(
@@ -530,7 +558,7 @@ def _of_engine(
         load.max_context_tokens,
         *costs[1:4],
         *prompt_costs,
-        load.num_rows,
+        sum(load.rows),
         num_queued_tokens,
         load.queue_s,
         load.step_s,

@@ -1,13 +1,14 @@
 """Placements with all that they were chosen among, a JSON line for each request that has ended.
 
 `cluster.lab.replay` chooses again from it. Lines hold lengths, names of replicas and of sessions,
-and nothing of any text. Owner: the thread that writes; a disk that is slow or full costs lines,
-which are counted, and no request anything.
+and nothing of any text. Owner: the thread that writes; a disk that is slow or full, or a line that
+cannot be made, costs lines, which are counted, and no request anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -20,10 +21,13 @@ from cluster.routing.placement import Placement
 from cluster.routing.views import Column
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from cluster.routing.choice import Side
     from cluster.routing.explain import Made, Route
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
 """Requests whose lines are yet to be written; beyond it lines are lost."""
@@ -75,17 +79,15 @@ class RouteLog:
         folder: Where its file is to be; made if it is not there.
         name: Of the ingress, and of the file.
         policy: Who chooses.
-
-    Attributes:
-        num_lost: Lines that were not written.
+        on_lost: Called with each line that is not written, from any thread.
 
     Raises:
         OSError: The file cannot be made.
     """
 
-    def __init__(self, folder: Path, name: str, policy: str) -> None:
-        self.num_lost = 0
+    def __init__(self, folder: Path, name: str, policy: str, on_lost: Callable[[], None]) -> None:
         self._policy = policy
+        self._on_lost = on_lost
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(folder / f"routes-{name}.jsonl", flags, 0o600)
@@ -98,7 +100,7 @@ class RouteLog:
         try:
             self._routes.put_nowait(route)
         except queue.Full:
-            self.num_lost += 1
+            self._on_lost()
 
     def close(self) -> None:
         """Write what waits, as far as the disk takes it within a second."""
@@ -107,13 +109,19 @@ class RouteLog:
         self._thread.join(timeout=1.0)
 
     def _write_all(self) -> None:
+        was_told = False
         while (route := self._routes.get()) is not None:
-            line = msgspec.json.encode(logged(route, self._policy)) + b"\n"
             try:
-                if os.write(self._fd, line) < len(line):
-                    self.num_lost += 1
-            except OSError:
-                self.num_lost += 1
+                line = msgspec.json.encode(logged(route, self._policy)) + b"\n"
+                is_lost = os.write(self._fd, line) < len(line)
+            except Exception:
+                # Of this line; those that follow may be in order.
+                is_lost = True
+                if not was_told:
+                    logger.exception("a line of the route log was not written")
+                was_told = True
+            if is_lost:
+                self._on_lost()
         os.close(self._fd)
 
 

@@ -336,7 +336,8 @@ class Run:
 
         An engine that gets no KV, or finds that the transfer is over, computes the prompt itself.
         """
-        if decode.mode != "decode" or self.is_over:
+        is_needed = decode.mode == "decode" and decode.state is not LegState.ACTIVATED
+        if not is_needed or self.is_over:
             return
         offer = self._legs.prefill.offer if self._legs.prefill is not None else None
         if offer is not None:
@@ -365,16 +366,15 @@ class Run:
 
         Raises:
             DecodeLostError: The decode engine died.
-            DecodeLeftError: It stalls, and there is another one; or it hands over, and another one
-                has accepted.
+            DecodeLeftError: It stalls, and there is another one; or it hands over or is quiet, and
+                another one goes on.
             ServingError: It says that the request failed.
         """
         while not self.is_over:
             event = await self._legs.next_of(decode)
             if isinstance(event, TokenOutput):
                 self._heard()
-                if decode.stream.leaving is not None:
-                    self._hand_over.begin()
+                self._hand_over.spoke()
                 if self._note(event):
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
@@ -411,7 +411,7 @@ class Run:
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
         self._standing.left.add(decode.incarnation)
-        if reason != "leaving":
+        if not self._hand_over.is_accepted:
             self._hand_over.stop()
         self._drop_decode(abort=True)
         if not decode.has_tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from enum import IntEnum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,40 @@ NUM_OF_PLACE = int(Column.MAX_CONTEXT_TOKENS)
 _NOTHING = Told("both", (), 0.0)
 
 
+class Places(NamedTuple):
+    """What all places of one engine have, as it is written; never changes.
+
+    Attributes:
+        told: What the engine says.
+        num_free_blocks: Of each place, for each KV group.
+        of_places: What each place has, [the first `NUM_OF_PLACE` columns, places].
+        of_engine: What all of them have, [the other columns, 1].
+    """
+
+    told: Told
+    num_free_blocks: Sequence[list[int]]
+    of_places: npt.NDArray[np.float64]
+    of_engine: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        told: Told,
+        num_free_blocks: Sequence[list[int]],
+        of_places: Sequence[float],
+        of_engine: Sequence[float],
+    ) -> Places:
+        """Of the same as plain numbers, column by column."""
+        values = np.frombuffer(array("d", (*of_places, *of_engine)))
+        num_of_places = NUM_OF_PLACE * len(num_free_blocks)
+        return cls(
+            told,
+            num_free_blocks,
+            values[:num_of_places].reshape(NUM_OF_PLACE, -1),
+            values[num_of_places:, np.newaxis],
+        )
+
+
 class Views:
     """See the module docstring; changed by `write` alone.
 
@@ -110,29 +144,13 @@ class Views:
     def __repr__(self) -> str:
         return f"Views({list(self)})"
 
-    def write(
-        self,
-        first: int,
-        told: Told,
-        num_free_blocks: Sequence[list[int]],
-        of_places: Sequence[float],
-        of_engine: Sequence[float],
-    ) -> None:
-        """Take over what is new of the places of one engine.
-
-        Args:
-            first: Index of the first of them.
-            told: What the engine says.
-            num_free_blocks: Of each place, for each KV group.
-            of_places: Column by column what each place has, of the first `NUM_OF_PLACE` columns.
-            of_engine: What all of them have, of the other columns.
-        """
-        end = first + len(num_free_blocks)
-        self.num_free_blocks[first:end] = num_free_blocks
-        self.told[first:end] = [told] * (end - first)
-        values = np.frombuffer(array("d", of_places)).reshape(NUM_OF_PLACE, end - first)
-        self._table[:NUM_OF_PLACE, first:end] = values
-        self._table[NUM_OF_PLACE:, first:end].T[:] = of_engine
+    def write(self, first: int, places: Places) -> None:
+        """Take over what is new of the places of one engine, the first of which is at an index."""
+        end = first + len(places.num_free_blocks)
+        self.num_free_blocks[first:end] = places.num_free_blocks
+        self.told[first:end] = [places.told] * (end - first)
+        self._table[:NUM_OF_PLACE, first:end] = places.of_places
+        self._table[NUM_OF_PLACE:, first:end] = places.of_engine
 
     def equals(self, other: Views) -> bool:
         """Whether both have the same places with the same in them."""

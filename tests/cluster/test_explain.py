@@ -104,7 +104,8 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
         assert float(counts["token"]) >= 1.0
         assert float(counts["ttft"]) >= 1.0
         # The file that the ingress wrote meanwhile.
-        logged = list(read(tmp_path.iterdir()))
+        logged, num_unreadable = read(tmp_path.iterdir())
+        assert num_unreadable == 0
         assert len(logged) == 8
         assert [row.then for row in replay(logged, "least_delay")] == [
             row.now for row in replay(logged, "least_delay")

@@ -110,7 +110,11 @@ def test_another_ingress_goes_on_where_the_one_that_is_gone_has_ended(pool, temp
             await asyncio.gather(asking, return_exceptions=True)
             had = [block for block in had if ID.match(block)]
             assert 5 <= len(had) < NUM_TOKENS - 2
-            rest = events(await post(other, body, ID.match(had[-1])[1]))
+            last = ID.match(had[-1])[1]
+            rest = events(await post(other, body, last))
+            refused = await post(other, body, f"{last[:-8]}{int(last[-8:], 16) ^ 1:08x}")
+            assert refused.status == 409
+            assert json.loads(b"".join(refused.chunks))["error"]["code"] == "tokens_differ"
             for engine in pool:
                 await until(lambda engine=engine: idle(second, engine), "idle")
         assert tokens(whole[:1]) + tokens(had) + tokens(rest) == tokens(whole)

@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
-from replicas.errors import EngineDeadError, EngineLeavingError, EngineStalledError
+from replicas.errors import (
+    EngineDeadError,
+    EngineLeavingError,
+    EngineQuietError,
+    EngineStalledError,
+)
 from replicas.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -250,15 +255,19 @@ def test_an_engine_that_hands_over_tells_every_stream_and_once_and_goes_on(clien
     assert client.moves == []
 
 
-def test_an_engine_that_is_quiet_does_not_move_and_its_streams_wait(client):
+def test_an_engine_that_is_quiet_does_not_move_and_its_streams_are_told_once_each_time(client):
     inbox = asyncio.Queue()
-    client.open("a", inbox)
-    client.table.hush()
-    client.table.hush()
-    client.take()
-    client.take()
+    stream = client.open("a", inbox)
+    for _ in range(2):
+        client.table.hush()
+        client.table.hush()
+        assert inbox.get_nowait() == (stream, stream.quiet)
+        assert isinstance(stream.quiet, EngineQuietError)
+        client.take()
+        client.take()
+        assert stream.quiet is None
     assert inbox.empty()
-    assert client.moves == [("e.1", False), ("e.1", True)]
+    assert client.moves == [("e.1", False), ("e.1", True)] * 2
 
 
 def test_whoever_has_one_engine_only_waits_for_it(client):

@@ -6,6 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.resume import Rerun
 from cluster.edge.slots import SlotsView
 from cluster.edge.transfers import ReplicaView, TransfersView
 from replicas.messages import TokenLogprob, TokenOutput
@@ -62,17 +63,19 @@ class FakeBackend:
         adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
         return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
 
-    async def generate(self, request, emit, num_known=None):
+    async def generate(self, request, emit, known=None):
         self.requests.append(request)
         self.num_open += 1
         try:
             if self.script is None:
-                return await self._echo(request, emit, num_known)
+                return await self._echo(request, emit, known)
             return await self.script(request, emit)
         finally:
             self.num_open -= 1
 
-    async def _echo(self, request, emit, num_known):
+    async def _echo(self, request, emit, known):
+        num_known = 0 if known is None else known.num_tokens
+        rerun = None if known is None else Rerun(known)
         processor = OutputProcessor(self.tokenizer, request, frozenset())
         sampling = request.sampling
         echo = request.prompt_token_ids[: sampling.max_tokens]
@@ -83,8 +86,10 @@ class FakeBackend:
                 output = TokenOutput(
                     request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
                 )
+                if rerun is not None:
+                    rerun.check(output)
                 delta = processor.take(output)
-                if delta is not None and (i >= (num_known or 0) or reason is not None):
+                if delta is not None and (i >= num_known or reason is not None):
                     await emit(delta)
         return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
 

@@ -84,6 +84,24 @@ def test_the_seed_that_a_request_was_given_comes_back_with_its_id():
     assert [request.sampling.seed for request in service.requests[-2:]] == [-5, -5]
 
 
+@pytest.mark.parametrize("end", ["", ".end"])
+def test_nothing_is_added_to_tokens_that_are_others_this_time(end):
+    """As where bfloat16 rounds a near tie otherwise."""
+    ids = [id_ for id_, _ in stream("/v1/completions", BODY, "0")]
+    head, checksum = ids[3].rsplit("-", 1)
+    other = f"{head}-{int(checksum, 16) ^ 1:08x}{end}"
+    answer = stream("/v1/completions", BODY, other)
+    assert answer["error"]["code"] == "tokens_differ"
+    assert answer["error"]["param"] == "last-event-id"
+
+
+def test_an_answer_that_is_shorter_this_time_is_another():
+    [*_, id_, _, _] = [id_ for id_, _ in stream("/v1/completions", BODY, "0")]
+    head, num_tokens, checksum = id_.rsplit("-", 2)
+    more = f"{head}-{int(num_tokens) + 90}-{checksum}"
+    assert stream("/v1/completions", BODY, more)["error"]["code"] == "tokens_differ"
+
+
 @pytest.mark.parametrize(
     ("change", "given", "wrong"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.placing import Fleet
-from cluster.lab.replay import replay, summary
+from cluster.lab.replay import read, replay, summary
 from cluster.routing.choice import FEW, _few
 from cluster.routing.cost import PRESETS, make_policies
 from cluster.routing.demand import Demand
@@ -149,7 +149,8 @@ def test_a_log_tells_what_another_policy_would_have_cost():
 
 
 def test_a_log_is_its_owners_alone_and_a_full_disk_costs_lines(tmp_path):
-    log = RouteLog(tmp_path / "routes", "i", "least_delay")
+    lost = []
+    log = RouteLog(tmp_path / "routes", "i", "least_delay", lambda: lost.append(1))
     log.write(Route("r", 3, 0.0))
     log.close()
     [path] = (tmp_path / "routes").iterdir()
@@ -158,10 +159,27 @@ def test_a_log_is_its_owners_alone_and_a_full_disk_costs_lines(tmp_path):
     full = tmp_path / "full"
     full.mkdir()
     (full / "routes-i.jsonl").symlink_to("/dev/full")
-    log = RouteLog(full, "i", "least_delay")
+    log = RouteLog(full, "i", "least_delay", lambda: lost.append(1))
     log.write(Route("r", 3, 0.0))
     log.close()
-    assert log.num_lost == 1
+    assert len(lost) == 1
+
+
+def test_a_line_that_cannot_be_made_costs_itself_alone_and_one_that_is_torn_too(tmp_path):
+    lost = []
+    log = RouteLog(tmp_path, "i", "least_delay", lambda: lost.append(1))
+    wrong = Route("r", 3, 0.0)
+    wrong.made = [None]
+    log.write(wrong)
+    log.write(Route("r", 4, 0.0))
+    log.close()
+    assert len(lost) == 1
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9] + whole + whole + whole[:-9])
+    routes, num_unreadable = read([path])
+    assert [route.num_prompt_tokens for route in routes] == [4]
+    assert num_unreadable == 2
 
 
 def test_a_route_of_a_stream_that_moved_has_no_time_of_a_token():

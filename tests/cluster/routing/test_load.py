@@ -44,7 +44,7 @@ def test_a_request_finds_the_whole_engine_and_what_its_group_has_to_spare(groups
     tokens = [g.num_context_tokens for g in groups]
     tokens[0] += sum(here)
     longest = max([*here, *(g.max_context_tokens for g in groups)])
-    assert load.num_rows == sum(rows)
+    assert load.rows == rows
     assert load.spare_rows == [max(rows) - n for n in rows]
     assert load.spare_context_tokens == [max(tokens) - n for n in tokens]
     assert load.max_context_tokens == longest

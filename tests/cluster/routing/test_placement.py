@@ -13,7 +13,7 @@ from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS, PRESETS, make_po
 from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told, fits
 from cluster.routing.step_time import StepCosts
-from cluster.routing.views import NUM_OF_PLACE, Column, Views
+from cluster.routing.views import NUM_OF_PLACE, Column, Places, Views
 
 INCARNATIONS = st.sampled_from(["a", "b", "c"])
 COUNTS = st.integers(0, 2)
@@ -71,7 +71,8 @@ def listed(views):
     made = Views(view.placement for view in views)
     for i, view in enumerate(views):
         values = msgspec.structs.astuple(view)[FIRST_COLUMN:]
-        made.write(i, TOLD, [view.num_free_blocks], values[:NUM_OF_PLACE], values[NUM_OF_PLACE:])
+        told = TOLD, [view.num_free_blocks], values[:NUM_OF_PLACE], values[NUM_OF_PLACE:]
+        made.write(i, Places.of(*told))
     return made
 
 

@@ -1,5 +1,7 @@
 """What an ingress believes: snapshots of the replicas, less what it has sent since."""
 
+import itertools
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -9,7 +11,7 @@ from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
-from replicas.messages import EngineSnapshot, GroupSnapshot
+from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork
 from tests.cluster.engines import make_member
 from tests.kv_groups import one_kv_group
 
@@ -24,8 +26,18 @@ def role_of(incarnation):
     return ROLES[incarnation[0]]
 
 
-def snapshot(seq, groups, *, role="decode", draining=False, num_waiting=0, num_waiting_tokens=0):
-    return EngineSnapshot(seq, draining, num_waiting, num_waiting_tokens, 0, groups, role)
+def snapshot(
+    seq,
+    groups,
+    *,
+    role="decode",
+    draining=False,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    decode_step=None,
+):
+    numbers = num_waiting, num_waiting_tokens, 0
+    return EngineSnapshot(seq, draining, *numbers, groups, role, decode_step=decode_step)
 
 
 def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
@@ -80,8 +92,9 @@ class PoolStateMachine(RuleBasedStateMachine):
         draining=st.booleans(),
         waiting=COUNTS,
         role=st.none() | st.sampled_from(sorted(ROLES.values())),
+        step_s=st.none() | st.floats(0.01, 1.0),
     )
-    def take_snapshot(self, incarnation, seq, groups, draining, waiting, role):
+    def take_snapshot(self, incarnation, seq, groups, draining, waiting, role, step_s):
         new = snapshot(
             seq,
             groups,
@@ -89,6 +102,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             draining=draining,
             num_waiting=waiting,
             num_waiting_tokens=waiting * 7,
+            decode_step=None if step_s is None else StepWork(2, 9, 5, 0, 0, 0, step_s),
         )
         self.pools.take_snapshot(incarnation, new)
         old = self.snapshots.get(incarnation)
@@ -120,9 +134,16 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.pools.release(*hold)
         self.held.get(hold[1], {}).pop(hold[0], None)
 
+    @rule()
+    def what_is_kept_of_snapshots_is_what_they_say(self):
+        """To the bit, costs too. Now and then: nothing is kept of what has just been made anew."""
+        self.pools.check_invariants()
+
+    def teardown(self):
+        self.pools.check_invariants()
+
     @invariant()
     def views_are_the_snapshots_less_the_holds(self):
-        self.pools.check_invariants()
         decode = [
             (
                 incarnation,
@@ -430,6 +451,24 @@ def test_views_that_are_out_of_date_are_noticed():
     pools._replicas["d0"].snapshot = idle(num_slots=1)
     with pytest.raises(AssertionError):
         pools.check_invariants()
+
+
+def test_costs_that_change_with_one_replica_are_those_of_all_of_its_pool():
+    pools, groups = PoolState(), idle().groups
+    for incarnation in ("d0", "d1"):
+        pools.add(make_member("decode", incarnation))
+    seqs = itertools.count(1)
+    for step_s in (0.1, 0.9, 0.9, 0.9, 0.9, 0.9):
+        views = pools.decode_views()
+        step = StepWork(2, 9, 5, 0, 0, 0, step_s)
+        for incarnation in ("d0", "d1"):
+            if incarnation == "d0" or step_s == 0.1:
+                told = snapshot(next(seqs), groups, decode_step=step)
+                pools.take_snapshot(incarnation, told)
+    written = [view.next_step_s for view in views]
+    assert len(written) == 2 * NUM_GROUPS
+    assert min(written) == max(written) > 0.0, "before anybody asks, who would wait for it"
+    pools.check_invariants()
 
 
 def in_views(pools):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from typing import NamedTuple
 
 import pytest
 
@@ -14,6 +15,7 @@ from replicas.faults import Fault
 from replicas.generators.simulated.tokens import expected_tokens
 from replicas.messages import Abort, Accepted, Activate, AddRequest, Refused, TokenOutput
 from tests.cluster.engines import (
+    Rig,
     ScriptedEngine,
     accepts,
     engine_config,
@@ -495,17 +497,35 @@ async def fill(made, engine):
     )
 
 
+class Stream(NamedTuple):
+    """A stream on one engine, whose first token is read, and an engine that could go on with it."""
+
+    made: Rig
+    engine: ScriptedEngine
+    other: ScriptedEngine
+    request_id: str
+    tokens: list[int]
+    reader: asyncio.Future[None]
+
+
+@contextlib.asynccontextmanager
+async def a_stream_beside(answer):
+    """A stream, beside an engine that answers so."""
+    async with (
+        ScriptedEngine("both", "d1", accepts) as engine,
+        ScriptedEngine("both", "d2", answer) as other,
+        rig() as made,
+    ):
+        await made.connect(engine.member)
+        outputs, request_id = await stream_on(made, engine)
+        tokens, reader = read(outputs)
+        await made.connect(other.member)
+        yield Stream(made, engine, other, request_id, tokens, reader)
+
+
 def test_a_stream_that_is_handed_over_goes_on_until_another_engine_has_accepted_it():
     async def run():
-        async with (
-            ScriptedEngine("both", "d1", accepts) as leaving,
-            ScriptedEngine("both", "d2", silent) as other,
-            rig() as made,
-        ):
-            await made.connect(leaving.member)
-            outputs, request_id = await stream_on(made, leaving)
-            tokens, reader = read(outputs)
-            await made.connect(other.member)
+        async with a_stream_beside(silent) as (made, leaving, other, request_id, tokens, reader):
             await hand_over(leaving)
             await until(lambda: asked(other), "the other is asked")
             assert leaving.received(Abort) == [], "it has not answered"
@@ -533,15 +553,7 @@ def test_a_stream_that_is_handed_over_goes_on_until_another_engine_has_accepted_
 
 def test_a_stream_that_is_handed_over_stands_before_those_who_came_later():
     async def run():
-        async with (
-            ScriptedEngine("both", "d1", accepts) as leaving,
-            ScriptedEngine("both", "d2", decodes) as other,
-            rig() as made,
-        ):
-            await made.connect(leaving.member)
-            outputs, request_id = await stream_on(made, leaving)
-            tokens, reader = read(outputs)
-            await made.connect(other.member)
+        async with a_stream_beside(decodes) as (made, leaving, other, request_id, tokens, reader):
             await fill(made, leaving)
             await fill(made, other)
             late = [ask(made) for _ in range(2)]
@@ -563,15 +575,8 @@ def test_a_stream_that_is_handed_over_stands_before_those_who_came_later():
 @pytest.mark.parametrize("end", ["finished", "left", "lost"])
 def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
     async def run():
-        async with (
-            ScriptedEngine("both", "d1", accepts) as leaving,
-            ScriptedEngine("both", "d2", silent) as other,
-            rig() as made,
-        ):
-            await made.connect(leaving.member)
-            outputs, request_id = await stream_on(made, leaving)
-            tokens, reader = read(outputs)
-            await made.connect(other.member)
+        async with a_stream_beside(silent) as stream:
+            _, leaving, other, request_id, tokens, reader = stream
             await hand_over(leaving)
             await until(lambda: asked(other), "the other is asked")
             if end == "finished":
@@ -588,6 +593,113 @@ def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
                 await answer_of(reader)
             assert tokens == ([] if end == "left" else [6])
             await until(lambda: other.received(Abort), "the other is told")
+
+    asyncio.run(run())
+
+
+# --- an engine that is quiet, and may speak again -----------------------------------------------
+
+
+@pytest.fixture
+def quiet_soon(monkeypatch):
+    """And dead never, but by its connection."""
+    monkeypatch.setattr(async_client, "QUIET_S", 0.5)
+    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
+
+
+async def hush(made, engine):
+    engine.is_silent = True
+    await until(lambda: made.pools.num_stalled == 1, "nothing is heard of it")
+
+
+async def follow_on(stream):
+    """Let the other engine begin where the stream stands."""
+    await until(lambda: asked(stream.other), "the other is asked")
+    await stream.other.send(Accepted(stream.request_id, 0, 0, 0, 1))
+    await until(lambda: stream.other.received(Activate), "it begins")
+    assert stream.other.received(Activate)[-1].token_ids == [[5]]
+    assert stream.engine.received(Abort) == [], "it may be late, no more"
+
+
+@pytest.mark.parametrize("end", ["quiet", "dead"])
+def test_a_stream_of_an_engine_that_is_quiet_goes_on_where_another_has_begun(end, quiet_soon):
+    async def run():
+        async with a_stream_beside(silent) as stream:
+            made, quiet, other, request_id, tokens, reader = stream
+            await hush(made, quiet)
+            await follow_on(stream)
+            if end == "dead":
+                quiet.die()
+                await until(lambda: made.lost, "its connection broke")
+            await other.send(TokenOutput(request_id, 1, [6]))
+            await until(lambda: tokens == [6], "the other goes on")
+            await other.send(TokenOutput(request_id, 2, [7], "length"))
+            await answer_of(reader)
+            assert tokens == [6, 7]
+            assert asked(other) == len(other.received(Activate)) == 1
+            reason = "lost" if end == "dead" else "quiet"
+            assert made.count("ttserve_router_migrations_total", reason=reason) == 1
+            if end == "quiet":
+                await until(lambda: quiet.received(Abort), "it is to drop the request")
+            assert made.pools.holds() == []
+
+    asyncio.run(run())
+
+
+def test_a_stream_stays_with_an_engine_that_speaks_before_another_has_a_token(quiet_soon):
+    async def run():
+        async with a_stream_beside(silent) as stream:
+            made, late, other, request_id, tokens, reader = stream
+            await hush(made, late)
+            await follow_on(stream)
+            late.is_silent = False
+            await late.send(TokenOutput(request_id, 1, [6]))
+            await until(lambda: other.received(Abort), "the other is not needed")
+            await other.send(TokenOutput(request_id, 1, [9]))
+            await late.send(TokenOutput(request_id, 2, [7], "length"))
+            await answer_of(reader)
+            assert tokens == [6, 7]
+            assert late.received(Abort) == []
+            assert made.pools.holds() == []
+
+    asyncio.run(run())
+
+
+def test_a_token_of_another_engine_is_too_late_once_the_quiet_one_has_spoken(quiet_soon):
+    async def run():
+        async with a_stream_beside(silent) as stream:
+            made, late, other, request_id, tokens, reader = stream
+            await hush(made, late)
+            await follow_on(stream)
+            late.is_silent = False
+            await until(lambda: made.pools.num_stalled == 0, "it beats again")
+            await other.send(TokenOutput(request_id, 1, [9]))
+            await until(lambda: other.received(Abort), "the other is not needed")
+            await late.send(TokenOutput(request_id, 1, [6], "length"))
+            await answer_of(reader)
+            assert tokens == [6]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_speaks_again_is_not_asked_to_follow_on_itself(quiet_soon):
+    async def run():
+        async with a_stream_beside(silent) as stream:
+            made, late, other, request_id, tokens, reader = stream
+            await fill(made, other)
+            await hush(made, late)
+            await until(lambda: made.num_queued == 1, "the stream waits for a slot")
+            late.is_silent = False
+            await until(lambda: made.num_queued == 0, "the only room is where it is")
+            assert asked(late) == 1
+            assert asked(other) == 0
+            assert made.pools.holds() == []
+            await other.send(snapshot=other.snapshot(num_empty_slots=4))
+            await hush(made, late)
+            await follow_on(stream)
+            await other.send(TokenOutput(request_id, 1, [6], "length"))
+            await answer_of(reader)
+            assert tokens == [6]
 
     asyncio.run(run())
 
