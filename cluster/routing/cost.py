@@ -73,7 +73,7 @@ class Scene:
         cached_tokens: Says how many prompt tokens are known to be cached at a place; 0 where
             unknown. Asked by policies alone that look at them: a prompt has to be hashed for that.
         turn: Index of the place whose turn it is.
-        draw: Draws numbers.
+        draw: Draws numbers, for policies that do.
 
     Attributes:
         num_fitting: How many places can take it.
@@ -87,8 +87,8 @@ class Scene:
         views: Views,
         fitting: npt.NDArray[np.bool_],
         cached_tokens: CachedTokens,
-        turn: int,
-        draw: random.Random,
+        turn: int = 0,
+        draw: random.Random | None = None,
     ) -> None:
         self.demand = demand
         self.views = views
@@ -300,6 +300,7 @@ def _two_drawn(scene: Scene) -> Numbers:
 
 
 def _not_among(scene: Scene, count: int) -> Numbers:
+    assert scene.draw is not None, "somebody draws"
     fitting = np.flatnonzero(scene.fitting).tolist()
     costs = np.ones(len(scene.views))
     costs[scene.draw.sample(fitting, min(count, len(fitting)))] = 0.0

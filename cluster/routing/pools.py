@@ -259,6 +259,17 @@ class PoolState:
         replica = self._replicas.get(incarnation)
         return replica.snapshot if replica is not None else None
 
+    def costs(self, incarnation: str) -> StepCosts:
+        """What parts of a replica's steps cost, as far as one knows; nothing where one does not."""
+        replica = self._replicas.get(incarnation)
+        return StepCosts() if replica is None else replica.costs
+
+    def knows_prompts(self, incarnation: str) -> bool:
+        """Whether replicas of its pool have shown what prompts cost there."""
+        member = self.member(incarnation)
+        fit = None if member is None else self._fits.get(member.pool)
+        return fit is not None and fit.model.knows_prompts
+
     def state(self, incarnation: str) -> LifeState:
         """Where a replica is in its life; dead if it is not known."""
         replica = self._replicas.get(incarnation)

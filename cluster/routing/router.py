@@ -28,6 +28,7 @@ from cluster.errors import (
 )
 from cluster.routing.admission import Admission
 from cluster.routing.admission_waits import AdmissionWaits
+from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.explain import Routes
@@ -121,6 +122,9 @@ class Router:
         self.waits = SlotWaits(self.queue, fleet.pools)
         self.stalls = Stalls(self.queue)
         self.traffic = Traffic()
+        self.conditional = ConditionalPrefill(
+            fleet.pools, fleet.prefixes.cached_tokens, self.traffic
+        )
         self.admission: AdmissionWaits | None = None
         if config.admission is not None:
             core = Admission(config.admission, config.max_queued_requests, config.queue_timeout_s)
@@ -245,6 +249,8 @@ class Run:
         self.is_over = False
         self.num_lost = 0
         self._pass: Pass | None = None
+        # The place that was looked for to have the prompt computed there.
+        self._here: Placement | None = None
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -258,9 +264,23 @@ class Run:
 
     @property
     def is_remote(self) -> bool:
+        """Whether the prompt goes to a prefill engine, which no decode engine does better."""
+        return self._may_move and self._best_here() is None
+
+    @property
+    def _may_move(self) -> bool:
         """Whether a prefill engine takes prompts, and this one is long enough to move."""
-        is_long = self._demand.num_prompt_tokens >= self._router.config.min_remote_prefill_tokens
-        return is_long and self._pools.can_prefill
+        fewest = self._router.config.min_remote_prefill_tokens or 0
+        return self._demand.num_prompt_tokens >= fewest and self._pools.can_prefill
+
+    def _best_here(self) -> Placement | None:
+        """Where a decode engine should compute the prompt, though a prefill engine could."""
+        if self._pass is not None:
+            return self._pass.helper
+        is_open = self._router.config.min_remote_prefill_tokens is None
+        if not is_open or self.has_tokens or self._legs.prefill is not None or not self._may_move:
+            return None
+        return self._router.conditional.place(self._demand, asyncio.get_running_loop().time())
 
     async def enter(self) -> None:
         """Wait to be let in, where there is somebody who decides that.
@@ -314,7 +334,13 @@ class Run:
 
     def _new_waiter(self, *, has_stream: bool = False) -> Waiter:
         """Its place in the slot queue, which it keeps."""
-        spared = self._pass.to_spare() if self._pass is not None else set()
+        here = self._here = self._best_here()
+        if self._pass is not None:
+            spared = self._pass.to_spare()
+        elif here is not None:
+            spared = {place for place in self._pools.decode_views().placements if place != here}
+        else:
+            spared = set()
         return self._standing.new_waiter(
             self._demand, spared, is_promised=self.has_tokens, has_stream=has_stream
         )
@@ -429,6 +455,12 @@ class Run:
         """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
         self._legs.drop_decode(abort=abort)
         self._prompt.drop()
+        self._prompt_over()
+
+    def _prompt_over(self) -> None:
+        """No decode engine has the prompt to compute any more. Idempotent."""
+        now_s = asyncio.get_running_loop().time()
+        self._router.conditional.drop(self._demand.request_id, now_s)
 
     def parts(self) -> Iterator[Part]:
         """What engines do for it now."""
@@ -441,6 +473,7 @@ class Run:
         self._hand_over.stop()
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
         self._legs.drop_prefill(abort=True)
+        self._prompt_over()
         if self._pass is not None:
             # What another engine went on with says nothing of how fast they are.
             is_usual = self.is_over and not self._standing.left
@@ -459,6 +492,9 @@ class Run:
         try:
             message = AddRequest(self._request, mode, placement.dp_group)
             leg = self._legs.ask_to_decode(placement, message)
+            if mode == "local" and self._may_move and self._pass is None:
+                now_s = asyncio.get_running_loop().time()
+                self._router.conditional.give(self._demand, placement, now_s)
             answer = await self._legs.answer_of(leg)
         except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
             if not isinstance(error, EngineDeadError):  # the others took their time
@@ -486,13 +522,20 @@ class Run:
         """Whether a decode engine waits to be activated or computes the prompt at once."""
         if self.has_tokens:
             return "decode"
-        if self._pass is not None and self._pass.helper == placement:
+        if self._is_best_here(placement):
             return "local"
         snapshot = self._pools.snapshot(placement.incarnation)
         is_decode = snapshot is not None and snapshot.role == "decode"
         # In the other order prefill engines have been asked, and gave nothing.
         is_first = self._router.config.order == "decode_first"
-        return "decode" if is_decode and is_first and self.is_remote else "local"
+        return "decode" if is_decode and is_first and self._may_move else "local"
+
+    def _is_best_here(self, placement: Placement) -> bool:
+        """Whether the prompt should be computed where it got a slot; things may have changed."""
+        if placement == self._here or self._pass is not None:
+            return placement == self._here
+        here = self._best_here()
+        return here is not None and here.incarnation == placement.incarnation
 
     def _heard(self) -> None:
         """The decode engine has given tokens; of one that goes on with a stream, the first."""
@@ -505,6 +548,7 @@ class Run:
         """Keep what the client gets; says whether that was all."""
         if output.token_ids and not self.has_tokens:
             self._router.traffic.begin(self._demand.num_prompt_tokens, output.num_cached_tokens)
+            self._prompt_over()
             self._route.began(output.num_cached_tokens, asyncio.get_running_loop().time())
         self.progress.note(output)
         if self._pass is not None:

@@ -27,6 +27,9 @@ PULL = 1e-4
 """Towards 0: a step of one of `_UNITS` weighs 1."""
 MIN_STEPS = 3
 """A kind of step counts as known after so many."""
+MIN_PROMPT_STEPS = 32
+"""One with prompts, whose costs differ more with their lengths than a few can show: before that
+they cost in proportion to what they cost others."""
 PACE_KEPT = 0.95
 """What a step weighs of the next one, in a replica's pace."""
 MIN_PACE_STEPS = 20
@@ -154,6 +157,9 @@ class StepTimeModel:
         self._information = np.zeros((len(_UNITS), len(_UNITS)))
         self._products = np.zeros(len(_UNITS))
         self._num_decodes = self._num_prompts = self.num_steps = 0
+        # Of the steps with prompts, fading.
+        self._prompt_inputs = np.zeros(len(_UNITS))
+        self._prompts_s = 0.0
         # What is solved for when somebody asks, and how many steps had been told then.
         self._coefficients: npt.NDArray[np.floating[Any]] = np.zeros(len(_UNITS))
         self._num_fitted = 0
@@ -172,7 +178,10 @@ class StepTimeModel:
         self._information += np.outer(inputs, inputs)
         self._products = FORGETTING * self._products + work.device_s * inputs
         self._num_decodes += work.num_rows > 0
-        self._num_prompts += work.num_prompts > 0
+        if work.num_prompts:
+            self._num_prompts += 1
+            self._prompt_inputs = FORGETTING * self._prompt_inputs + inputs
+            self._prompts_s = FORGETTING * self._prompts_s + work.device_s
         self.num_steps += 1
 
     def plausible(self, work: StepWork) -> StepWork:
@@ -194,12 +203,23 @@ class StepTimeModel:
         """What a step will take; its own `device_s` is not looked at."""
         return max(float(_inputs(work) @ self._fit()), 0.0)
 
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether any of its steps had prompts."""
+        return self._num_prompts > 0
+
     def costs(self, others: StepTimeModel) -> StepCosts:
         """What parts of steps cost; of a kind of step that is not known, what they cost others."""
         own = self.known_costs
         decodes = own if self._num_decodes >= MIN_STEPS else others.known_costs
-        prompts = own if self._num_prompts >= MIN_STEPS else others.known_costs
+        prompts = own if self._num_prompts >= MIN_PROMPT_STEPS else self._in_proportion(others)
         return own if decodes is prompts else StepCosts(*decodes[:4], *prompts[4:])
+
+    def _in_proportion(self, others: StepTimeModel) -> StepCosts:
+        """What its steps with prompts cost, if their parts cost as much more as all of it."""
+        usual_s = float(self._prompt_inputs @ np.maximum(others._fit(), 0.0))
+        factor = self._prompts_s / usual_s if usual_s > 0.0 else 1.0
+        return StepCosts(*(factor * seconds for seconds in others.known_costs))
 
     def _fit(self) -> npt.NDArray[np.floating[Any]]:
         if self._num_fitted != self.num_steps:

@@ -459,7 +459,7 @@ class _Dice:
             max_queued_requests=self._pick(2, 16, 256, 256),
             queue_timeout_s=self._pick(1.0, 10.0, 60.0),
             max_attempts=self._pick(1, 3, 3),
-            min_remote_prefill_tokens=self._pick(0, 0, 40),
+            min_remote_prefill_tokens=self._pick(None, 0, 40),
             policy=self._pick(*get_args(PolicyName)),
         )
 

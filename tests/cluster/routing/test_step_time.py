@@ -206,3 +206,13 @@ def test_a_pace_says_nothing_where_nothing_is_usual():
         pace.see(work(rows=1, device_s=1.0), StepCosts())
         pace.see(work(rows=1, device_s=math.nan), TRUE)
     assert pace.factors() == (1.0, 1.0)
+
+
+def test_prompts_of_a_slow_kind_of_replica_cost_in_proportion_until_many_were_seen():
+    others, slow = StepTimeModel(), StepTimeModel()
+    for length in (500, 1000, 2000, 4000) * 25:
+        others.learn(work(prompts=1, tokens=length, device_s=1e-3 * length))
+    # A few short ones alone would say that each costs the same, however long it is.
+    for _ in range(3):
+        slow.learn(work(prompts=1, tokens=400, device_s=4e-3 * 400))
+    assert slow.costs(others).prompts_s(1, 4000, 0) == pytest.approx(16.0, rel=0.05)

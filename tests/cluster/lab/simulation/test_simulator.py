@@ -320,6 +320,23 @@ def test_a_short_prompt_stays_where_it_is_decoded():
     assert record.token_times_s[0] == 2 * LATENCY_S + prefill_turn_s(40)
 
 
+@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+def test_an_idle_decode_replica_computes_prompts_that_would_wait_elsewhere(order):
+    burst = [(10.0, 40 + i, 3) for i in range(8)]
+    workload = requests(*[(float(i), 40 + i, 3) for i in range(5)], *burst)
+    router = {"order": order, "min_remote_prefill_tokens": None}
+    result = simulate(disaggregated(), workload, router=router, models_kv=True)
+    assert outcomes(result) == [OK] * 13
+    alone, here, away = [
+        {record.prefill_replica for record in result.records[:5]},
+        {r.prefill_replica for r in result.records[5:]} & {None},
+        {r.prefill_replica for r in result.records[5:]} & {"prefill/0"},
+    ]
+    assert alone == {"prefill/0"}, "nobody was in the way"
+    assert here, "some of the burst had it sooner on the decode replica"
+    assert away, "and some on the other"
+
+
 def test_many_on_two_and_two():
     workload = requests(*[(0.004 * i, 30 + 7 * i % 60, 5 + i % 9) for i in range(24)])
     result = simulate(disaggregated(2, 2), workload, models_kv=True, ingresses=2)

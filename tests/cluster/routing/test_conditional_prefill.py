@@ -1,0 +1,184 @@
+"""Which decode engine computes a prompt itself: by what either way takes, and from whom."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.routing.conditional_prefill import ConditionalPrefill
+from cluster.routing.cost import nothing_known
+from cluster.routing.demand import Demand
+from cluster.routing.placement import ANY_GROUP, Placement
+from cluster.routing.pools import PoolState
+from cluster.routing.traffic import Traffic
+from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork
+from tests.cluster.engines import make_member
+
+TOKEN_S = 1e-3
+SLOWER = 2.0
+"""A lane of a decode engine takes so many times as long as a prefill engine."""
+STEP_S = 0.05
+PREFILL = Placement("p", ANY_GROUP)
+
+
+def asks(name, num_tokens=1000):
+    return Demand(name, [7] * num_tokens)
+
+
+def group(num_rows=0, num_empty_slots=8):
+    return GroupSnapshot(num_empty_slots, [2000], num_rows, 0, 0)
+
+
+def prompt_step(num_tokens, token_s):
+    return StepWork(0, 0, 0, 1, num_tokens, 0, num_tokens * token_s)
+
+
+class World:
+    """A prefill engine, and decode engines of which each has two lanes."""
+
+    def __init__(self, *num_rows, knows=True, cached=nothing_known, output=200):
+        self.pools = PoolState()
+        self.traffic = Traffic()
+        for _ in range(4):
+            self.traffic.come(1000)
+            self.traffic.end(1000, output)
+        self.pools.add(make_member("prefill", "p"))
+        for seq, length in enumerate((500, 1000, 2000, 4000)):
+            self.tell("p", seq, "prefill", [group()], prompt_step(length, TOKEN_S))
+        self.engines = [f"d{i}" for i in range(len(num_rows))]
+        for name, rows in zip(self.engines, num_rows, strict=True):
+            self.pools.add(make_member("decode", name, dp_groups=2))
+            for seq, length in enumerate((500, 1000, 2000, 4000)):
+                step = prompt_step(length, SLOWER * TOKEN_S) if knows else None
+                self.tell(name, seq, "decode", [group(rows), group()], step)
+        self.core = ConditionalPrefill(self.pools, cached, self.traffic)
+
+    def tell(self, name, seq, role, groups, step):
+        decode = StepWork(1 + seq % 2, 0, 0, 0, 0, 0, STEP_S) if role == "decode" else None
+        said = EngineSnapshot(seq, False, 0, 0, seq, groups, role, STEP_S, decode, step)
+        self.pools.take_snapshot(name, said)
+
+    def queue(self, num_prompts):
+        """Let prompts wait at the prefill engine."""
+        for i in range(num_prompts):
+            self.pools.hold(asks(f"q{i}"), PREFILL)
+
+    def place(self, demand=None, now_s=0.0):
+        return self.core.place(demand or asks("r"), now_s)
+
+    def give(self, name, now_s=0.0, num_tokens=1000):
+        place = self.place(asks(name, num_tokens), now_s)
+        assert place is not None
+        self.core.give(asks(name, num_tokens), place, now_s)
+        return place
+
+
+def test_an_idle_prefill_engine_is_the_better_place():
+    assert World(0, 0).place() is None
+
+
+def test_a_prompt_does_not_queue_while_a_decode_engine_is_idle():
+    world = World(9, 0)
+    world.queue(2)
+    place = world.place()
+    assert place is not None
+    assert place.incarnation == "d1"
+
+
+def test_sequences_that_would_stand_still_for_long_keep_a_prompt_away():
+    world = World(40)
+    world.queue(2)
+    # Two seconds are a fifth of the time of an answer: 16 seconds of 40 sequences.
+    assert world.place() is None
+    few = World(3)
+    few.queue(2)
+    assert few.place() is not None
+
+
+def test_short_answers_suffer_more():
+    places = []
+    for output in (2, 2000):
+        world = World(6, output=output)
+        world.queue(3)
+        places.append(world.place())
+    assert places[0] is None
+    assert places[1] is not None
+
+
+def test_prompts_are_computed_beside_each_other_and_one_lane_has_them_in_turn():
+    world = World(0)
+    world.queue(9)
+    lanes = [world.give(f"r{i}").dp_group for i in range(3)]
+    # The first is begun at once; those that come meanwhile get a lane each.
+    assert sorted(lanes[1:]) == [0, 1]
+    world.core.drop("r0", 2.0)
+    assert sorted(world.core._engines["d0"].begun) == ["r1", "r2"]
+
+
+def test_a_prompt_that_joins_others_harms_nobody_more():
+    alone, joined = World(30), World(30)
+    for world in (alone, joined):
+        world.queue(3)
+    assert alone.place() is None
+    for name in ("begun", "waits"):
+        joined.core.give(asks(name), Placement("d0", 0), 0.0)
+    place = joined.place(now_s=1.9)
+    assert place == Placement("d0", 1)
+
+
+def test_what_a_decode_engine_has_cached_it_computes_itself():
+    world = World(3, cached=lambda _demand: {Placement("d0", 1): 960})
+    assert world.place() == Placement("d0", 1)
+
+
+def test_unknown_costs_are_tried_with_prompts_that_are_no_longer_than_most():
+    world = World(0, knows=False)
+    world.queue(1)
+    world.traffic.come(1000)
+    assert world.place(asks("r", 1000)) is not None
+    world.traffic.come(4000)
+    assert world.place(asks("long", 4000)) is None
+    known = World(0)
+    known.queue(9)
+    known.traffic.come(4000)
+    assert known.place(asks("long", 4000)) is not None
+
+
+def test_nobody_knows_anything_or_takes_prompts():
+    world = World(0)
+    world.pools.remove("p")
+    assert world.place() is None
+    pools = PoolState(learns_steps=False)
+    pools.add(make_member("prefill", "p"))
+    pools.add(make_member("decode", "d"))
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        pools.take_snapshot(name, EngineSnapshot(0, False, 0, 0, 0, [group()], role))
+    core = ConditionalPrefill(pools, nothing_known, Traffic())
+    assert core.place(asks("r"), 0.0) is None
+
+
+def test_no_slot_no_prompt():
+    world = World(0)
+    world.queue(9)
+    assert world.place() is not None
+    world.tell("d0", 9, "decode", [group(8, 0), group(8, 0)], None)
+    assert world.place() is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
+def test_every_prompt_that_was_given_is_over_once(events):
+    world = World(0, 0)
+    world.queue(30)
+    under_way = []
+    for now_s, (number, ends) in enumerate(events):
+        name = f"r{number}"
+        if ends:
+            world.core.drop(name, float(now_s))
+            under_way = [n for n in under_way if n != name]
+        elif name not in under_way:
+            world.core.give(asks(name), Placement(f"d{number % 2}", number % 2), float(now_s))
+            under_way.append(name)
+        kept = world.core._engines.values()
+        assert sorted(n for e in kept for n in (*e.begun, *e.waiting)) == sorted(under_way)
+        assert all(e.begun for e in kept), "whoever waits has something to wait for"
+    for name in under_way:
+        world.core.drop(name, 99.0)
+    world.core.check_empty()
