@@ -295,15 +295,13 @@ class Legs:
         An engine knows a request once: if it prefilled this one, before its role changed, it is
         asked anew, and may find the prompt in its prefix cache.
         """
-        if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
-            self.drop_prefill(abort=True)
+        self._make_way(placement)
         self.decode = self._ask(placement, message)
         return self.decode
 
     def ask_heir(self, placement: Placement, message: AddRequest) -> None:
         """Begin the leg that is to follow on the decode leg, which goes on; see `ask_to_decode`."""
-        if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
-            self.drop_prefill(abort=True)
+        self._make_way(placement)
         self.heir = self._ask(placement, message)
 
     def adopt(self) -> Leg:
@@ -459,6 +457,12 @@ class Legs:
             # Not once it has given its tokens: KV that it still owes has deadlines of its own.
             self._metrics.stalled.labels("prefill").inc()
             raise stalled
+
+    def _make_way(self, placement: Placement) -> None:
+        """Let go of a prefill leg where the request is held to decode now; that hold stays."""
+        if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
+            self.drop_prefill(abort=True)
+            self._pools.hold(self.demand, placement)
 
     def _ask(self, placement: Placement, message: AddRequest, offer: Transfer | None = None) -> Leg:
         try:

@@ -1,8 +1,18 @@
 """What an ingress believes of an engine that changes its role: never more than was said of now."""
 
+import asyncio
+
+from cluster.routing.cost import make_policies
+from cluster.routing.demand import Demand
+from cluster.routing.leg import Legs
+from cluster.routing.metrics import RouterMetrics
+from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
-from replicas.messages import EngineSnapshot, GroupSnapshot
-from tests.cluster.engines import make_member
+from cluster.routing.slot_queue import SlotQueue
+from cluster.routing.stalls import Stalls
+from replicas.messages import AddRequest, EngineRequest, EngineSnapshot, GroupSnapshot
+from replicas.streams import StreamTable
+from tests.cluster.engines import make_member, sampling
 
 
 def snapshot(seq, role, epoch, *, draining=False):
@@ -47,3 +57,37 @@ def test_a_refusal_shuts_an_engine_out_until_it_has_changed_and_not_after():
     assert sides(pools) == (0, 1)
     pools.drains("e", asked_in)
     assert sides(pools) == (0, 1), "that was said of the time before"
+
+
+class Connection:
+    """A client of one engine that never answers."""
+
+    def __init__(self, description):
+        self.sent = []
+        self.table = StreamTable(description, self.sent.append, lambda *_: None, lambda *_: None)
+
+    def open_stream(self, _incarnation, request_id, message, inbox=None):
+        return self.table.open(request_id, message, inbox)
+
+
+def test_what_is_held_to_decode_stays_when_the_prompt_was_computed_there():
+    async def scenario():
+        pools = known("prefill")
+        connection = Connection(pools.member("e").description)
+        request = EngineRequest("r", [1, 2, 3], sampling(4))
+        demand = Demand.of(request, 0.0)
+        queue = SlotQueue(pools, make_policies("least_delay").decode, 4, 10.0)
+        legs = Legs(connection, pools, RouterMetrics("tiny"), Stalls(queue), demand, 1)
+        whole = Placement("e", ANY_GROUP)
+        pools.hold(demand, whole)
+        legs.ask_to_prefill(whole, AddRequest(request, "prefill", ANY_GROUP, b""), None).answered()
+        pools.take_snapshot("e", snapshot(2, "decode", 1))
+        group = Placement("e", 0)
+        pools.hold(demand, group)
+        legs.ask_heir(group, AddRequest(request, "decode", 0))
+        assert pools.holds() == [("e", "r")]
+        assert pools.decode_views()[0].num_empty_slots == 3
+        legs.drop_heir()
+        assert not pools.holds()
+
+    asyncio.run(scenario())

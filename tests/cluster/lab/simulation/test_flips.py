@@ -76,6 +76,16 @@ def test_a_change_that_is_taken_back_at_once_leaves_everything_as_it_was():
     assert "decode/0" not in {r.prefill_replica for r in result.records}
 
 
+@pytest.mark.parametrize("target", ["decode/0", "decode/1"])
+def test_a_stream_whose_engine_stays_after_all_stays_with_it(target):
+    pools = [pool("prefill", 1, num_blocks=129), pool("decode", 2)]
+    faults = [fault(at_s, target, "flip") for at_s in (2.0, 3.0)]
+    streams = requests(*[(0.01 * i, 64, 200) for i in range(3)], (2.5, 64, 8))
+    result = simulate(pools, streams, faults=faults, models_kv=True)
+    assert outcomes(result) == [OK] * 4
+    assert result.duration_s < 8.0, "the last one found room at once"
+
+
 @pytest.mark.parametrize("target", ["prefill/0", "decode/0"])
 def test_the_last_of_a_role_does_not_change(target):
     pools = [pool("prefill", 1, num_blocks=129), pool("decode", 1, max_batch_size=8)]
