@@ -150,15 +150,11 @@ class PooledConnectorScheduler:
             )
         self.check_unused(request_id)
         self.forget(request_id)
-        keys = unit_keys(
-            self._layout.content_hash(),
-            request.cache_salt,
-            request.prompt_token_ids,
-            self._store.unit_tokens,
-        )
+        prompt, unit_tokens = request.prompt_token_ids, self._store.unit_tokens
+        keys = unit_keys(self._layout.content_hash(), request.cache_salt, prompt, unit_tokens)
         if keys:
             timeout_s = self._store.timeout_s if lookup_timeout_s is None else lookup_timeout_s
-            new = _Request(len(request.prompt_token_ids), keys, timeout_s)
+            new = _Request(len(prompt), keys, timeout_s)
             self._requests[request_id] = new
             self._look_up(request_id, new)
 
