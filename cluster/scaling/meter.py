@@ -190,7 +190,8 @@ class _Line:
     @property
     def _expected(self) -> npt.NDArray[np.float64]:
         """Requests of each look."""
-        return self._rates * self._seconds
+        expected: npt.NDArray[np.float64] = self._rates * self._seconds
+        return expected
 
     def rate(self, ahead_s: float) -> float:
         """Requests per second, so long after the last look."""
