@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _FEWEST = 6
 """Looks before which a slope, or how much arrivals vary, is not believed."""
+_FEWEST_A_SIDE = 3
+"""Looks before and after a step."""
+_CLEARLY = 3.0
+"""A step has to leave so many times less unexplained than a line does."""
 _CONFIDENCE = 2.0
 """Standard errors that a slope has to be away from 0."""
 _SUDDEN = 3.0
@@ -156,7 +160,9 @@ class Meter:
 
 
 class _Line:
-    """A straight line through the looks' rates, by least squares.
+    """A straight line through the looks' rates, by least squares; a step where that fits better.
+
+    What has jumped is taken to stay there: a line through a jump would be carried on far beyond it.
 
     Attributes:
         level: Requests per second in the middle of the looks.
@@ -172,7 +178,10 @@ class _Line:
         self._mean_s, self._now_s = float(at_s.mean()), looks[-1].at_s
         self._from_mean_s = at_s - self._mean_s
         self.level = float(counts.sum() / self._seconds.sum())
-        self._slope = self._significant_slope(counts / self._seconds)
+        rates = counts / self._seconds
+        self._slope = self._significant_slope(rates)
+        self._rates: npt.NDArray[np.float64] = self.level + self._slope * self._from_mean_s
+        self._after_step = self._step(rates)
         residual = counts - self._expected
         self.dispersion = 1.0
         if len(looks) >= _FEWEST and self.level > 0.0:
@@ -181,12 +190,13 @@ class _Line:
     @property
     def _expected(self) -> npt.NDArray[np.float64]:
         """Requests of each look."""
-        expected: npt.NDArray[np.float64] = self.level + self._slope * self._from_mean_s
-        expected *= self._seconds
+        expected: npt.NDArray[np.float64] = self._rates * self._seconds
         return expected
 
     def rate(self, ahead_s: float) -> float:
         """Requests per second, so long after the last look."""
+        if self._after_step is not None:
+            return self._after_step
         return max(self.level + self._slope * (self._now_s + ahead_s - self._mean_s), 0.0)
 
     def burstiness(self, prompt_s: float) -> float:
@@ -197,6 +207,22 @@ class _Line:
         rest_s = self._work_s - self._expected * prompt_s
         return max(float((rest_s**2).mean()) / (mean_s * prompt_s), 0.5)
 
+    def _step(self, rates: npt.NDArray[np.float64]) -> float | None:
+        """The rate after a jump, if one explains the looks better than the line; else None.
+
+        A part of a slow rise and fall is about as much a step as a line; a jump is not.
+        """
+        num = len(rates)
+        if num < 2 * _FEWEST_A_SIDE:
+            return None
+        ends = range(_FEWEST_A_SIDE, num - _FEWEST_A_SIDE + 1)
+        steps = [np.repeat([rates[:k].mean(), rates[k:].mean()], [k, num - k]) for k in ends]
+        best = min(steps, key=lambda step: _misfit(rates, step))
+        if _misfit(rates, best) * _CLEARLY >= _misfit(rates, self._rates):
+            return None
+        self._rates = best
+        return float(best[-1])
+
     def _significant_slope(self, rates: npt.NDArray[np.float64]) -> float:
         """Requests per second and second; 0 where it may as well be chance."""
         spread = float((self._from_mean_s**2).sum())
@@ -206,6 +232,10 @@ class _Line:
         rest = rates - rates.mean() - slope * self._from_mean_s
         error = math.sqrt(float((rest**2).sum()) / (len(rates) - 2) / spread)
         return slope if abs(slope) > _CONFIDENCE * error else 0.0
+
+
+def _misfit(rates: npt.NDArray[np.float64], by: npt.NDArray[np.float64]) -> float:
+    return float(((rates - by) ** 2).sum())
 
 
 def _work_s(

@@ -116,6 +116,20 @@ def test_a_burst_is_seen_within_two_looks():
     assert seen.demand(0.0, COSTS).requests_per_s == pytest.approx(6.0)
 
 
+@pytest.mark.parametrize(("before", "after"), [(15, 60), (60, 15)])
+def test_what_has_jumped_is_taken_to_stay_there(before, after):
+    """A line through it would be carried on to twice as much, or to nothing."""
+    rng = np.random.Generator(np.random.Philox(3))
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic}, COSTS)
+    for step, count in enumerate(rng.poisson([before] * 20 + [after] * 8), 1):
+        serve(traffic, int(count))
+        seen.look(10.0 * step, {"a": traffic}, COSTS)
+    demand = seen.demand(70.0, COSTS)
+    assert demand.requests_per_s == pytest.approx(after / 10.0, rel=0.25)
+    assert demand.burstiness < 3.0, "nor is the jump itself noise"
+
+
 def test_an_ingress_that_was_not_heard_of_for_a_while_brings_no_flood():
     seen, there, away = meter(), Traffic(), Traffic()
     for look in range(30):
