@@ -216,6 +216,7 @@ class VirtualClient:
         """An engine has sent nothing for `QUIET_S`."""
         link = self._links.get(incarnation)
         if link is not None:
+            self.observer.hushed(link.host)
             link.table.hush()
 
     def _link(self, incarnation: str) -> VirtualLink:

@@ -48,6 +48,7 @@ class _Asked:
     asked_s: float
     epoch: int = -1
     is_activated: bool = False
+    was_quiet: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -62,7 +63,7 @@ class ProtocolMonitor:
     it is activated once, and when it ends at the ingress no engine goes on with it: each has said
     its last word or was told. A new ticket is too old for nobody whose clock is right. A second
     engine is asked to decode it only while the first one hands over, and starts once that one was
-    told to stop.
+    told to stop; or after the first one was quiet, and then whoever speaks first is heard.
 
     Attributes:
         failures: What engines have failed to do.
@@ -86,6 +87,10 @@ class ProtocolMonitor:
         several = [request_id for request_id, asked in self._asked.items() if len(asked) > 1]
         engines = {request_id: self._decoding(request_id) for request_id in several}
         return {request_id: those for request_id, those in engines.items() if len(those) > 1}
+
+    def was_quiet(self, request_id: str) -> bool:
+        """Whether an engine that was asked to decode a request has been quiet since then."""
+        return self._heard_decoding(request_id) != self._decoding(request_id)
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
         """A message was sent."""
@@ -113,7 +118,7 @@ class ProtocolMonitor:
                     f"{message.request_id} was activated on {host.incarnation} twice"
                 )
                 reserved.is_activated = True
-                others = self._decoding(message.request_id) - {host.incarnation}
+                others = self._heard_decoding(message.request_id) - {host.incarnation}
                 assert not others, f"{message.request_id} goes on on {host!r} and on {others}"
             case Abort():
                 for request_id in message.request_ids:
@@ -139,6 +144,13 @@ class ProtocolMonitor:
             asked = self._asked.get(event.request_id, {})
             for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
                 del asked[incarnation]
+
+    def hushed(self, host: VirtualHost) -> None:
+        """Nothing was heard of an engine for a while."""
+        self._recorder.hushed(host)
+        for asked in self._asked.values():
+            if host.incarnation in asked:
+                asked[host.incarnation].was_quiet = True
 
     def lost(self, incarnation: str) -> None:
         """The connection to an engine is gone; the engine will notice."""
@@ -173,14 +185,20 @@ class ProtocolMonitor:
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
 
     def _check_heir(self, message: AddRequest, asked: Mapping[str, _Asked]) -> None:
-        """Who is asked while another engine decodes is to follow on one that hands over."""
-        others = [a.host for a in asked.values() if a.decodes]
+        """Who is asked while another engine decodes follows on one that hands over or is quiet."""
+        others = [a for a in asked.values() if a.decodes]
         if message.mode != "prefill" and others:
-            is_alone = len(others) == 1 and others[0].engine.snapshot().hands_over
-            assert is_alone, f"{message.request.request_id} was sent on while it is on {others}"
+            first = others[0]
+            sent_on = f"{message.request.request_id} was sent on while it is on {others}"
+            assert len(others) == 1, sent_on
+            assert first.was_quiet or first.host.engine.snapshot().hands_over, sent_on
 
     def _decoding(self, request_id: str) -> set[str]:
         return {i for i, a in self._asked.get(request_id, {}).items() if a.decodes}
+
+    def _heard_decoding(self, request_id: str) -> set[str]:
+        decoding = self._asked.get(request_id, {})
+        return {i for i, a in decoding.items() if a.decodes and not a.was_quiet}
 
     def _check_age(self, host: VirtualHost, refused: Refused) -> None:
         """A ticket was refused for its age: the clocks, or the time that it took, allow that."""

@@ -162,6 +162,10 @@ class Recorder:
                 event.finish_reason or "",
             )  # fmt: skip
 
+    def hushed(self, host: VirtualHost) -> None:
+        """Nothing was heard of an engine for a while."""
+        self.event("quiet", host.name)
+
     def event(self, kind: str, subject: str, *detail: str | float) -> None:
         """Write a line of the log, if there is one."""
         if self._keeps_events:
