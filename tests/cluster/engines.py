@@ -202,8 +202,7 @@ class Rig:
         self.pools = self.fleet.pools
         self.client = self.fleet.client
         self.metrics = RouterMetrics("tiny")
-        # Whoever asks for nothing else sees every prompt go to a prefill engine.
-        config = RouterConfig(**{"min_remote_prefill_tokens": 0, **router})
+        config = RouterConfig(**router)
         self.router = Router(self.fleet, config, self.metrics, TicketOffice(KEYS))
         self._ids = iter(range(10**9))
 

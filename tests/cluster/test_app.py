@@ -3,6 +3,7 @@
 import asyncio
 import json
 import warnings
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -91,6 +92,8 @@ def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, a
     started = []
 
     class Engine:
+        description = SimpleNamespace(incarnation="0")
+
         def call_at_exit(self, callback):
             pass
 
@@ -194,6 +197,7 @@ def test_a_replica_whose_engine_is_dead_or_hangs_is_not_healthy(
     args, monkeypatch, as_replica, failure
 ):
     class Engine:
+        description = SimpleNamespace(incarnation="0")
         is_alive = True
         num_probes = 0
 

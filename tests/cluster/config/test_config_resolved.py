@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections import Counter
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -206,6 +206,8 @@ def started(monkeypatch, as_replica):
     engines = []
 
     class Engine:
+        description = SimpleNamespace(incarnation="0")
+
         def call_at_exit(self, callback):
             pass
 

@@ -3,6 +3,7 @@
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -189,6 +190,8 @@ def test_a_pool_replica_knows_itself_by_the_rank_of_serve(
     started = []
 
     class Engine:
+        description = SimpleNamespace(incarnation="0")
+
         def call_at_exit(self, callback):
             pass
 

@@ -3,6 +3,7 @@
 import queue
 from types import SimpleNamespace
 
+from replicas.engine.duty import Duty
 from replicas.engine.inbox import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
@@ -38,6 +39,7 @@ class Turns:
             end_step=lambda _step, _now: False,
             pulse=self.pulse,
             host=HostSeconds(),
+            duty=Duty("both"),
             config=make_config("nowhere"),
         )
 

@@ -83,6 +83,9 @@ class Bench:
 
     # --- Observer
 
+    def hushed(self, host):
+        pass
+
     def sent(self, host, message):
         pass
 
