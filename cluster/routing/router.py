@@ -122,9 +122,11 @@ class Router:
         self.waits = SlotWaits(self.queue, fleet.pools)
         self.stalls = Stalls(self.queue)
         self.traffic = Traffic()
-        self.conditional = ConditionalPrefill(
-            fleet.pools, fleet.prefixes.cached_tokens, self.traffic
-        )
+        self.conditional: ConditionalPrefill | None = None
+        if config.min_remote_prefill_tokens is None:
+            self.conditional = ConditionalPrefill(
+                fleet.pools, fleet.prefixes.cached_tokens, self.traffic
+            )
         self.admission: AdmissionWaits | None = None
         if config.admission is not None:
             core = Admission(config.admission, config.max_queued_requests, config.queue_timeout_s)
@@ -277,10 +279,12 @@ class Run:
         """Where a decode engine should compute the prompt, though a prefill engine could."""
         if self._pass is not None:
             return self._pass.helper
-        is_open = self._router.config.min_remote_prefill_tokens is None
-        if not is_open or self.has_tokens or self._legs.prefill is not None or not self._may_move:
+        conditional = self._router.conditional
+        if conditional is None or self.has_tokens or self._legs.prefill is not None:
             return None
-        return self._router.conditional.place(self._demand, asyncio.get_running_loop().time())
+        if not self._may_move:
+            return None
+        return conditional.place(self._demand, asyncio.get_running_loop().time())
 
     async def enter(self) -> None:
         """Wait to be let in, where there is somebody who decides that.
@@ -459,8 +463,9 @@ class Run:
 
     def _prompt_over(self) -> None:
         """No decode engine has the prompt to compute any more. Idempotent."""
-        now_s = asyncio.get_running_loop().time()
-        self._router.conditional.drop(self._demand.request_id, now_s)
+        if self._router.conditional is not None:
+            now_s = asyncio.get_running_loop().time()
+            self._router.conditional.drop(self._demand.request_id, now_s)
 
     def parts(self) -> Iterator[Part]:
         """What engines do for it now."""
@@ -492,9 +497,9 @@ class Run:
         try:
             message = AddRequest(self._request, mode, placement.dp_group)
             leg = self._legs.ask_to_decode(placement, message)
-            if mode == "local" and self._may_move and self._pass is None:
-                now_s = asyncio.get_running_loop().time()
-                self._router.conditional.give(self._demand, placement, now_s)
+            conditional = self._router.conditional if self._pass is None else None
+            if conditional is not None and mode == "local" and self._may_move:
+                conditional.give(self._demand, placement, asyncio.get_running_loop().time())
             answer = await self._legs.answer_of(leg)
         except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
             if not isinstance(error, EngineDeadError):  # the others took their time

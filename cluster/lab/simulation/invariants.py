@@ -189,7 +189,8 @@ class Invariants:
         for ingress in self._ingresses:
             ingress.fleet.pools.check_invariants()
             assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
-            ingress.router.conditional.check_empty()
+            if ingress.router.conditional is not None:
+                ingress.router.conditional.check_empty()
             if ingress.router.admission is not None:
                 ingress.router.admission.admission.check_empty()
             assert not ingress.fleet.prefixes.num_counted, f"{ingress.name}: {ingress.fleet!r}"

@@ -344,7 +344,27 @@ def whoever_stays_is_not_told_of_room(patch):
     patch.setattr(Stalls, "stay", lambda self, _stream, _demand: None)
 
 
-BUGS = [
+EARLY = [
+    block_pool_loses_a_block,
+    slot_is_granted_twice,
+    older_snapshot_is_believed,
+    hold_is_not_dropped,
+    blocks_are_freed_under_a_transfer,
+    wrong_checksum_is_accepted,
+    block_is_indexed_before_it_is_computed,
+    request_is_activated_twice,
+    client_that_leaves_is_not_told_of,
+    prefill_that_waits_for_a_slot_is_forgotten,
+    first_token_is_given_twice,
+    wake_up_is_lost,
+    dead_engine_is_not_reported,
+    full_slot_queue_loses_requests,
+    slot_is_waited_for_without_end,
+    wall_clock_is_read_once,
+    engine_that_does_not_end_is_not_killed,
+    hand_over_has_no_deadline,
+]
+LATE = [
     breaker_never_trips,
     breaker_never_reopens,
     probe_is_waited_for_without_end,
@@ -355,21 +375,8 @@ BUGS = [
     accepted_heir_is_not_taken,
     stall_is_not_left,
     whoever_stays_is_not_told_of_room,
-    block_pool_loses_a_block,
-    slot_is_granted_twice,
-    older_snapshot_is_believed,
-    hold_is_not_dropped,
-    blocks_are_freed_under_a_transfer,
     expired_lease_is_served,
-    wrong_checksum_is_accepted,
-    block_is_indexed_before_it_is_computed,
-    request_is_activated_twice,
-    client_that_leaves_is_not_told_of,
-    prefill_that_waits_for_a_slot_is_forgotten,
-    first_token_is_given_twice,
-    wake_up_is_lost,
     cancelled_load_still_writes,
-    dead_engine_is_not_reported,
     stall_is_not_told,
     stalled_engine_is_given_requests,
     hang_is_not_ended,
@@ -377,13 +384,9 @@ BUGS = [
     question_without_an_answer_is_waited_for,
     full_inbox_loses_messages,
     full_engine_queue_loses_requests,
-    full_slot_queue_loses_requests,
-    slot_is_waited_for_without_end,
-    wall_clock_is_read_once,
-    engine_that_does_not_end_is_not_killed,
     replaced_engine_is_ended_with_requests,
-    hand_over_has_no_deadline,
 ]
+"""They show only after many scenarios; the others show quickly that such things are found."""
 
 
 def first_failing(most_events):
@@ -399,34 +402,10 @@ def first_failing(most_events):
     raise AssertionError
 
 
-LATE = {
-    breaker_never_trips,
-    breaker_never_reopens,
-    probe_is_waited_for_without_end,
-    nobody_hears_that_a_breaker_has_closed,
-    heir_s_slot_is_leaked,
-    heir_is_forgotten_when_its_request_migrates,
-    both_engines_of_a_hand_over_go_on,
-    accepted_heir_is_not_taken,
-    stall_is_not_left,
-    whoever_stays_is_not_told_of_room,
-    cancelled_load_still_writes,
-    expired_lease_is_served,
-    full_engine_queue_loses_requests,
-    full_inbox_loses_messages,
-    hang_is_not_ended,
-    question_without_an_answer_is_waited_for,
-    replaced_engine_is_ended_with_requests,
-    requests_of_a_dead_ingress_go_on,
-    stall_is_not_told,
-    stalled_engine_is_given_requests,
-}
-"""They show only after many scenarios; the others show quickly that such things are found."""
-
-
 @pytest.mark.parametrize(
     "plant",
-    [pytest.param(p, id=p.__name__, marks=[pytest.mark.slow] if p in LATE else []) for p in BUGS],
+    [*EARLY, *(pytest.param(plant, marks=pytest.mark.slow) for plant in LATE)],
+    ids=lambda plant: plant.__name__,
 )
 def test_planted_bug_is_found_and_shrunk(plant, monkeypatch):
     with monkeypatch.context() as patch:
