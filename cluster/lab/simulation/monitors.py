@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.waits import WaitMonitor
     from kv_transfer.keys import KeyRing
     from kv_transfer.messages import ToConsumer, ToProducer
-    from replicas.messages import ClientMessage, EngineEvent, RequestMode
+    from replicas.messages import ClientMessage, EngineEvent, EngineSnapshot, RequestMode
 
 _MILLISECOND_S = 0.001
 """Leases are told in whole milliseconds."""
@@ -45,7 +45,6 @@ class _Asked:
 
     host: VirtualHost
     mode: RequestMode
-    asked_s: float
     epoch: int = -1
     is_activated: bool = False
     was_quiet: bool = False
@@ -78,6 +77,10 @@ class ProtocolMonitor:
         self._waits = waits
         self._clocks = clocks
         self._asked: dict[str, dict[str, _Asked]] = {}
+        # When each engine was first asked for a request: what it refuses may be that.
+        self._first_asked_s: dict[str, dict[str, float]] = {}
+        # Engines that hand over, as far as this ingress has heard.
+        self._leaving: set[str] = set()
         self.failures = Failures(loop)
         self.num_left: Counter[str] = Counter()
 
@@ -107,7 +110,9 @@ class ProtocolMonitor:
                 )
                 self._check_heir(message, asked)
                 self.failures.sent(host.incarnation, message.mode)
-                asked[host.incarnation] = _Asked(host, message.mode, self._loop.time())
+                asked[host.incarnation] = _Asked(host, message.mode)
+                first_asked_s = self._first_asked_s.setdefault(message.request.request_id, {})
+                first_asked_s.setdefault(host.incarnation, self._loop.time())
             case LoadKV():
                 reserved = self._reserved(host, message.request_id)
                 assert message.epoch > reserved.epoch, f"an old ticket: {message}"
@@ -135,7 +140,7 @@ class ProtocolMonitor:
         self._waits.arrived(host, event)
         if isinstance(event, Refused) and _TOO_OLD in event.message:
             self._check_age(host, event)
-        if isinstance(event, TokenOutput) and event.token_ids:
+        if isinstance(event, TokenOutput) and event.token_ids and self._is_asked(host, event):
             self.failures.succeeded(host.incarnation)
         if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
             self._end(host, event.request_id)
@@ -144,6 +149,13 @@ class ProtocolMonitor:
             asked = self._asked.get(event.request_id, {})
             for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
                 del asked[incarnation]
+
+    def told(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
+        """A snapshot has arrived that is newer than all before it."""
+        if snapshot.hands_over:
+            self._leaving.add(host.incarnation)
+        else:
+            self._leaving.discard(host.incarnation)
 
     def hushed(self, host: VirtualHost) -> None:
         """Nothing was heard of an engine for a while."""
@@ -163,6 +175,7 @@ class ProtocolMonitor:
         """The ingress is gone; engines will notice."""
         self._waits.died()
         self._asked.clear()
+        self._first_asked_s.clear()
 
     def began(self, request_id: str) -> None:
         """A request has come to the ingress."""
@@ -176,6 +189,7 @@ class ProtocolMonitor:
         """
         self._waits.ended(request_id)
         asked = self._asked.pop(request_id, {})
+        self._first_asked_s.pop(request_id, None)
         left = {a.host.incarnation: a.mode for a in asked.values()}
         assert not left, f"{request_id} has ended, but nobody told these engines: {left}"
 
@@ -191,7 +205,7 @@ class ProtocolMonitor:
             first = others[0]
             sent_on = f"{message.request.request_id} was sent on while it is on {others}"
             assert len(others) == 1, sent_on
-            assert first.was_quiet or first.host.engine.snapshot().hands_over, sent_on
+            assert first.was_quiet or first.host.incarnation in self._leaving, sent_on
 
     def _decoding(self, request_id: str) -> set[str]:
         return {i for i, a in self._asked.get(request_id, {}).items() if a.decodes}
@@ -202,10 +216,14 @@ class ProtocolMonitor:
 
     def _check_age(self, host: VirtualHost, refused: Refused) -> None:
         """A ticket was refused for its age: the clocks, or the time that it took, allow that."""
-        asked = self._asked.get(refused.request_id, {}).get(host.incarnation)
-        assert asked is None or self._clocks.may_expire(asked.asked_s, self._loop.time()), (
-            f"{host!r} takes a ticket of {asked.asked_s:.6f} s for too old: {refused.message}"
+        asked_s = self._first_asked_s.get(refused.request_id, {}).get(host.incarnation)
+        assert asked_s is None or self._clocks.may_expire(asked_s, self._loop.time()), (
+            f"{host!r} takes a ticket of {asked_s:.6f} s for too old: {refused.message}"
         )
+
+    def _is_asked(self, host: VirtualHost, event: TokenOutput) -> bool:
+        """Whether anybody hears an event: what comes for an aborted request, nobody does."""
+        return host.incarnation in self._asked.get(event.request_id, ())
 
     def _reserved(self, host: VirtualHost, request_id: str) -> _Asked:
         asked = self._asked.get(request_id, {}).get(host.incarnation)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.workloads.request import TraceRequest
-    from replicas.messages import ClientMessage, EngineEvent
+    from replicas.messages import ClientMessage, EngineEvent, EngineSnapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +161,9 @@ class Recorder:
                 "tokens", event.request_id, host.name, event.index, len(event.token_ids),
                 event.finish_reason or "",
             )  # fmt: skip
+
+    def told(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
+        """Snapshots are not recorded."""
 
     def hushed(self, host: VirtualHost) -> None:
         """Nothing was heard of an engine for a while."""

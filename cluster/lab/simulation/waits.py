@@ -190,7 +190,8 @@ class WaitMonitor:
         """Nothing comes of what a request waits for from an engine."""
         is_heir = self._heirs.get(request_id) == incarnation
         if self._stop(request_id, incarnation) and not is_heir and not self._waits[request_id]:
-            self.began(request_id)
+            # A decode engine that has accepted it may be told to go on with it all the same.
+            self._wait(request_id, "a slot", self._longest.slot_s)
 
     def _forget(self, request_id: str, incarnation: str) -> None:
         """A request has nothing to do with a decode engine any more."""

@@ -86,6 +86,9 @@ class Bench:
     def hushed(self, host):
         pass
 
+    def told(self, host, snapshot):
+        pass
+
     def sent(self, host, message):
         pass
 
