@@ -41,7 +41,7 @@ _OLDEST_S = 60.0
 def ingress_report(router: Router) -> dict[str, float]:
     """What an ingress tells the controller: its counts, and what it has learned of steps."""
     pools = router.fleet.pools
-    traffic, costs = router.traffic.as_dict(), pools.common_costs._asdict()
+    traffic, costs = router.traffic.as_dict(), pools.pool_costs._asdict()
     return {
         _LEARNED: float(pools.num_steps_learned),
         **{_TRAFFIC + name: value for name, value in traffic.items()},

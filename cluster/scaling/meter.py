@@ -58,12 +58,13 @@ class Demand(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What came between two looks."""
+    """What came between two looks; what that takes is told by what is known of costs later on."""
 
     at_s: float
     seconds: float
     requests: float
-    work_s: float
+    tokens: float
+    pairs: float
 
 
 class Meter:
@@ -85,13 +86,12 @@ class Meter:
         self._last_s: float | None = None
         self._total = Traffic()
 
-    def look(self, now_s: float, counted: Mapping[str, Traffic], costs: StepCosts) -> None:
+    def look(self, now_s: float, counted: Mapping[str, Traffic]) -> None:
         """Take over what each ingress has counted by now.
 
         Args:
             now_s: When; a look at the same time, or an earlier one, is passed over.
             counted: By ingress, a name that is never given again.
-            costs: Of the parts of a step, as known by now.
         """
         if self._last_s is not None and now_s <= self._last_s:
             return
@@ -104,8 +104,8 @@ class Meter:
                 Traffic(),
             )
             self._total += new
-            work_s = _work_s(new.came, new.came_tokens, new.came_pairs, self._missed, costs)
-            self._looks.append(_Look(now_s, now_s - self._last_s, new.came, work_s))
+            seconds = now_s - self._last_s
+            self._looks.append(_Look(now_s, seconds, new.came, new.came_tokens, new.came_pairs))
         self._last = {name: copy(traffic) for name, traffic in counted.items()}
         self._known |= self._last
         self._last_s = now_s
@@ -113,12 +113,20 @@ class Meter:
             self._looks.popleft()
 
     def demand(self, ahead_s: float, costs: StepCosts) -> Demand | None:
-        """What will be asked `ahead_s` seconds from now; None before anything was seen to end."""
+        """What will be asked `ahead_s` seconds from now; None before anything was seen to end.
+
+        Args:
+            ahead_s: That.
+            costs: Of the parts of a step, as known by now.
+        """
         total = self._total
         if not self._looks or not total.ended or not total.came:
             return None
-        num_requests = sum(look.requests for look in self._looks)
-        work_s = sum(look.work_s for look in self._looks)
+        works_s = [
+            _work_s(look.requests, look.tokens, look.pairs, self._missed, costs)
+            for look in self._looks
+        ]
+        num_requests, work_s = sum(look.requests for look in self._looks), sum(works_s)
         if not num_requests:
             num_requests = total.came
             work_s = _work_s(total.came, total.came_tokens, total.came_pairs, self._missed, costs)
@@ -131,7 +139,7 @@ class Meter:
         return Demand(
             max(line.rate(ahead_s), self._sudden(line), 0.0),
             work_s / num_requests,
-            line.burstiness(work_s / num_requests),
+            line.burstiness(np.array(works_s), work_s / num_requests),
             output_tokens,
             mean_tokens + output_tokens / 2.0,
             max(now.num_decoding, 0.0),
@@ -172,7 +180,6 @@ class _Line:
 
     def __init__(self, looks: deque[_Look]) -> None:
         self._seconds = np.array([look.seconds for look in looks])
-        self._work_s = np.array([look.work_s for look in looks])
         counts = np.array([look.requests for look in looks])
         at_s = np.array([look.at_s for look in looks]) - self._seconds / 2.0
         self._mean_s, self._now_s = float(at_s.mean()), looks[-1].at_s
@@ -199,12 +206,12 @@ class _Line:
             return self._after_step
         return max(self.level + self._slope * (self._now_s + ahead_s - self._mean_s), 0.0)
 
-    def burstiness(self, prompt_s: float) -> float:
-        """See `Demand`; work varies as counts do, and as prompts differ."""
-        mean_s = float(self._work_s.mean())
-        if len(self._work_s) < _FEWEST or mean_s <= 0.0:
+    def burstiness(self, work_s: npt.NDArray[np.float64], prompt_s: float) -> float:
+        """See `Demand`; the work of each look varies as counts do, and as prompts differ."""
+        mean_s = float(work_s.mean())
+        if len(work_s) < _FEWEST or mean_s <= 0.0:
             return 1.0
-        rest_s = self._work_s - self._expected * prompt_s
+        rest_s = work_s - self._expected * prompt_s
         return max(float((rest_s**2).mean()) / (mean_s * prompt_s), 0.5)
 
     def _step(self, rates: npt.NDArray[np.float64]) -> float | None:

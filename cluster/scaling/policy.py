@@ -81,7 +81,7 @@ class Autoscaler:
         cold_start_s = max(pool.cold_start_s for pool in pools.values())
         if self._meter is None:
             self._meter = Meter(_WINDOWS * max(cold_start_s, _SHORTEST_S), _RECENT_S)
-        self._meter.look(now_s, counted, costs)
+        self._meter.look(now_s, counted)
         demand = self._meter.demand(cold_start_s, costs)
         targets: dict[Role, int] = {}
         for role, pool in pools.items():

@@ -92,10 +92,10 @@ def come(router, num):
 
 
 def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatch):
-    costs = router.fleet.pools.common_costs._replace(
+    costs = router.fleet.pools.pool_costs._replace(
         decode_s=0.04, row_s=1e-3, prompt_s=0.1, prompt_token_s=1e-4
     )
-    monkeypatch.setattr(type(router.fleet.pools), "common_costs", costs)
+    monkeypatch.setattr(type(router.fleet.pools), "pool_costs", costs)
     monkeypatch.setattr(type(router.fleet.pools), "num_steps_learned", 9)
     targets = {"prefill": 1, "decode": 1}
     for step in range(12):
