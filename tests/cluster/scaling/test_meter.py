@@ -24,6 +24,15 @@ def serve(traffic, num, prompt=1000, output=100, cached=0):
         traffic.end(prompt, output)
 
 
+def rate_ahead(counts, ahead_s=70.0):
+    seen, traffic = meter(), Traffic()
+    seen.look(0.0, {"a": traffic})
+    for step, count in enumerate(counts, 1):
+        serve(traffic, int(count))
+        seen.look(10.0 * step, {"a": traffic})
+    return seen.demand(ahead_s, COSTS).requests_per_s
+
+
 def test_nothing_is_said_before_something_was_seen_to_end():
     seen, traffic = meter(), Traffic()
     seen.look(0.0, {"a": traffic})
@@ -105,18 +114,9 @@ def test_how_many_ingresses_counted_makes_no_difference(rates, ingresses, lives)
 
 def test_a_rise_is_carried_on_and_noise_is_not():
     rng = np.random.Generator(np.random.Philox(1))
-
-    def rate_ahead(counts):
-        seen, traffic = meter(), Traffic()
-        seen.look(0.0, {"a": traffic})
-        for step, count in enumerate(counts, 1):
-            serve(traffic, int(count))
-            seen.look(10.0 * step, {"a": traffic})
-        return seen.demand(100.0, COSTS).requests_per_s
-
-    rising = rate_ahead(rng.poisson(np.linspace(10, 70, 30)))
+    rising = rate_ahead(rng.poisson(np.linspace(10, 70, 30)), 100.0)
     assert rising == pytest.approx(9.0, rel=0.15)
-    steady = [rate_ahead(rng.poisson(np.full(30, 40))) for _ in range(20)]
+    steady = [rate_ahead(rng.poisson(np.full(30, 40)), 100.0) for _ in range(20)]
     assert np.median(steady) == pytest.approx(4.0, rel=0.1)
 
 
@@ -142,6 +142,19 @@ def test_what_has_jumped_is_taken_to_stay_there(before, after):
     demand = seen.demand(70.0, COSTS)
     assert demand.requests_per_s == pytest.approx(after / 10.0, rel=0.25)
     assert demand.burstiness < 3.0, "nor is the jump itself noise"
+
+
+def test_a_jump_is_one_after_two_looks_and_while_little_was_seen():
+    """A line through these was carried on to 13.5 requests/s, where 6 came."""
+    counts = [14, 15, 17, 15, 48, 48, 60, 81, 65, 62]
+    assert rate_ahead(counts[:6]) == pytest.approx(4.8)
+    assert rate_ahead(counts) < 7.0
+
+
+def test_a_line_is_carried_on_for_a_third_of_what_was_seen_of_it():
+    counts = list(range(20, 100, 10))
+    assert rate_ahead(counts, 20.0) == pytest.approx(9.0 + 0.1 * (5 + 20))
+    assert rate_ahead(counts, 200.0) == pytest.approx(9.0 + 0.1 * (5 + 80 / 3))
 
 
 def test_an_ingress_that_was_not_heard_of_for_a_while_brings_no_flood():
