@@ -147,7 +147,10 @@ class Ours:
             role: pool._replace(num_replicas=seen.num_replicas[role])
             for role, pool in self._pools.items()
         }
-        return self._autoscaler.decide(seen.now_s, seen.counted, seen.costs, pools)
+        # `ROUTER` does, from the same time on.
+        return self._autoscaler.decide(
+            seen.now_s, seen.counted, seen.costs, pools, refuses_late=True
+        )
 
 
 class Serve:
