@@ -332,7 +332,7 @@ def compare(name: str, span_s: float, seed: int, *, is_quick: bool) -> tuple[flo
     serves = [
         row(f"serve, {p:g} and {d:g}", Serve({"prefill": p, "decode": d})) for p, d in targets
     ]
-    headrooms = HEADROOMS[2:4] if is_quick else HEADROOMS
+    headrooms = HEADROOMS[1:3] if is_quick else HEADROOMS
     oracles = [row(f"oracle, {h:g}", Oracle(pools, requests, restart_s, h)) for h in headrooms]
     if not is_quick:
         for count in (2, 4, 6):
