@@ -33,16 +33,19 @@ if TYPE_CHECKING:
 
 _TRAFFIC, _COST = "traffic_", "cost_"
 _LEARNED = "steps_learned"
+_REFUSED_S = "refused_after_s"
 _DP_GROUPS, _SLOTS, _COLD_START_S = "dp_groups", "slots_per_group", "cold_start_s"
 _OLDEST_S = 60.0
 """A report that is older is of a replica that does not answer."""
 
 
 def ingress_report(router: Router) -> dict[str, float]:
-    """What an ingress tells the controller: its counts, and what it has learned of steps."""
-    pools = router.fleet.pools
-    traffic, costs = router.traffic.as_dict(), pools.common_costs._asdict()
+    """What an ingress tells the controller: what it counted, learned of steps, and refuses."""
+    pools, admission = router.fleet.pools, router.config.admission
+    traffic, costs = router.traffic.as_dict(), pools.pool_costs._asdict()
+    refused_s = None if admission is None else admission.ttft_s
     return {
+        **({} if refused_s is None else {_REFUSED_S: refused_s}),
         _LEARNED: float(pools.num_steps_learned),
         **{_TRAFFIC + name: value for name, value in traffic.items()},
         **{_COST + name: value for name, value in costs.items()},
@@ -73,7 +76,8 @@ class ApplicationPolicy:
     """
 
     def __init__(self, ttft_s: float | None = None, tpot_s: float | None = None) -> None:
-        self._autoscaler = Autoscaler(Objectives(ttft_s or math.inf, tpot_s or math.inf))
+        self._ttft_s = ttft_s or math.inf
+        self._autoscaler = Autoscaler(Objectives(self._ttft_s, tpot_s or math.inf))
         self._looked_s = -math.inf
 
     def __call__(
@@ -81,7 +85,7 @@ class ApplicationPolicy:
     ) -> tuple[dict[DeploymentID, int], dict[DeploymentID, dict[str, Any]]]:
         """Replicas of each pool; every other deployment is left as it is."""
         counted: dict[str, Traffic] = {}
-        costs, most_learned = StepCosts(), 0.0
+        costs, most_learned, refuses_late = StepCosts(), 0.0, True
         pools: dict[Role, Pool] = {}
         ids: dict[Role, DeploymentID] = {}
         for deployment, context in contexts.items():
@@ -93,6 +97,7 @@ class ApplicationPolicy:
                 continue
             for replica, values in _latest(context, f"{_TRAFFIC}came").items():
                 counted[replica.unique_id] = Traffic(**_with_prefix(values, _TRAFFIC))
+                refuses_late &= values.get(_REFUSED_S, math.inf) <= self._ttft_s < math.inf
                 # They all look at the same engines: whoever has seen most of them knows best.
                 # One of the version before does not say how many.
                 num_learned = values.get(_LEARNED, 0.0)
@@ -104,7 +109,7 @@ class ApplicationPolicy:
             # Serve keeps the counts of whom the policy does not name.
             return {}, {}
         self._looked_s = now_s
-        targets = self._autoscaler.decide(now_s, counted, costs, pools)
+        targets = self._autoscaler.decide(now_s, counted, costs, pools, refuses_late=refuses_late)
         return {ids[role]: count for role, count in targets.items()}, {}
 
 

@@ -294,13 +294,17 @@ class PoolState:
         return any(r.is_open and r.member.pool == pool for r in self._replicas.values())
 
     @property
-    def common_costs(self) -> StepCosts:
-        """What parts of steps cost, of all replicas together, as far as they have shown."""
-        return self._common.known_costs
+    def pool_costs(self) -> StepCosts:
+        """What parts of steps cost the pool that is there for them, as far as it has shown.
+
+        A prompt that a decode engine computes, now and then, says little of what they take others.
+        """
+        decodes, prompts = self._costs_of("decode"), self._costs_of("prefill")
+        return StepCosts(*decodes[:4], *prompts[4:])
 
     @property
     def num_steps_learned(self) -> int:
-        """How many steps `common_costs` was learned from."""
+        """How many steps `pool_costs` was learned from."""
         return self._common.num_steps
 
     @property
@@ -354,6 +358,11 @@ class PoolState:
             for view in kept:
                 assert view.num_empty_slots >= 0
                 assert min(view.num_free_blocks) >= 0
+
+    def _costs_of(self, pool: str) -> StepCosts:
+        """What parts of steps cost one pool; all of them, if there is none of that name."""
+        fit = self._fits.get(pool)
+        return self._common.known_costs if fit is None else fit.model.costs(self._common)
 
     def _learn(self, replica: _Replica, new: EngineSnapshot) -> bool:
         """Fit what steps cost to those that a snapshot tells of for the first time.

@@ -2,9 +2,11 @@
 
 Prompts wait for one of c engines that compute them one after another: a queue with c servers. The
 share that waits is that of Sakasegawa (1977), and their waits fall off exponentially, with a rate
-that burstiness lowers (Kingman's heavy traffic limit). Sequences that decode at a time are requests
-per second times how long each decodes (Little's law), and how long that is follows from how many
-a replica steps together.
+that burstiness lowers (Kingman's heavy traffic limit). Where who would be late is refused as it
+comes, the others do not wait for it: then fewer are refused than would be late (De Kok and Tijms
+1985: exact for M/G/1 and for M/M/c). Sequences that decode at a time are requests per second times
+how long each decodes (Little's law), and how long that is follows from how many a replica steps
+together.
 """
 
 from __future__ import annotations
@@ -77,7 +79,12 @@ def step_of(rows: int, demand: Demand, costs: StepCosts, engine: Engine) -> floa
 
 
 def prompt_replicas(
-    demand: Demand, objectives: Objectives, *, horizon_s: float, taken: float = 0.0
+    demand: Demand,
+    objectives: Objectives,
+    *,
+    horizon_s: float,
+    taken: float = 0.0,
+    refuses_late: bool = False,
 ) -> int:
     """Replicas that compute the prompts that are asked, early enough.
 
@@ -86,6 +93,7 @@ def prompt_replicas(
         objectives: The time to a first token.
         horizon_s: Within how long what waits now is to be computed.
         taken: Replicas' worth of time that goes to something else, for one decoding.
+        refuses_late: Whether requests that would be late are refused as they come.
     """
     offered = demand.requests_per_s * demand.prompt_s + demand.backlog_s / horizon_s
     # A prompt that is late on an idle replica is late on all of them: then waiting must be short.
@@ -93,7 +101,13 @@ def prompt_replicas(
     least = max(math.ceil(taken), 1)
     for num_replicas in range(least, _MOST):
         servers = num_replicas - taken
-        if servers > offered and _waiting_share(offered, servers, demand, slack_s) <= _LATE_SHARE:
+        if servers <= offered:
+            continue
+        share = _waiting_share(offered, servers, demand, slack_s)
+        if refuses_late:
+            idle = 1.0 - offered / servers
+            share = idle * share / (1.0 - (1.0 - idle) * share)
+        if share <= _LATE_SHARE:
             return num_replicas
     return _MOST
 

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 _FEWEST = 6
 """Looks before which a slope, or how much arrivals vary, is not believed."""
-_FEWEST_A_SIDE = 3
+_FEWEST_A_SIDE = 2
 """Looks before and after a step."""
-_CLEARLY = 3.0
-"""A step has to leave so many times less unexplained than a line does."""
-_CONFIDENCE = 2.0
-"""Standard errors that a slope has to be away from 0."""
+_CARRIED = 1.0 / 3.0
+"""A line is carried on for this share of the time in which it was seen, at the most."""
 _SUDDEN = 3.0
 """Standard deviations that arrivals of late have to be more than the mean to count as more."""
 
@@ -58,12 +56,13 @@ class Demand(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What came between two looks."""
+    """What came between two looks; what that takes is told by what is known of costs later on."""
 
     at_s: float
     seconds: float
     requests: float
-    work_s: float
+    tokens: float
+    pairs: float
 
 
 class Meter:
@@ -85,13 +84,12 @@ class Meter:
         self._last_s: float | None = None
         self._total = Traffic()
 
-    def look(self, now_s: float, counted: Mapping[str, Traffic], costs: StepCosts) -> None:
+    def look(self, now_s: float, counted: Mapping[str, Traffic]) -> None:
         """Take over what each ingress has counted by now.
 
         Args:
             now_s: When; a look at the same time, or an earlier one, is passed over.
             counted: By ingress, a name that is never given again.
-            costs: Of the parts of a step, as known by now.
         """
         if self._last_s is not None and now_s <= self._last_s:
             return
@@ -104,8 +102,8 @@ class Meter:
                 Traffic(),
             )
             self._total += new
-            work_s = _work_s(new.came, new.came_tokens, new.came_pairs, self._missed, costs)
-            self._looks.append(_Look(now_s, now_s - self._last_s, new.came, work_s))
+            seconds = now_s - self._last_s
+            self._looks.append(_Look(now_s, seconds, new.came, new.came_tokens, new.came_pairs))
         self._last = {name: copy(traffic) for name, traffic in counted.items()}
         self._known |= self._last
         self._last_s = now_s
@@ -113,25 +111,33 @@ class Meter:
             self._looks.popleft()
 
     def demand(self, ahead_s: float, costs: StepCosts) -> Demand | None:
-        """What will be asked `ahead_s` seconds from now; None before anything was seen to end."""
+        """What will be asked `ahead_s` seconds from now; None before anything was seen to end.
+
+        Args:
+            ahead_s: That.
+            costs: Of the parts of a step, as known by now.
+        """
         total = self._total
         if not self._looks or not total.ended or not total.came:
             return None
-        num_requests = sum(look.requests for look in self._looks)
-        work_s = sum(look.work_s for look in self._looks)
+        works_s = [
+            _work_s(look.requests, look.tokens, look.pairs, self._missed, costs)
+            for look in self._looks
+        ]
+        num_requests, work_s = sum(look.requests for look in self._looks), sum(works_s)
         if not num_requests:
             num_requests = total.came
             work_s = _work_s(total.came, total.came_tokens, total.came_pairs, self._missed, costs)
-        line = _Line(self._looks)
+        course = _Course(self._looks)
         now = sum(self._last.values(), Traffic())
         mean_tokens = now.came_tokens / max(now.came, 1.0)
         waiting_tokens = now.came_tokens - now.begun_tokens - now.dropped_tokens
         waiting_pairs = max(waiting_tokens, 0.0) * now.came_pairs / max(now.came_tokens, 1.0)
         output_tokens = total.output_tokens / total.ended
         return Demand(
-            max(line.rate(ahead_s), self._sudden(line), 0.0),
+            max(course.rate(ahead_s), self._sudden(course), 0.0),
             work_s / num_requests,
-            line.burstiness(work_s / num_requests),
+            course.burstiness(np.array(works_s), work_s / num_requests),
             output_tokens,
             mean_tokens + output_tokens / 2.0,
             max(now.num_decoding, 0.0),
@@ -147,45 +153,45 @@ class Meter:
         total = self._total
         return 1.0 - total.cached_tokens / max(total.begun_tokens, 1.0)
 
-    def _sudden(self, line: _Line) -> float:
+    def _sudden(self, course: _Course) -> float:
         """Requests per second of late, where that is more than can be chance."""
         since_s = self._looks[-1].at_s - self._recent_s
         recent = [look for look in self._looks if look.at_s > since_s]
         seconds = sum(look.seconds for look in recent)
         num_requests = sum(look.requests for look in recent)
-        expected = line.level * seconds
-        deviation = math.sqrt(max(expected, 1.0) * max(line.dispersion, 1.0))
+        expected = course.level * seconds
+        deviation = math.sqrt(max(expected, 1.0) * max(course.dispersion, 1.0))
         is_more = num_requests - expected > _SUDDEN * deviation
         return num_requests / seconds if is_more else 0.0
 
 
-class _Line:
-    """A straight line through the looks' rates, by least squares; a step where that fits better.
+class _Course:
+    """How the looks' rates went: level, along a straight line, or by a step from level to level.
 
-    What has jumped is taken to stay there: a line through a jump would be carried on far beyond it.
+    Of these the one with the least of Schwarz's criterion (1978): what it leaves unexplained, and
+    more for each number that it takes. What has jumped is taken to stay there: a line through a
+    jump would be carried on far beyond it.
 
     Attributes:
         level: Requests per second in the middle of the looks.
-        dispersion: Variance of a look's requests about the line over their mean; 1 for those that
-            come at random.
+        dispersion: Variance of a look's requests about their course over their mean; 1 for those
+            that come at random.
     """
 
     def __init__(self, looks: deque[_Look]) -> None:
         self._seconds = np.array([look.seconds for look in looks])
-        self._work_s = np.array([look.work_s for look in looks])
         counts = np.array([look.requests for look in looks])
         at_s = np.array([look.at_s for look in looks]) - self._seconds / 2.0
-        self._mean_s, self._now_s = float(at_s.mean()), looks[-1].at_s
-        self._from_mean_s = at_s - self._mean_s
+        self._from_mean_s = at_s - at_s.mean()
+        self._to_now_s = looks[-1].at_s - float(at_s.mean())
         self.level = float(counts.sum() / self._seconds.sum())
-        rates = counts / self._seconds
-        self._slope = self._significant_slope(rates)
-        self._rates: npt.NDArray[np.float64] = self.level + self._slope * self._from_mean_s
-        self._after_step = self._step(rates)
-        residual = counts - self._expected
+        self._slope = 0.0
+        self._after_step: float | None = None
+        self._rates: npt.NDArray[np.float64] = np.full(len(looks), self.level)
         self.dispersion = 1.0
         if len(looks) >= _FEWEST and self.level > 0.0:
-            self.dispersion = float((residual**2).mean() / counts.mean())
+            self._choose(counts / self._seconds)
+            self.dispersion = float(((counts - self._expected) ** 2).mean() / counts.mean())
 
     @property
     def _expected(self) -> npt.NDArray[np.float64]:
@@ -197,45 +203,38 @@ class _Line:
         """Requests per second, so long after the last look."""
         if self._after_step is not None:
             return self._after_step
-        return max(self.level + self._slope * (self._now_s + ahead_s - self._mean_s), 0.0)
+        carried_s = min(ahead_s, _CARRIED * float(self._seconds.sum()))
+        return max(self.level + self._slope * (self._to_now_s + carried_s), 0.0)
 
-    def burstiness(self, prompt_s: float) -> float:
-        """See `Demand`; work varies as counts do, and as prompts differ."""
-        mean_s = float(self._work_s.mean())
-        if len(self._work_s) < _FEWEST or mean_s <= 0.0:
+    def burstiness(self, work_s: npt.NDArray[np.float64], prompt_s: float) -> float:
+        """See `Demand`; the work of each look varies as counts do, and as prompts differ."""
+        mean_s = float(work_s.mean())
+        if len(work_s) < _FEWEST or mean_s <= 0.0:
             return 1.0
-        rest_s = self._work_s - self._expected * prompt_s
+        rest_s = work_s - self._expected * prompt_s
         return max(float((rest_s**2).mean()) / (mean_s * prompt_s), 0.5)
 
-    def _step(self, rates: npt.NDArray[np.float64]) -> float | None:
-        """The rate after a jump, if one explains the looks better than the line; else None.
-
-        A part of a slow rise and fall is about as much a step as a line; a jump is not.
-        """
+    def _choose(self, rates: npt.NDArray[np.float64]) -> None:
+        """Take the line, or the step, if it explains the looks better than the level."""
         num = len(rates)
-        if num < 2 * _FEWEST_A_SIDE:
-            return None
+        # Requests at random vary so much: who explains more than the rest explains chance.
+        chance = num * self.level / float(self._seconds.mean())
+
+        def criterion(by: npt.NDArray[np.float64], num_parameters: int) -> float:
+            rest = max(float(((rates - by) ** 2).sum()), chance)
+            return num * math.log(rest) + num_parameters * math.log(num)
+
+        slope = float((self._from_mean_s * rates).sum() / (self._from_mean_s**2).sum())
+        line = rates.mean() + slope * self._from_mean_s
         ends = range(_FEWEST_A_SIDE, num - _FEWEST_A_SIDE + 1)
         steps = [np.repeat([rates[:k].mean(), rates[k:].mean()], [k, num - k]) for k in ends]
-        best = min(steps, key=lambda step: _misfit(rates, step))
-        if _misfit(rates, best) * _CLEARLY >= _misfit(rates, self._rates):
-            return None
-        self._rates = best
-        return float(best[-1])
-
-    def _significant_slope(self, rates: npt.NDArray[np.float64]) -> float:
-        """Requests per second and second; 0 where it may as well be chance."""
-        spread = float((self._from_mean_s**2).sum())
-        if len(rates) < _FEWEST or spread <= 0.0:
-            return 0.0
-        slope = float((self._from_mean_s * rates).sum()) / spread
-        rest = rates - rates.mean() - slope * self._from_mean_s
-        error = math.sqrt(float((rest**2).sum()) / (len(rates) - 2) / spread)
-        return slope if abs(slope) > _CONFIDENCE * error else 0.0
-
-
-def _misfit(rates: npt.NDArray[np.float64], by: npt.NDArray[np.float64]) -> float:
-    return float(((rates - by) ** 2).sum())
+        step = min(steps, key=lambda by: float(((rates - by) ** 2).sum()))
+        least = criterion(self._rates, 1)
+        if criterion(line, 2) < least:
+            least = criterion(line, 2)
+            self._rates, self._slope = line, slope
+        if criterion(step, 3) < least:
+            self._rates, self._slope, self._after_step = step, 0.0, float(step[-1])
 
 
 def _work_s(

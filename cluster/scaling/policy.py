@@ -69,6 +69,8 @@ class Autoscaler:
         counted: Mapping[str, Traffic],
         costs: StepCosts,
         pools: Mapping[Role, Pool],
+        *,
+        refuses_late: bool = False,
     ) -> dict[Role, int]:
         """How many replicas each pool should have.
 
@@ -77,22 +79,25 @@ class Autoscaler:
             counted: By ingress, a name that is never given again.
             costs: Of the parts of a step, as far as anybody knows.
             pools: Either `prefill` and `decode`, or `both`; the same ones each time.
+            refuses_late: Whether ingresses refuse who would miss the time to a first token.
         """
         cold_start_s = max(pool.cold_start_s for pool in pools.values())
         if self._meter is None:
             self._meter = Meter(_WINDOWS * max(cold_start_s, _SHORTEST_S), _RECENT_S)
-        self._meter.look(now_s, counted, costs)
+        self._meter.look(now_s, counted)
         demand = self._meter.demand(cold_start_s, costs)
         targets: dict[Role, int] = {}
         for role, pool in pools.items():
             needed = pool.num_replicas
             if demand is not None:
-                needed = self._replicas(role, pool, demand, costs)
+                needed = self._replicas(role, pool, demand, costs, refuses_late=refuses_late)
             held = self._hold(role, now_s, needed, pool.cold_start_s)
             targets[role] = min(max(held, pool.least), pool.most)
         return targets
 
-    def _replicas(self, role: Role, pool: Pool, demand: Demand, costs: StepCosts) -> int:
+    def _replicas(
+        self, role: Role, pool: Pool, demand: Demand, costs: StepCosts, *, refuses_late: bool
+    ) -> int:
         """What a demand needs of a role."""
         horizon_s = max(pool.cold_start_s, _SHORTEST_S)
         taken = 0.0
@@ -100,7 +105,9 @@ class Autoscaler:
             taken = decoding_replicas(demand, costs, pool.engine, self._objectives)
         if role == "decode":
             return math.ceil(taken)
-        return prompt_replicas(demand, self._objectives, horizon_s=horizon_s, taken=taken)
+        return prompt_replicas(
+            demand, self._objectives, horizon_s=horizon_s, taken=taken, refuses_late=refuses_late
+        )
 
     def _hold(self, role: Role, now_s: float, needed: int, hold_s: float) -> int:
         """The most that was needed within a time."""

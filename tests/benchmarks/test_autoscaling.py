@@ -53,7 +53,7 @@ def test_serve_waits_for_its_delays_and_counts_each_pool_apart():
 
 def test_an_oracle_starts_before_work_comes_and_keeps_nothing_for_it():
     pools = pool_specs(load_cluster(CONFIG))
-    requests = workload("bursts", 900.0)
+    requests = workload("bursts", 900.0, 11)
     oracle = Oracle(pools, requests, 3.0, 1.0)
     counts = np.array([oracle.decide(seen(t, None))["prefill"] for t in range(0, 900, 10)])
     rates = np.histogram([r.arrival_s for r in requests.requests], 90, (0.0, 900.0))[0] / 10.0

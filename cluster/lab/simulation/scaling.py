@@ -67,7 +67,7 @@ class Scaling:
         seen = Seen(
             self._loop.time(),
             {ingress.name: ingress.router.traffic for ingress in living},
-            living[0].fleet.pools.common_costs if living else StepCosts(),
+            living[0].fleet.pools.pool_costs if living else StepCosts(),
             {role: self._lives.num_replicas(role) for role in self._lives.roles},
         )
         for role, count in self._scaler.decide(seen).items():

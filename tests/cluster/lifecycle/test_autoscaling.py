@@ -11,7 +11,7 @@ with warnings.catch_warnings():
     from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
     from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from cluster.config.schema import RouterConfig
+from cluster.config.schema import AdmissionConfig, RouterConfig
 from cluster.config.serve_file import read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.autoscaling import ingress_report, replica_report
@@ -92,10 +92,10 @@ def come(router, num):
 
 
 def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatch):
-    costs = router.fleet.pools.common_costs._replace(
+    costs = router.fleet.pools.pool_costs._replace(
         decode_s=0.04, row_s=1e-3, prompt_s=0.1, prompt_token_s=1e-4
     )
-    monkeypatch.setattr(type(router.fleet.pools), "common_costs", costs)
+    monkeypatch.setattr(type(router.fleet.pools), "pool_costs", costs)
     monkeypatch.setattr(type(router.fleet.pools), "num_steps_learned", 9)
     targets = {"prefill": 1, "decode": 1}
     for step in range(12):
@@ -127,7 +127,9 @@ def test_costs_are_those_of_the_ingress_that_has_seen_most(policy, router, clock
     now_s, seen = 1e9, []
     decide = Autoscaler.decide
     monkeypatch.setattr(
-        Autoscaler, "decide", lambda self, *given: seen.append(given[2]) or decide(self, *given)
+        Autoscaler,
+        "decide",
+        lambda self, *given, **named: seen.append(given[2]) or decide(self, *given, **named),
     )
     report = ingress_report(router)
     reports = {
@@ -136,6 +138,25 @@ def test_costs_are_those_of_the_ingress_that_has_seen_most(policy, router, clock
     }
     policy(dict([context("ingress", reports, now_s), context("decode", {"d": REPLICA}, now_s)]))
     assert [costs.decode_s for costs in seen] == [0.04]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "refuses"), [((2.5, 3.0), True), ((3.0, 3.5), False), ((3.0, None), False)]
+)
+def test_late_ones_are_refused_if_all_ingresses_do_before_the_objective(
+    policy, router, monkeypatch, after_s, refuses
+):
+    now_s, seen = 1e9, []
+    monkeypatch.setattr(
+        Autoscaler, "decide", lambda _self, *_, refuses_late: seen.append(refuses_late) or {}
+    )
+    reports = {}
+    for number, ttft_s in enumerate(after_s):
+        admission = None if ttft_s is None else AdmissionConfig(ttft_s=ttft_s)
+        router.config = RouterConfig(admission=admission)
+        reports[f"i{number}"] = ingress_report(router)
+    policy(dict([context("ingress", reports, now_s), context("decode", {"d": REPLICA}, now_s)]))
+    assert seen == [refuses]
 
 
 def test_nothing_changes_before_replicas_and_ingresses_have_reported(policy):

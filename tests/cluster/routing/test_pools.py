@@ -34,10 +34,10 @@ def snapshot(
     draining=False,
     num_waiting=0,
     num_waiting_tokens=0,
-    decode_step=None,
+    **steps,
 ):
     numbers = num_waiting, num_waiting_tokens, 0
-    return EngineSnapshot(seq, draining, *numbers, groups, role, decode_step=decode_step)
+    return EngineSnapshot(seq, draining, *numbers, groups, role, **steps)
 
 
 def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
@@ -469,6 +469,24 @@ def test_costs_that_change_with_one_replica_are_those_of_all_of_its_pool():
     assert len(written) == 2 * NUM_GROUPS
     assert min(written) == max(written) > 0.0, "before anybody asks, who would wait for it"
     pools.check_invariants()
+
+
+def test_what_prompts_cost_is_what_they_cost_the_pool_that_is_there_for_them():
+    """One that a decode engine computed, far slower, changes that as little as their steps do."""
+    pools, groups = PoolState(), idle().groups
+    for role in ("prefill", "decode"):
+        pools.add(make_member(role, role))
+    decode_step, slow = StepWork(2, 9, 5, 0, 0, 0, 0.04), StepWork(0, 0, 0, 1, 4000, 8_000_000, 7.0)
+    pools.take_snapshot("decode", snapshot(1, groups, decode_step=decode_step, prompt_step=slow))
+    for seq in range(1, 60):
+        tokens = 100 * (1 + seq % 9)
+        step = StepWork(0, 0, 0, 1, tokens, tokens**2 // 2, 0.1 + 1e-4 * tokens)
+        pools.take_snapshot("prefill", snapshot(seq, groups, role="prefill", prompt_step=step))
+    costs = pools.pool_costs
+    assert costs.prompts_s(1, 500, 125_000) == pytest.approx(0.15, rel=0.02)
+    assert costs.prompts_s(1, 4000, 8_000_000) < 1.0
+    assert costs.decode_step_s(2, 9, 5) == pytest.approx(0.04, rel=0.02)
+    assert pools.num_steps_learned == 61
 
 
 def in_views(pools):
