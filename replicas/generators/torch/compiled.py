@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-from replicas.generators.torch import heads, pairs, products, rows, vectors
-from replicas.generators.torch.products import NOTHING, PANEL, PLUS, ROWS, SWISH, TIMES
+from replicas.generators.torch import heads, pairs, products, rows, tiles, vectors
+from replicas.generators.torch.products import MOST_ROWS, NOTHING, PANEL, PLUS, ROWS, SWISH, TIMES
 
 # What is divided by zero is no exception, which nobody would hear of.
 OPTIONS: dict[str, Any] = {"fastmath": {*vectors.FLAGS, "reassoc"}, "error_model": "numpy"}
@@ -390,27 +390,64 @@ def multiply(reads, num_rows, linear, panels, then, other, writes, room):
         writes: The whole product, where its first row is.
         room: Of `sums_for`.
     """
+    if not (_has_tiles() and linear[0] % tiles.FEATURES == 0):
+        _multiply_some(
+            reads, 0, num_rows, ROWS, False, linear, panels, then, other, writes, room
+        )  # fmt: skip
+        return
+    # All that fill the tiles, then the others: to shape tiles takes as long as to use them.
+    left = num_rows % MOST_ROWS
+    for first, last in ((0, num_rows - left), (num_rows - left, num_rows)):
+        if first < last:
+            products.shape_tiles(room[2], min(last - first, MOST_ROWS))
+            _multiply_some(
+                reads, first, last, MOST_ROWS, True, linear, panels, then, other, writes, room
+            )  # fmt: skip
+    products.leave_tiles()
+
+
+@njit(**OPTIONS)
+def _multiply_some(
+    reads, first, last, most, in_tiles, linear, panels, then, other, writes, room
+):  # fmt: skip
+    """Some rows, so many at once; a panel is read for all of them while it is in the caches."""
     (x, at), (size, weight, bias, has_bias, num_outputs) = reads, linear
-    (out, out_at), (beside, beside_at), (sums, before) = writes, other, room
+    (out, out_at), (beside, beside_at), (sums, before, _) = writes, other, room
     for panel in range(panels[0], panels[1]):
         column = panel * PANEL
         width = min(PANEL, num_outputs - column)
         for i in range(width):
             before[np.uintp(i)] = get(bias, column + i) if has_bias else np.float32(0)
-        for row in range(0, num_rows, ROWS):
-            count = min(ROWS, num_rows - row)
-            _sum_rows(x, at + row * size, size, weight, panel, before, sums, count)
-            place = row * num_outputs + column
+        for row in range(first, last, most):
+            count = min(most, last - row)
+            row_at, place = at + row * size, row * num_outputs + column
+            if not in_tiles:
+                _sum_rows(x, row_at, size, weight, panel, before, sums, count)
+            elif count <= tiles.ROWS:
+                products.multiply_tiles(x, row_at, size, weight, panel, size, before, sums, 1)
+            else:
+                products.multiply_tiles(x, row_at, size, weight, panel, size, before, sums, 2)
             _finish(
                 sums, count, width, beside, beside_at + place, out, out_at + place, num_outputs,
                 then,
             )  # fmt: skip
 
 
+def _has_tiles():
+    raise NotImplementedError
+
+
+@overload(_has_tiles)
+def _():
+    found = tiles.are_supported()
+    return lambda: found
+
+
 @njit(**OPTIONS)
 def sums_for():
-    """What `multiply` needs: sums of some rows and a panel, and where they begin."""
-    return np.empty(ROWS * PANEL, np.float32), np.zeros(PANEL, np.float32)
+    """What `multiply` needs: sums of some rows and a panel, where they begin, shapes of tiles."""
+    shapes = np.zeros(tiles.SHAPES_BYTES, np.uint8)
+    return np.empty(MOST_ROWS * PANEL, np.float32), np.zeros(PANEL, np.float32), shapes
 
 
 @njit(**OPTIONS)

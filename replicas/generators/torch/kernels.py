@@ -39,6 +39,7 @@ from replicas.generators.torch import (
     pairs,
     products,
     rows,
+    tiles,
     vectors,
 )
 from replicas.generators.torch.compiled import TILE
@@ -65,7 +66,7 @@ share the folder, say, which compile it again then."""
 _IN_FILE_NAME = re.compile(r"_([0-9a-f]{16})-\d+\.")
 """The version in the names of files that numba makes of a qualified name."""
 
-_SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, vectors)
+_SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, tiles, vectors)
 """What the compiled code is made of."""
 
 # --- what they are given -------------------------------------------------------------------------
@@ -162,7 +163,9 @@ def _version() -> str:
     """What the compiled code depends on besides its dtype."""
     # Not LLVM's host: numba compiles for what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
     target = cpu_target.target_context.codegen().magic_tuple()
-    facts = f"{numba.__version__} {llvmlite.__version__} {target}"
+    # Code from disk has tiles, too: each process has to ask for them before it runs.
+    has_tiles = tiles.are_supported()
+    facts = f"{numba.__version__} {llvmlite.__version__} {target} {has_tiles}"
     source = b"".join(Path(str(part.__file__)).read_bytes() for part in _SOURCES)
     return hashlib.blake2b(facts.encode() + source, digest_size=8).hexdigest()
 
@@ -241,7 +244,7 @@ class Kernels:
         self._dtype = dtype
         self._rms_norm = Kernel(compiled.rms_norm, dtype)
         self._rotate_and_store = Kernel(compiled.rotate_and_store, dtype)
-        if dtype == torch.bfloat16 and pairs.suit_products():
+        if dtype == torch.bfloat16 and pairs.are_supported():
             self._multiply = Kernel(compiled.product, dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

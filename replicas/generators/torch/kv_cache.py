@@ -5,36 +5,20 @@ Dimensions: P = lanes * num_blocks blocks of all lanes, H KV heads, S block size
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 
 from kv_transfer.shared_region import SharedRegion
 from replicas.errors import ConfigError
+from replicas.generators.torch.memory import own_memory
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from replicas.generators.protocol import KVCacheShape
 
 LaneCache: TypeAlias = list[list[torch.Tensor]]
 """[layer] -> [k, v], each (num_blocks, H, S, D)."""
-
-
-def _own_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros, in huge pages where the host has any: blocks of a sequence lie anywhere."""
-    mapped = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without them says so.
-    with contextlib.suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapped, dtype=np.uint8)
-    # Memory that is short must show now.
-    memory.fill(0)
-    return memory
 
 
 class TorchKVCache(list[LaneCache]):
@@ -81,11 +65,12 @@ class TorchKVCache(list[LaneCache]):
         num_items = math.prod(whole)
         plane_bytes, lane_bytes = (n * dtype.itemsize for n in (num_items, math.prod(shape)))
         self.shared_region = SharedRegion.create(2 * num_layers * plane_bytes) if shares else None
-        self.memory = (
-            _own_memory(2 * num_layers * plane_bytes)
-            if self.shared_region is None
-            else self.shared_region.memory
-        )
+        if self.shared_region is None:
+            self.memory = own_memory(2 * num_layers * plane_bytes)
+            # Memory that is short must show now.
+            self.memory.fill(0)
+        else:
+            self.memory = self.shared_region.memory
         self.offsets = tuple(
             tuple(piece * plane_bytes + lane * lane_bytes for piece in range(2 * num_layers))
             for lane in range(num_lanes)

@@ -1,10 +1,10 @@
 """Products with a weight matrix: as the file has it, or packed for a kernel of ours or of oneDNN's.
 
-In bfloat16 a processor that multiplies pairs runs our own kernel, whose rows do not depend on one
-another. For others there is oneDNN, which reorders a weight matrix at every call unless it was
-given it reordered. Both also add, multiply or gate the product before it is rounded. Whether
-packing is possible, and right, is tried on every matrix when it is loaded; float32 and float64 stay
-plain, since their tokens are held to those of transformers.
+In bfloat16 a processor that multiplies pairs, or tiles of them, runs our own kernel, whose rows do
+not depend on one another. For others there is oneDNN, which reorders a weight matrix at every call
+unless it was given it reordered. Both also add, multiply or gate the product before it is rounded.
+Whether packing is possible, and right, is tried on every matrix when it is loaded; float32 and
+float64 stay plain, since their tokens are held to those of transformers.
 
 Dimensions: T tokens, K features in, N features out.
 """

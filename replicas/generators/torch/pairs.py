@@ -25,17 +25,13 @@ WIDTH = 32
 @cache
 def are_supported() -> bool:
     """Whether numba may use the instruction."""
-    return "+avx512bf16" in _features()
+    return has("avx512bf16")
 
 
-def suit_products() -> bool:
-    """Whether products of weights are best made of them: PyTorch has no instruction for tiles."""
-    return are_supported() and "+amx-bf16" not in _features()
-
-
-def _features() -> list[str]:
+def has(*features: str) -> bool:
+    """Whether numba compiles for a processor with these features, named as LLVM does."""
     found: str = cpu_target.target_context.codegen().magic_tuple()[2]
-    return found.split(",")
+    return {f"+{feature}" for feature in features} <= {*found.split(",")}
 
 
 class _Bfloat(ir.Type):

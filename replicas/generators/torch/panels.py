@@ -25,13 +25,13 @@ class PanelLinear:
         panels: The packed weight and the bias.
 
     Raises:
-        RuntimeError: This processor has no instruction for it, or a better one; or K is odd.
+        RuntimeError: This processor has no instruction for it, or K is odd.
     """
 
     __slots__ = ("_kernels", "panels")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        if not pairs.suit_products() or weight.shape[1] % 2:
+        if not pairs.are_supported() or weight.shape[1] % 2:
             raise RuntimeError(f"no products of pairs for {weight.shape[1]} features here")
         self.panels = products.pack(weight, bias)
         self._kernels = kernels_for(weight.dtype)

@@ -108,7 +108,7 @@ class LayerStack:
 
     def suits(self, num_tokens: int, num_threads: int) -> bool:
         """Whether sharing out so many tokens is better than sharing out the weights."""
-        return self._is_small or num_threads == 1 or num_tokens >= 2 * FEWEST_ROWS * num_threads
+        return self._is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads
 
     @staticmethod
     def can_run(weights: ModelWeights) -> bool:

@@ -18,7 +18,7 @@ needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bfloat16"
 )
 needs_pairs = pytest.mark.skipif(
-    not pairs.suit_products(), reason="this processor has no products of pairs, or better ones"
+    not pairs.are_supported(), reason="this processor has no products of pairs"
 )
 KINDS = [
     pytest.param(PackedLinear, marks=needs_packing),
@@ -40,8 +40,8 @@ def test_products_are_within_rounding_of_exact_ones(kind, num_tokens, has_bias):
 
 @needs_pairs
 @given(
-    st.integers(1, 20),
-    st.integers(1, 80).map(lambda half: 2 * half),
+    st.integers(1, 70),
+    st.integers(1, 80).map(lambda half: 2 * half) | st.integers(1, 5).map(lambda n: 32 * n),
     st.integers(1, 200),
     st.booleans(),
 )
@@ -62,15 +62,16 @@ def check_products(kind, num_tokens, num_in, num_out, has_bias):
 
 
 @needs_pairs
+@pytest.mark.parametrize("num_in", [62, 64], ids=["pairs", "tiles where there are any"])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads):
+def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads, num_in):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        found, x = PanelLinear(drawn(150, 62), drawn(150)), drawn(40, 62)
+        found, x = PanelLinear(drawn(150, num_in), drawn(150)), drawn(80, num_in)
         whole = found(x)
         for first in range(40):
-            for last in range(first + 1, min(first + 9, 40)):
+            for last in (*range(first + 1, first + 9), first + 33, first + 40):
                 assert torch.equal(found(x[first:last]), whole[first:last])
     finally:
         torch.set_num_threads(before)
@@ -120,7 +121,7 @@ def test_where_packing_fails_the_plain_product_is_taken(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(pairs, "suit_products", lambda: False)
+    monkeypatch.setattr(pairs, "are_supported", lambda: False)
     monkeypatch.setattr(linear, "_product", refuse)
     monkeypatch.setattr(linear, "_product_with", refuse)
     assert isinstance(make_linear(drawn(8, 4), None), PlainLinear)

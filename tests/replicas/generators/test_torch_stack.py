@@ -15,7 +15,7 @@ from replicas.generators.torch.inputs import PagedBatch
 from tests.replicas.generators.conftest import make_generator
 
 pytestmark = pytest.mark.skipif(
-    not pairs.suit_products(), reason="this processor has no products of pairs, or better ones"
+    not pairs.are_supported(), reason="this processor has no products of pairs"
 )
 BLOCK, WIDTH, MOST = 16, 12, 8
 
