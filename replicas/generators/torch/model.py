@@ -93,21 +93,17 @@ class PagedTransformer:
     def _run_stack(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
     ) -> torch.Tensor:
-        """All layers in one call, or each in one where somebody looks at them."""
+        """All layers in one call, or each in one where somebody looks at them and there is time."""
         assert self._stack is not None
         layers = range(len(self._weights.layers))
         wanted, order = np.unique(batch.logits_indices.numpy(), return_inverse=True)
         units = self._stack.units(batch, wanted)
         before_layer, after_layer = around
-        if before_layer is None and after_layer is None:
-            x = self._stack.run(x, batch, cache, layers, units)
-        else:
-            for index in layers:
-                if before_layer is not None:
-                    before_layer(index)
-                x = self._stack.run(x, batch, cache, layers[index : index + 1], units)
-                if after_layer is not None:
-                    after_layer(index)
+        is_one = around == (None, None) or self._stack.is_short(len(x))
+        for some in [layers] if is_one else [layers[index : index + 1] for index in layers]:
+            _tell(before_layer, some)
+            x = self._stack.run(x, batch, cache, some, units)
+            _tell(after_layer, some)
         return _wanted(x, torch.from_numpy(order))
 
     def _run_one_by_one(
@@ -170,6 +166,12 @@ class PagedTransformer:
         held = batch.block_table.shape[1] * cache.block_size
         if (batch.seq_lens < np.maximum(counts, 1)).any() or batch.seq_lens.max() > held:
             raise IndexError(f"sequences of {batch.seq_lens} tokens in blocks for {held}")
+
+
+def _tell(callback: LayerCallback | None, layers: range) -> None:
+    if callback is not None:
+        for index in layers:
+            callback(index)
 
 
 def _wanted(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,9 @@ MOST_ROWS = 96
 """Tokens of a unit: more are no faster, and have longer to wait for each other at the end."""
 FEWEST_ROWS = 8
 """A unit of fewer reads the weights for too little."""
+SHORT_PASS = 1 << 30
+"""A pass of so many products of a token and a weight is over in milliseconds: to stop at each of
+its layers takes as long as they do, and what moves meanwhile can wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,14 +104,17 @@ class LayerStack:
         )
         self._addresses = np.array([_addresses(layer) for layer in weights.layers])
         self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
-        self._is_small = (
-            sum(linear.panels.weight.numel() for linear in _matrices(weights.layers[0]))
-            < LONG_WEIGHTS
-        )
+        matrices = _matrices(weights.layers[0])
+        self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
 
     def suits(self, num_tokens: int, num_threads: int) -> bool:
         """Whether sharing out so many tokens is better than sharing out the weights."""
-        return self._is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads
+        is_small = self._layer_weights < LONG_WEIGHTS
+        return is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads
+
+    def is_short(self, num_tokens: int) -> bool:
+        """Whether a pass of so many tokens is better not interrupted."""
+        return num_tokens * self._layer_weights * len(self._addresses) < SHORT_PASS
 
     @staticmethod
     def can_run(weights: ModelWeights) -> bool:

@@ -151,8 +151,10 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_besid
     assert all(torch.equal(*both) for both in zip(now, planes, strict=True))
 
 
+@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("has", ["before", "after", "both"])
-def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has):
+def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has, is_short):
+    monkeypatch.setattr(stack, "SHORT_PASS", 10**12 if is_short else 0)
     parts = [(0, 70), (5, 1), (30, 40)]
     batch = batch_of(parts, range, 3)
     wanted = run(made("qwen3"), batch, monkeypatch, in_one=True)
@@ -174,9 +176,11 @@ def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has):
     fill(kv_cache, 0)
     whole, empty = wanted[1], [plane for planes in kv_cache.planes for plane in planes]
     order = ["before", "after"] if has == "both" else [has]
-    assert [(when, layer) for when, layer, _ in seen] == [
-        (when, layer) for layer in range(len(kv_cache.planes)) for when in order
-    ]
+    layers = range(len(kv_cache.planes))
+    expected = [(when, layer) for layer in layers for when in order]
+    if is_short:  # one call: all layers before it, and all after it
+        expected = [(when, layer) for when in order for layer in layers]
+    assert [(when, layer) for when, layer, _ in seen] == expected
     for when, layer, planes in seen:
         for i, plane in enumerate(planes[layer]):
             expected = whole if when == "after" else empty
