@@ -38,6 +38,9 @@ _EXP = (
     5.0000001201e-1,
 )
 
+_LINE_BYTES = 64
+"""What a processor brings at once."""
+
 _INDEX = ir.IntType(64)
 _PLACE = ir.IntType(32)
 
@@ -242,6 +245,33 @@ def unpacked(context: _Value, builder: _Value, signature: _Value, values: _Value
         else value
         for kind, value in zip(signature.args, values, strict=True)
     ]
+
+
+@intrinsic
+def fetch(_context, array, at, size):
+    """Have numbers brought near the core that are read soon: what lies anywhere is not foreseen.
+
+    Args:
+        array: Where they are.
+        at: The first.
+        size: How many.
+    """
+
+    def generate(context, builder, signature, values):
+        array, at, size = unpacked(context, builder, signature, values)
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # To read, into the nearest cache, data.
+        how = [ir.Constant(flag, number) for number in (0, 3, 1)]
+        of_line = number_of(_LINE_BYTES * 8 // signature.args[0].dtype.bitwidth)
+        with cgutils.for_range(builder, builder.sdiv(size, of_line)) as loop:
+            index = builder.add(at, builder.mul(loop.index, of_line))
+            place = builder.bitcast(builder.gep(array, [index]), byte)
+            builder.call(function, [place, *how])
+        return context.get_dummy_value()
+
+    return types.void(array, at, size), generate
 
 
 @intrinsic
