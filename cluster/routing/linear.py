@@ -110,7 +110,8 @@ class Product(NamedTuple):
     def at(self, places: npt.NDArray[np.int64]) -> Product:
         """See `choice.Weighed`."""
         missed = self.missed if isinstance(self.missed, float) else self.missed[places]
-        return self._replace(missed=missed, rates=self.rates.take(places, axis=1))
+        rates = self.rates.take(places, axis=1)
+        return Product(self.level, self.times, self.num_prompt_tokens, missed, rates)
 
     def parts(self, rank: int) -> dict[str, float]:
         """See `choice.Weighed`."""
