@@ -19,7 +19,6 @@ import numpy as np
 from cluster.routing.affinity import affinities
 from cluster.routing.choice import Choice, Parts, Whole
 from cluster.routing.linear import Linear, Product, Sum, Times
-from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.views import Column, Rate
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.config.schema import PolicyName
     from cluster.routing.choice import Notes, Side, Weighed
     from cluster.routing.demand import Demand
+    from cluster.routing.placement import Placement
     from cluster.routing.views import Views
 
     Numbers = npt.NDArray[np.float64]
@@ -122,17 +122,8 @@ class Scene:
     def missed_tokens(self) -> Numbers | float:
         """Prompt tokens that a place has to compute; an engine as a whole may use any group."""
         if self._missed is None:
-            views, length = self.views, float(self.demand.num_prompt_tokens)
-            cached = self._cached_tokens(self.demand)
-            if not cached:
-                self._missed = length
-                return length
-            missed = self._missed = np.full(len(views), length)
-            for placement, num_tokens in cached.items():
-                for place in (placement, Placement(placement.incarnation, ANY_GROUP)):
-                    index = views.index_of(place)
-                    if index is not None:
-                        missed[index] = min(missed[index], length - num_tokens)
+            length, cached = float(self.demand.num_prompt_tokens), self._cached_tokens(self.demand)
+            self._missed = length - self.views.most_of(cached) if cached else length
         return self._missed
 
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.routing.affinity import place_keys
-from cluster.routing.placement import ANY_GROUP, GroupView, Told
+from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
     from cluster.routing.demand import Demand
-    from cluster.routing.placement import Placement
 
 
 class Column(IntEnum):
@@ -255,6 +254,20 @@ class Views:
     def index_of(self, placement: Placement) -> int | None:
         """Where a place is in the list, if it is there."""
         return self._indices.get(placement)
+
+    def most_of(self, counts: Mapping[Placement, int]) -> npt.NDArray[np.float64]:
+        """Of each place what is counted there, if it is; of an engine as a whole, of any group."""
+        found: dict[int, int] = {}
+        index_of = self._indices.get
+        for placement, count in counts.items():
+            index = index_of(placement)
+            if index is None and self._have_queues:
+                index = index_of(Placement(placement.incarnation, ANY_GROUP))
+            if index is not None and count > found.get(index, 0):
+                found[index] = count
+        most = np.zeros(len(self))
+        most[list(found)] = list(found.values())
+        return most
 
     def fitting(self, demand: Demand) -> npt.NDArray[np.bool_]:
         """Where a request can begin at once, as `fits` says."""
