@@ -26,17 +26,37 @@ FEW = 3
 """Places that are kept of a choice: the chosen one, and those that cost least beside it."""
 
 
-class Weighed(NamedTuple):
-    """One level of a policy, as it was looked at.
+class Weighed(Protocol):
+    """One level of a policy, as it was looked at."""
+
+    def at(self, places: npt.NDArray[np.int64]) -> Weighed:
+        """What it said of these alone: a copy, for views are written in place."""
+
+    def parts(self, rank: int) -> dict[str, float]:
+        """What each of its terms, with its weight, said of one place."""
+
+
+class Parts(NamedTuple):
+    """A level whose terms were worked out one by one.
 
     Attributes:
         names: Of its terms.
-        parts: What each of them, with its weight, says of all places; one number where that is the
+        values: What each of them, with its weight, says of all places; one number where that is the
             same.
     """
 
     names: Sequence[str]
-    parts: list[Numbers | float]
+    values: list[Numbers | float]
+
+    def at(self, places: npt.NDArray[np.int64]) -> Parts:
+        """See `Weighed`."""
+        values = [v if isinstance(v, float) else v[places] for v in self.values]
+        return Parts(self.names, values)
+
+    def parts(self, rank: int) -> dict[str, float]:
+        """See `Weighed`."""
+        values = (v if isinstance(v, float) else float(v[rank]) for v in self.values)
+        return dict(zip(self.names, values, strict=True))
 
 
 class Whole(NamedTuple):
@@ -127,11 +147,7 @@ class Choice:
         self.columns = views.columns_of(at)
         self.costs = None if costs is None else costs[at]
         self.missed_tokens = missed[at] if isinstance(missed, np.ndarray) else missed
-        # What a term says may be a column, which is written in place.
-        self._levels = [
-            (names, [part if isinstance(part, float) else part[at] for part in parts])
-            for names, parts in scene.weighed
-        ]
+        self._levels = [level.at(at) for level in scene.weighed]
         self.num_places = len(views)
         self.num_fitting = scene.num_fitting
         self.num_refused = num_refused
@@ -144,11 +160,7 @@ class Choice:
 
     def terms(self, rank: int) -> dict[str, float]:
         """What each term added to the cost of one of the few, in the order of the levels."""
-        return {
-            name: float(part if isinstance(part, float) else part[rank])
-            for names, parts in self._levels
-            for name, part in zip(names, parts, strict=True)
-        }
+        return {name: part for level in self._levels for name, part in level.parts(rank).items()}
 
 
 class Notes(Protocol):

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cluster.routing.cost import OUTPUT_WEIGHT, Scene, first_token_s
+from cluster.routing.cost import FIRST_TOKEN_S, OUTPUT_WEIGHT, PROMPT_HARM_S, Scene
+from cluster.routing.linear import Linear
 from cluster.routing.views import Column
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST_PLACES = 32
 """DP groups of decode engines that are looked at: those where a prompt holds up the least."""
+_DELAY = Linear((1.0, FIRST_TOKEN_S), (1.0, PROMPT_HARM_S))
+"""Of the request, and of everybody who stands still for its prompt."""
 
 
 class Given(NamedTuple):
@@ -101,7 +104,7 @@ class ConditionalPrefill:
         if not len(views):
             return None
         away = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-        costs = first_token_s(away) + views.column(Column.ROWS) * away.prompt_s
+        costs = away.product(_DELAY).total()
         here = min(self._weighed(demand, now_s), default=None)
         if here is None or here[0] >= costs.min():
             return None

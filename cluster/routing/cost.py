@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cluster.routing.affinity import affinities
-from cluster.routing.choice import Choice, Weighed, Whole
-from cluster.routing.placement import ANY_GROUP, Placement
-from cluster.routing.views import SPARES, STEP_COSTS, Column
+from cluster.routing.choice import Choice, Parts, Whole
+from cluster.routing.linear import Linear, Product, Sum, Times
+from cluster.routing.views import Column, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from cluster.config.schema import PolicyName
-    from cluster.routing.choice import Notes, Side
+    from cluster.routing.choice import Notes, Side, Weighed
     from cluster.routing.demand import Demand
+    from cluster.routing.placement import Placement
     from cluster.routing.views import Views
 
     Numbers = npt.NDArray[np.float64]
     Term = Callable[["Scene"], Numbers | float]
-    Level = tuple[tuple[float, Term], ...]
+    Terms = tuple[tuple[float, Term], ...]
+    Level = Linear | Terms
     CachedTokens = Callable[[Demand], Mapping[Placement, int]]
 
 
@@ -100,38 +102,16 @@ class Scene:
         self.weighed: list[Weighed] = []
         self.costs: Numbers | None = None
         self._cached_tokens = cached_tokens
-        # Made when they are asked for; no cached_property, which takes a lock in Python 3.11.
+        # Made when it is asked for; no cached_property, which takes a lock in Python 3.11.
         self._missed: Numbers | float | None = None
-        self._prompt_s: Numbers | None = None
-        self._added_step_s: Numbers | None = None
 
-    @property
-    def prompt_s(self) -> Numbers:
-        """Seconds of computing what is missing of its prompt; 0 where somebody else does."""
-        if self._prompt_s is None:
-            column, missed = self.views.column, self.missed_tokens
-            # Each token attends to those before it, cached ones too, and half of the missing ones.
-            seconds = (self.demand.num_prompt_tokens - 0.5 * missed) * column(Column.PROMPT_PAIR_S)
-            seconds += column(Column.PROMPT_TOKEN_S)
-            seconds *= missed
-            seconds += column(Column.PROMPT_S)
-            self._prompt_s = seconds
-        return self._prompt_s
-
-    @property
-    def added_step_s(self) -> Numbers:
-        """Seconds by which each step of decodes of the whole engine becomes longer."""
-        if self._added_step_s is None:
-            length, num_rows = self.demand.num_first_tokens, self.demand.num_choices
-            more = np.array((num_rows, num_rows * length, length), dtype=np.float64)
-            beyond = more.reshape(3, 1) - self.views.columns(SPARES)
-            np.maximum(beyond, _NOTHING, out=beyond)
-            beyond *= self.views.columns(STEP_COSTS)
-            seconds = beyond[0]
-            seconds += beyond[1]
-            seconds += beyond[2]
-            self._added_step_s = seconds
-        return self._added_step_s
+    def product(self, level: Linear) -> Product:
+        """A linear level, and what all places are weighed by."""
+        demand, views = self.demand, self.views
+        if level.asks_what_is_added:
+            views.add(demand.num_choices, demand.num_first_tokens)
+        times = 1.0, views.mean_rows, float(self.num_output_tokens)
+        return Product(level, times, demand.num_prompt_tokens, self.missed_tokens, views.rates)
 
     @property
     def missed_if_asked(self) -> Numbers | float | None:
@@ -142,17 +122,8 @@ class Scene:
     def missed_tokens(self) -> Numbers | float:
         """Prompt tokens that a place has to compute; an engine as a whole may use any group."""
         if self._missed is None:
-            views, length = self.views, float(self.demand.num_prompt_tokens)
-            cached = self._cached_tokens(self.demand)
-            if not cached:
-                self._missed = length
-                return length
-            missed = self._missed = np.full(len(views), length)
-            for placement, num_tokens in cached.items():
-                for place in (placement, Placement(placement.incarnation, ANY_GROUP)):
-                    index = views.index_of(place)
-                    if index is not None:
-                        missed[index] = min(missed[index], length - num_tokens)
+            length, cached = float(self.demand.num_prompt_tokens), self._cached_tokens(self.demand)
+            self._missed = length - self.views.most_of(cached) if cached else length
         return self._missed
 
 
@@ -218,7 +189,8 @@ class CostPolicy:
             if scene.costs is None:
                 scene.costs = costs
             index = int(costs.argmin())
-            best = costs == costs[index]
+            least = float(costs[index])
+            best = costs <= least + ROUNDING * abs(least)
             if np.count_nonzero(best) == 1:
                 return index
         # What comes before the next turn begins a new round.
@@ -228,12 +200,16 @@ class CostPolicy:
 
 def cost(level: Level, scene: Scene) -> Numbers | float:
     """What one level says of every place, one number if that is the same; the least is best."""
+    if isinstance(level, Linear):
+        product = scene.product(level)
+        scene.weighed.append(product)
+        return product.total()
     names, weights = _names_and_weights(level)
     parts = [
         term(scene) if weight is None else weight * term(scene)
         for weight, (_, term) in zip(weights, level, strict=True)
     ]
-    scene.weighed.append(Weighed(names, parts))
+    scene.weighed.append(Parts(names, parts))
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -241,14 +217,10 @@ def cost(level: Level, scene: Scene) -> Numbers | float:
 
 
 @functools.cache
-def _names_and_weights(level: Level) -> tuple[tuple[str, ...], tuple[Numbers | None, ...]]:
+def _names_and_weights(level: Terms) -> tuple[tuple[str, ...], tuple[Numbers | None, ...]]:
     """What its terms are called, and what each is multiplied by; None: by nothing."""
     names = tuple(term.__name__.removeprefix("_") for _, term in level)
     return names, tuple(None if weight == 1.0 else np.array(weight) for weight, _ in level)
-
-
-_NOTHING, _ITSELF = np.array(0.0), np.array(1.0)
-"""Beside a few hundred numbers numpy takes an array of one in half the time of a Python number."""
 
 
 def _whole(scene: Scene) -> Whole:
@@ -312,39 +284,6 @@ def _missed_tokens(scene: Scene) -> Numbers | float:
     return scene.missed_tokens
 
 
-def first_token_s(scene: Scene) -> Numbers:
-    """Seconds to its first token there: of the prompts before it, and of its own."""
-    return scene.views.column(Column.QUEUE_S) + scene.prompt_s
-
-
-def _transfer_s(scene: Scene) -> Numbers:
-    """Seconds of the KV that has to come there from a prefill engine."""
-    return scene.missed_tokens * scene.views.column(Column.TRANSFER_TOKEN_S)
-
-
-def _prompt_harm_s(scene: Scene) -> Numbers:
-    """Seconds for which its prompt keeps the sequences there from decoding, all together."""
-    return scene.views.column(Column.ROWS) * scene.prompt_s
-
-
-def _work_s(scene: Scene) -> Numbers:
-    """Seconds that its prompt takes from those who will come, who are as many as are there now.
-
-    They find the engine before whom it is: it is everybody's time, wherever it is spent.
-    """
-    rows = scene.views.column(Column.ROWS)
-    return float(rows.sum() / len(rows)) * scene.prompt_s
-
-
-def _output_s(scene: Scene) -> Numbers:
-    """Seconds of its output there, and those that this adds to the sequences there, together."""
-    seconds: Numbers = scene.views.column(Column.ROWS) + _ITSELF
-    seconds *= scene.added_step_s
-    seconds += scene.views.column(Column.STEP_S)
-    seconds *= scene.num_output_tokens
-    return seconds
-
-
 def _missed_where_balanced(scene: Scene) -> Numbers | float:
     """Missed tokens, unless the load is out of balance, or nobody has much of the prompt."""
     missed = scene.missed_tokens
@@ -373,6 +312,27 @@ def _away(scene: Scene) -> Numbers | float:
     return 1.0 - affinities(scene.demand.session, scene.views.keys)
 
 
+_PROMPT = (Rate.PROMPT_S, Rate.PROMPT_TOKEN_S, Rate.PROMPT_PAIR_S)
+_ROWS_PROMPT = (Rate.ROWS_PROMPT_S, Rate.ROWS_PROMPT_TOKEN_S, Rate.ROWS_PROMPT_PAIR_S)
+_ADDED = (Rate.ADDED_ROWS_S, Rate.ADDED_CONTEXT_S, Rate.ADDED_LENGTH_S)
+
+FIRST_TOKEN_S = Sum("first_token_s", Times.ONCE, (Rate.QUEUE_S, *_PROMPT))
+"""Seconds to its first token there: of the prompts before it, and of its own."""
+_TRANSFER_S = Sum("transfer_s", Times.ONCE, (Rate.TRANSFER_TOKEN_S,))
+"""Seconds of the KV that has to come there from a prefill engine."""
+PROMPT_HARM_S = Sum("prompt_harm_s", Times.ONCE, _ROWS_PROMPT)
+"""Seconds for which its prompt keeps the sequences there from decoding, all together."""
+_WORK_S = Sum("work_s", Times.MEAN_ROWS, _PROMPT)
+"""Seconds that its prompt takes from those who will come, who are as many as are there now.
+
+They find the engine before whom it is: it is everybody's time, wherever it is spent.
+"""
+_OUTPUT_S = Sum("output_s", Times.OUTPUT_TOKENS, (Rate.STEP_S, *_ADDED))
+"""Seconds of its output there, and those that this adds to the sequences there, together."""
+
+
+ROUNDING = 1e-12
+"""Costs that differ by no more are equal: what adds up to the same may differ in its last bits."""
 MAX_OUTPUT_TOKENS = 512
 """A request's limit of output is looked at up to here: what is beyond is a limit, seldom a wish."""
 IMBALANCE = 64
@@ -398,16 +358,16 @@ OUTPUT_WEIGHT = 0.1
 """A second that is spread over a request's output weighs so much of one before its first token."""
 WORK_WEIGHT = 0.3
 """And one of those who will come: what is not cached costs more where many are about."""
-_LEAST_DELAY: Level = (
-    (1.0, first_token_s),
-    (1.0, _transfer_s),
-    (OUTPUT_WEIGHT, _prompt_harm_s),
-    (WORK_WEIGHT, _work_s),
-    (OUTPUT_WEIGHT, _output_s),
+_LEAST_DELAY = Linear(
+    (1.0, FIRST_TOKEN_S),
+    (1.0, _TRANSFER_S),
+    (OUTPUT_WEIGHT, PROMPT_HARM_S),
+    (WORK_WEIGHT, _WORK_S),
+    (OUTPUT_WEIGHT, _OUTPUT_S),
 )
 # Whoever is on a prefill engine waits for a prompt. Long prompts go where few wait, short ones
 # where little does.
-_LEAST_PROMPT_DELAY: Level = ((1.0, first_token_s), (0.5, _prompt_harm_s), (1.0, _work_s))
+_LEAST_PROMPT_DELAY = Linear((1.0, FIRST_TOKEN_S), (0.5, PROMPT_HARM_S), (1.0, _WORK_S))
 
 PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
     "least_delay": (

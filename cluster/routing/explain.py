@@ -14,9 +14,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.errors import ServingError
-from cluster.routing.cost import Scene, first_token_s
+from cluster.routing.cost import FIRST_TOKEN_S, Scene
 from cluster.routing.demand import Demand
-from cluster.routing.views import Column, Views
+from cluster.routing.linear import Linear
+from cluster.routing.views import ADDED, Column, Views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 KEPT = 1024
 MOST_MADE = 32
 """Of one request: who is refused again and again is placed as often."""
+_FIRST_TOKEN = Linear((1.0, FIRST_TOKEN_S))
 
 
 class Made(NamedTuple):
@@ -229,14 +231,17 @@ def predicted_ttft_s(choice: Choice) -> float | None:
     columns = choice.columns
     if choice.missed_tokens is None or not columns[Column.PROMPT_S :, 0][:3].any():
         return None
-    return float(first_token_s(_scene(choice))[0])
+    return float(_scene(choice).product(_FIRST_TOKEN).total()[0])
 
 
 def predicted_token_s(choice: Choice) -> float | None:
     """Seconds of a step of decodes there with the request among them; None before any was seen."""
+    step_s, num_rows = choice.columns[[Column.STEP_S, Column.ROWS], 0].tolist()
     scene = _scene(choice)
-    step_s = float(scene.views.column(Column.STEP_S)[0])
-    return step_s + float(scene.added_step_s[0]) if step_s else None
+    scene.views.add(choice.num_choices, scene.demand.num_first_tokens)
+    # It is added to each sequence there, and to the new one.
+    added_s = float(scene.views.rates[ADDED, 0].sum()) / (num_rows + 1.0)
+    return step_s + added_s if step_s else None
 
 
 def predicted_cached_tokens(choice: Choice) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 Columns = dict[str, tuple[Any, ...]]
 """Of each field of a `GroupSnapshot` what all DP groups of an engine say, in their order."""
-Prompts = tuple[tuple[int, ...], ...]
+Prompts = tuple[list[int], list[int], list[int]]
 """How many there are, their tokens and their pairs of tokens; of each DP group."""
 
 
@@ -72,7 +71,8 @@ def engine_load(
     rows = [running + reserved + waiting for running, reserved, waiting in held]
     tokens = list(told["num_context_tokens"])
     longest = max(told["max_context_tokens"])
-    prompts: Prompts = told["num_prompts"], told["num_prompt_tokens"], told["num_prompt_pairs"]
+    counts, lengths = list(told["num_prompts"]), list(told["num_prompt_tokens"])
+    pairs = list(told["num_prompt_pairs"])
     for dp_group, demand in sent:
         if dp_group >= 0:
             length = demand.num_prompt_tokens
@@ -80,11 +80,12 @@ def engine_load(
             tokens[dp_group] += length * demand.num_choices
             longest = max(longest, length)
             if computes_prompts:
-                more = 1, length, num_pairs(0, length)
-                prompts = tuple(map(_added, prompts, itertools.repeat(dp_group), more))
+                counts[dp_group] += 1
+                lengths[dp_group] += length
+                pairs[dp_group] += num_pairs(0, length)
     most_rows, most_tokens = max(rows), max(tokens)
     return Load(
-        _queue_s(prompts, costs, max_step_tokens) if any(prompts[0]) else 0.0,
+        _queue_s((counts, lengths, pairs), costs, max_step_tokens) if any(counts) else 0.0,
         costs.decode_step_s(most_rows, most_tokens, longest),
         rows,
         longest,
@@ -96,10 +97,6 @@ def engine_load(
 def spread(num_groups: int, sent: Iterable[Demand]) -> list[tuple[int, Demand]]:
     """Where an engine puts what it was sent that left the DP group to it: all around."""
     return [(i % num_groups, demand) for i, demand in enumerate(sent)]
-
-
-def _added(counts: tuple[int, ...], dp_group: int, more: int) -> tuple[int, ...]:
-    return *counts[:dp_group], counts[dp_group] + more, *counts[dp_group + 1 :]
 
 
 def _queue_s(prompts: Prompts, costs: StepCosts, max_step_tokens: int) -> float:

@@ -57,6 +57,8 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         spare_rows: Rows that it has less than the DP group of its engine that has most.
         spare_context_tokens: KV tokens likewise.
         max_context_tokens: The longest context of any DP group of its engine.
+        num_rows: Sequences of its engine that hold a slot or are to get one.
+        num_queued_tokens: Prompt tokens that its engine has not started on.
         row_s: Seconds by which a step becomes longer with a row more than the most.
         context_token_s: With a KV token more.
         longest_token_s: With a longest context that is a token longer.
@@ -64,8 +66,6 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         prompt_token_s: Of each of its tokens.
         prompt_pair_s: Of each (token, token that it attends to).
         transfer_token_s: Of each token of a prompt whose KV comes from elsewhere.
-        num_rows: Sequences of its engine that hold a slot or are to get one.
-        num_queued_tokens: Prompt tokens that its engine has not started on.
         queue_s: Seconds of the prompts that are before a new one.
         next_step_s: Seconds of the next step of decodes.
     """
@@ -85,6 +85,8 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     spare_rows: float
     spare_context_tokens: float
     max_context_tokens: float
+    num_rows: float
+    num_queued_tokens: float
     row_s: float
     context_token_s: float
     longest_token_s: float
@@ -92,8 +94,6 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     prompt_token_s: float
     prompt_pair_s: float
     transfer_token_s: float
-    num_rows: float
-    num_queued_tokens: float
     queue_s: float
     next_step_s: float
 

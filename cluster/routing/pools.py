@@ -170,7 +170,8 @@ class PoolState:
         old = replica.snapshot
         if old is not None and snapshot.seq < old.seq:
             return
-        is_new = self._learns_steps and self._learn(replica, snapshot)
+        if self._learns_steps:
+            self._learn(replica, snapshot)
         if snapshot.epoch != replica.epoch:
             replica.refuses = False
         replica.snapshot = snapshot
@@ -179,10 +180,9 @@ class PoolState:
             self._relist()
         else:
             self._change(incarnation)
-        if is_new:
-            # All places are weighed anew; no request should be who waits for that.
-            self.decode_views()
-            self.prefill_views()
+        # No request should be who waits for that, even if all of the pool have other costs now.
+        self._decode.write(self._replicas)
+        self._prefill.write(self._replicas)
 
     def set_moves(self, incarnation: str, moves: bool) -> None:
         """A replica stalls or is quiet and gets no requests, or it moves again."""
@@ -364,12 +364,8 @@ class PoolState:
         fit = self._fits.get(pool)
         return self._common.known_costs if fit is None else fit.model.costs(self._common)
 
-    def _learn(self, replica: _Replica, new: EngineSnapshot) -> bool:
-        """Fit what steps cost to those that a snapshot tells of for the first time.
-
-        Returns:
-            Whether the whole pool's costs are others now.
-        """
+    def _learn(self, replica: _Replica, new: EngineSnapshot) -> None:
+        """Fit what steps cost to those that a snapshot tells of for the first time."""
         old, pool = replica.snapshot, replica.member.pool
         fit = self._fits.setdefault(pool, _Fit())
         is_looked_at = False
@@ -384,8 +380,7 @@ class PoolState:
                     usual = fit.model.plausible(replica.pace.usual(step))
                     fit.model.learn(usual)
                     self._common.learn(usual)
-        is_new = fit.model.num_steps >= fit.next_step
-        if is_new:
+        if fit.model.num_steps >= fit.next_step:
             # All at once: by two states of it, equal replicas would not be equal.
             fit.take_over(self._common)
             for other in self._replicas.values():
@@ -396,7 +391,6 @@ class PoolState:
         elif is_looked_at or old is None:
             usual_costs = fit.costs if fit.model.num_steps else self._common.known_costs
             replica.costs = replica.pace.costs(usual_costs)
-        return is_new
 
     def _change(self, incarnation: str) -> None:
         self.num_changes += 1
@@ -465,12 +459,17 @@ class _Side:
         if not self._is_listed:
             self._list(replicas)
         if self._stale:
+            self.write(replicas)
+        return self._views
+
+    def write(self, replicas: Mapping[str, _Replica]) -> None:
+        """Take over what has changed, unless all is to be listed anew for whoever asks next."""
+        if self._is_listed:
             for incarnation in self._stale:
                 first = self._first.get(incarnation)
                 if first is not None:
                     self._views.write(first, self._places(incarnation, replicas[incarnation]))
             self._stale.clear()
-        return self._views
 
     def _places(self, incarnation: str, replica: _Replica) -> Places:
         snapshot, heard = replica.snapshot, self._heard.get(incarnation)
@@ -576,10 +575,10 @@ def _of_engine(
     """What all places of an engine have, in the order of the columns."""
     return [
         load.max_context_tokens,
-        *costs[1:4],
-        *prompt_costs,
         sum(load.rows),
         num_queued_tokens,
+        *costs[1:4],
+        *prompt_costs,
         load.queue_s,
         load.step_s,
     ]

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.routing.affinity import place_keys
-from cluster.routing.placement import ANY_GROUP, GroupView, Told
+from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
     from cluster.routing.demand import Demand
-    from cluster.routing.placement import Placement
 
 
 class Column(IntEnum):
@@ -38,6 +37,8 @@ class Column(IntEnum):
     SPARE_CONTEXT_TOKENS = auto()
     # Of its engine, the same in all of that engine's places.
     MAX_CONTEXT_TOKENS = auto()
+    ROWS = auto()
+    QUEUED_TOKENS = auto()
     ROW_S = auto()
     CONTEXT_TOKEN_S = auto()
     LONGEST_TOKEN_S = auto()
@@ -45,18 +46,49 @@ class Column(IntEnum):
     PROMPT_TOKEN_S = auto()
     PROMPT_PAIR_S = auto()
     TRANSFER_TOKEN_S = auto()
-    ROWS = auto()
-    QUEUED_TOKENS = auto()
     QUEUE_S = auto()
     STEP_S = auto()
 
 
-SPARES = slice(Column.SPARE_ROWS, Column.MAX_CONTEXT_TOKENS + 1)
-"""What a request may have of rows, KV tokens and length before steps become longer."""
-STEP_COSTS = slice(Column.ROW_S, Column.LONGEST_TOKEN_S + 1)
-"""What more than these costs."""
+class Rate(IntEnum):
+    """Seconds that a place takes for something of a request: what costs are sums of.
+
+    The first are columns as well. All but the last follow from columns of the engine, and are
+    worked out when these are written.
+    """
+
+    PROMPT_S = 0
+    PROMPT_TOKEN_S = auto()
+    PROMPT_PAIR_S = auto()
+    TRANSFER_TOKEN_S = auto()
+    QUEUE_S = auto()
+    STEP_S = auto()
+    # Of a prompt, for all sequences of the engine together, which stand still meanwhile.
+    ROWS_PROMPT_S = auto()
+    ROWS_PROMPT_TOKEN_S = auto()
+    ROWS_PROMPT_PAIR_S = auto()
+    # By which each step becomes longer, for all of them and the new one together: see `Views.add`.
+    ADDED_ROWS_S = auto()
+    ADDED_CONTEXT_S = auto()
+    ADDED_LENGTH_S = auto()
+
+
 NUM_OF_PLACE = int(Column.MAX_CONTEXT_TOKENS)
 """The first columns: those of a place; all others are of its engine."""
+_SPARES = slice(Column.SPARE_ROWS, Column.MAX_CONTEXT_TOKENS + 1)
+"""What a request may have of rows, KV tokens and length before steps become longer."""
+_COLUMNS = slice(len(Column))
+_RATES = slice(Column.PROMPT_S, Column.PROMPT_S + len(Rate))
+ADDED = slice(Rate.ADDED_ROWS_S, len(Rate))
+"""Rates that `Views.add` works out."""
+_GROWTHS = slice(_RATES.stop, _RATES.stop + 3)
+"""What more than the spares costs all sequences of the engine and the new one together."""
+# Of what all places of an engine have.
+_ROWS = Column.ROWS - NUM_OF_PLACE
+_OF_STEPS = slice(Column.ROW_S - NUM_OF_PLACE, Column.PROMPT_S - NUM_OF_PLACE)
+_OF_PROMPTS = slice(Column.PROMPT_S - NUM_OF_PLACE, Column.TRANSFER_TOKEN_S - NUM_OF_PLACE)
+_LEAST = np.array(0.0)
+"""Beside a few hundred numbers numpy takes an array of one in half the time of a Python number."""
 
 
 _NOTHING = Told("both", (), 0.0)
@@ -69,13 +101,15 @@ class Places(NamedTuple):
         told: What the engine says.
         num_free_blocks: Of each place, for each KV group.
         of_places: What each place has, [the first `NUM_OF_PLACE` columns, places].
-        of_engine: What all of them have, [the other columns, 1].
+        of_engine: What all of them have, [the other columns and what follows from them, 1].
+        num_rows: Sequences of the engine.
     """
 
     told: Told
     num_free_blocks: Sequence[list[int]]
     of_places: npt.NDArray[np.float64]
     of_engine: npt.NDArray[np.float64]
+    num_rows: float
 
     @classmethod
     def of(
@@ -85,14 +119,19 @@ class Places(NamedTuple):
         of_places: Sequence[float],
         of_engine: Sequence[float],
     ) -> Places:
-        """Of the same as plain numbers, column by column."""
-        values = np.frombuffer(array("d", (*of_places, *of_engine)))
-        num_of_places = NUM_OF_PLACE * len(num_free_blocks)
+        """Of its columns as plain numbers, column by column."""
+        num_rows = of_engine[_ROWS]
+        standing = [num_rows * seconds for seconds in of_engine[_OF_PROMPTS]]
+        growths = [(num_rows + 1.0) * seconds for seconds in of_engine[_OF_STEPS]]
+        added = 0.0, 0.0, 0.0  # before anybody asks
+        table = array("d", (*of_places, *of_engine, *standing, *added, *growths))
+        values, num_of_places = np.frombuffer(table), len(of_places)
         return cls(
             told,
             num_free_blocks,
             values[:num_of_places].reshape(NUM_OF_PLACE, -1),
             values[num_of_places:, np.newaxis],
+            num_rows,
         )
 
 
@@ -106,14 +145,19 @@ class Views:
         placements: As given.
         num_free_blocks: Of each place, for each KV group.
         told: Of each place, what its engine says; none before the first `write`.
+        rates: Of each `Rate` what all places have, [rates, places]; not to be changed.
     """
 
     def __init__(self, placements: Iterable[Placement] = ()) -> None:
         self.placements = list(placements)
         self.num_free_blocks: list[list[int]] = [[] for _ in self.placements]
         self.told: list[Told] = [_NOTHING] * len(self.placements)
-        self._table = np.zeros((len(Column), len(self.placements)))
+        self._table = np.zeros((_GROWTHS.stop, len(self.placements)))
         self._columns: list[npt.NDArray[np.float64]] = list(self._table)
+        self.rates: npt.NDArray[np.float64] = self._table[_RATES]
+        self._spares, self._added = self._table[_SPARES], self.rates[ADDED]
+        self._growths = self._table[_GROWTHS]
+        self._sum_rows = 0.0
         self._indices = {placement: i for i, placement in enumerate(self.placements)}
         self._take_all = np.array([p.dp_group == ANY_GROUP for p in self.placements], dtype=bool)
         self._have_queues = bool(self._take_all.any())
@@ -126,7 +170,7 @@ class Views:
 
     def __getitem__(self, index: int) -> GroupView:
         index = range(len(self))[index]
-        values = self._table[:, index].tolist()
+        values = self._table[_COLUMNS, index].tolist()
         role, kv_groups, step_s, _ = self.told[index]
         return GroupView(
             *self.placements[index],
@@ -146,9 +190,12 @@ class Views:
 
     def write(self, first: int, places: Places) -> None:
         """Take over what is new of the places of one engine, the first of which is at an index."""
-        end = first + len(places.num_free_blocks)
+        count = len(places.num_free_blocks)
+        end = first + count
+        if count:
+            self._sum_rows += count * (places.num_rows - float(self._columns[Column.ROWS][first]))
         self.num_free_blocks[first:end] = places.num_free_blocks
-        self.told[first:end] = [places.told] * (end - first)
+        self.told[first:end] = [places.told] * count
         self._table[:NUM_OF_PLACE, first:end] = places.of_places
         self._table[NUM_OF_PLACE:, first:end] = places.of_engine
 
@@ -158,30 +205,40 @@ class Views:
             self.placements == other.placements
             and self.told == other.told
             and self.num_free_blocks == other.num_free_blocks
-            and np.array_equal(self._table, other._table)
+            and np.array_equal(self._table[_COLUMNS], other._table[_COLUMNS])
         )
 
     def column(self, column: Column) -> npt.NDArray[np.float64]:
         """What all places have of one thing; not to be changed."""
         return self._columns[column]
 
-    def columns(self, columns: slice) -> npt.NDArray[np.float64]:
-        """What all places have of several things, [things, places]; not to be changed."""
-        return self._table[columns]
+    def add(self, num_rows: int, num_tokens: int) -> None:
+        """Work out the `ADDED` rates for a request of so many sequences of so many tokens each."""
+        more = np.array(((num_rows,), (num_rows * num_tokens,), (num_tokens,)), dtype=np.float64)
+        added = np.subtract(more, self._spares, out=self._added)
+        np.maximum(added, _LEAST, out=added)
+        added *= self._growths
+
+    @property
+    def mean_rows(self) -> float:
+        """Sequences of a place's engine, in the mean over all places."""
+        return self._sum_rows / len(self.placements)
 
     def columns_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """What some places have of all things, [things, places]: a copy."""
-        return self._table.take(indices, axis=1)
+        return self._table[_COLUMNS].take(indices, axis=1)
 
     def copy(self) -> npt.NDArray[np.float64]:
         """What all places have of all things; `of` makes views of it."""
-        return self._table.copy()
+        return self._table[_COLUMNS].copy()
 
     @classmethod
     def of(cls, placements: Iterable[Placement], columns: npt.NDArray[np.float64]) -> Views:
         """Views of what places have, [things, places]; of nothing that engines say besides."""
         views = cls(placements)
-        views._table[:] = columns
+        for index, values in enumerate(columns.T.tolist()):
+            of_place, of_engine = values[:NUM_OF_PLACE], values[NUM_OF_PLACE:]
+            views.write(index, Places.of(_NOTHING, [[]], of_place, of_engine))
         return views
 
     @cached_property
@@ -197,6 +254,20 @@ class Views:
     def index_of(self, placement: Placement) -> int | None:
         """Where a place is in the list, if it is there."""
         return self._indices.get(placement)
+
+    def most_of(self, counts: Mapping[Placement, int]) -> npt.NDArray[np.float64]:
+        """Of each place what is counted there, if it is; of an engine as a whole, of any group."""
+        found: dict[int, int] = {}
+        index_of = self._indices.get
+        for placement, count in counts.items():
+            index = index_of(placement)
+            if index is None and self._have_queues:
+                index = index_of(Placement(placement.incarnation, ANY_GROUP))
+            if index is not None and count > found.get(index, 0):
+                found[index] = count
+        most = np.zeros(len(self))
+        most[list(found)] = list(found.values())
+        return most
 
     def fitting(self, demand: Demand) -> npt.NDArray[np.bool_]:
         """Where a request can begin at once, as `fits` says."""

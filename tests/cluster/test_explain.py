@@ -87,7 +87,7 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
         chosen, *others = choice["candidates"]
         assert chosen["replica"] in {engine.member.replica_id for engine in pool}
         assert chosen["missed_tokens"] == len(PROMPT) - CACHED
-        assert all(other["cost"] >= chosen["cost"] for other in others)
+        assert all(other["cost"] >= chosen["cost"] * (1.0 - 1e-9) for other in others)
         assert {"first_token_s", "work_s"} <= chosen["terms"].keys()
         predicted, actual = route["predicted"], route["actual"]
         assert predicted["cached_tokens"] == actual["cached_tokens"] == CACHED

@@ -42,8 +42,8 @@ class Load(NamedTuple):
 def a_view(placement, index, blocks, slots, room, active, waiting, queued, load):
     return GroupView(
         *placement, *TOLD[:-1], index, blocks, slots, *room, active, waiting,
-        load.spare_rows, load.spare_context_tokens, load.max_context_tokens, *load.costs[1:],
-        load.transfer_token_s, load.num_rows, queued, load.queue_s, load.step_s,
+        load.spare_rows, load.spare_context_tokens, load.max_context_tokens, load.num_rows, queued,
+        *load.costs[1:], load.transfer_token_s, load.queue_s, load.step_s,
     )  # fmt: skip
 
 
@@ -543,3 +543,12 @@ def test_who_looks_at_caches_is_listed(name):
     place(policies.decode, needs(1), [group_view("a", 0, 4, 9), group_view("b", 0, 4, 9)])
     place(policies.prefill, needs(1), [prefill_view("a", 0, 0), prefill_view("b", 0, 0)])
     assert bool(asked) == (name in LOOK_AT_CACHES)
+
+
+def test_an_engine_as_a_whole_has_what_any_of_its_groups_has():
+    counts = {
+        Placement("a", 0): 3, Placement("a", 1): 7, Placement("a", 2): 5,
+        Placement("b", ANY_GROUP): 2, Placement("gone", 0): 9,
+    }  # fmt: skip
+    assert Views(Placement(i, ANY_GROUP) for i in "abc").most_of(counts).tolist() == [7, 2, 0]
+    assert Views(Placement("a", group) for group in (1, 0, 3)).most_of(counts).tolist() == [7, 3, 0]

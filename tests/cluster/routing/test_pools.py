@@ -293,6 +293,14 @@ def test_a_change_of_one_replica_shows_at_its_place_only():
     assert before != after
 
 
+def test_a_snapshot_is_in_the_views_before_anybody_asks():
+    """So that no request waits for what engines have told since the one before."""
+    pools = three_replicas()
+    views = pools.decode_views()
+    pools.take_snapshot("d0", idle(seq=1, num_slots=1))
+    assert [view.num_empty_slots for view in views] == [1, 1, 2, 2]
+
+
 def test_several_changes_between_two_looks_all_show():
     pools = three_replicas()
     pools.decode_views()
