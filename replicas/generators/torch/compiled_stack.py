@@ -70,7 +70,8 @@ def _let_others(_context):
 
 
 @njit(**OPTIONS)
-def _wait(progress, index, wanted):
+def wait(progress, index, wanted):
+    """Until a number that other threads publish is large enough."""
     turns = 0
     while _seen(progress, index) < wanted:
         turns += 1
@@ -96,14 +97,14 @@ def run_layers(item, head_dim, share):
         num_units, final_layer, most = a[4], a[6], a[30]
         hidden, inner, num_kv_heads, block_size = a[7], a[8], a[9], a[10]
         eps = np.float32(double_of(a[12]))
-        x, out = _items(a[13], item), _items(a[14], item)
-        angles = _items(a[15], item), _items(a[16], item)
-        places = _numbers(a[17]), _numbers(a[18])
+        x, out = items(a[13], item), items(a[14], item)
+        angles = items(a[15], item), items(a[16], item)
+        places = numbers(a[17]), numbers(a[18])
         starts, lengths, tables, wanted = (
-            _numbers(a[19]), _numbers(a[20]), _numbers(a[21]), _numbers(a[22]),
+            numbers(a[19]), numbers(a[20]), numbers(a[21]), numbers(a[22]),
         )  # fmt: skip
         cuts, requests, needs, firsts = (
-            _numbers(a[23]), _numbers(a[24]), _numbers(a[25]), _numbers(a[26]),
+            numbers(a[23]), numbers(a[24]), numbers(a[25]), numbers(a[26]),
         )  # fmt: skip
         kept, done = pointer(a[28], types.int64), pointer(a[29], types.int64)
         size = num_kv_heads * share * head_dim
@@ -119,17 +120,17 @@ def run_layers(item, head_dim, share):
         task = take(block)
         while task < a[1]:
             nth, unit = divmod(task, num_units)
-            layer = _numbers(a[27] + 8 * COLUMNS * (a[5] + nth))
+            layer = numbers(a[27] + 8 * COLUMNS * (a[5] + nth))
             begin, end = cuts[unit], cuts[unit + 1]
-            planes = _items(layer[PLANES], item), _items(layer[PLANES + 1], item)
-            _wait(done, unit, nth)
+            planes = items(layer[PLANES], item), items(layer[PLANES + 1], item)
+            wait(done, unit, nth)
             _make_heads(
                 (x, begin * hidden), end - begin, layer, shape, angles, places, begin, planes,
                 normed, heads, sums, item,
             )  # fmt: skip
             _publish(kept, unit, nth + 1)
             for before in range(needs[unit], unit):
-                _wait(kept, before, nth + 1)
+                wait(kept, before, nth + 1)
             token, request = begin, requests[unit]
             while token < end:
                 while starts[request + 1] <= token:
@@ -158,7 +159,7 @@ def run_layers(item, head_dim, share):
             if a[5] + nth == final_layer:
                 # Nothing reads the other tokens any more.
                 count, into, place = firsts[unit + 1] - firsts[unit], out, firsts[unit] * hidden
-                _leave(wanted, firsts[unit], count, begin, attended, size, x, out, hidden)
+                leave(wanted, firsts[unit], count, begin, attended, size, x, out, hidden)
             _mix(into, place, count, layer, shape, attended, normed, gated, sums, item)
             _publish(done, unit, nth + 1)
             task = take(block)
@@ -167,17 +168,19 @@ def run_layers(item, head_dim, share):
 
 
 @njit(inline="always")
-def _items(address, item):
+def items(address, item):
+    """What is stored from an address on."""
     return carray(pointer(address, item), (1,))
 
 
 @njit(inline="always")
-def _numbers(address):
+def numbers(address):
+    """The int64 from an address on."""
     return carray(pointer(address, types.int64), (1,))
 
 
 @njit(**OPTIONS)
-def _leave(wanted, first, count, begin, attended, size, x, out, hidden):
+def leave(wanted, first, count, begin, attended, size, x, out, hidden):
     """Wanted tokens: what they found to the start of ``attended``, they themselves to ``out``."""
     for nth in range(first, first + count):
         token, row = wanted[np.uintp(nth)], nth - first
@@ -198,11 +201,11 @@ def _make_heads(
     """Queries, keys and values of some tokens; keys and values also to their blocks."""
     hidden, _, size, num_kv_heads, head_dim, block_size, eps = shape
     heads_size = size + 2 * num_kv_heads * head_dim
-    _normalise_rows(reads, count, _items(layer[0], item), normed, hidden, eps)
+    normalise_rows(reads, count, items(layer[0], item), normed, hidden, eps)
     _multiply(
         (normed, 0), count, hidden, layer, 1, heads_size, NOTHING, (heads, 0), sums, item
     )  # fmt: skip
-    norm, (cos, sin), (positions, kv_positions) = _items(layer[3], item), angles, places
+    norm, (cos, sin), (positions, kv_positions) = items(layer[3], item), angles, places
     for row in range(count):
         place = row * heads_size
         compiled.turn(
@@ -220,14 +223,15 @@ def _mix(x, at, count, layer, shape, attended, normed, gated, sums, item):
     """What attention found and the MLP, added to some rows of x."""
     hidden, inner, size, _, _, _, eps = shape
     _multiply((attended, 0), count, size, layer, 4, hidden, PLUS, (x, at), sums, item)
-    _normalise_rows((x, at), count, _items(layer[6], item), normed, hidden, eps)
+    normalise_rows((x, at), count, items(layer[6], item), normed, hidden, eps)
     _multiply((normed, 0), count, hidden, layer, 7, inner, SWISH, (gated, 0), sums, item)
     _multiply((normed, 0), count, hidden, layer, 9, inner, TIMES, (gated, 0), sums, item)
     _multiply((gated, 0), count, inner, layer, 11, hidden, PLUS, (x, at), sums, item)
 
 
 @njit(**OPTIONS)
-def _normalise_rows(reads, count, weight, normed, hidden, eps):
+def normalise_rows(reads, count, weight, normed, hidden, eps):
+    """The norm of some rows."""
     x, at = reads
     for row in range(count):
         compiled.normalise(x, at + row * hidden, weight, 0, normed, row * hidden, hidden, eps)
@@ -236,7 +240,31 @@ def _normalise_rows(reads, count, weight, normed, hidden, eps):
 @njit(inline="always")
 def _multiply(reads, count, size, layer, column, num_outputs, then, writes, sums, item):
     """Rows times a weight of the layer, into what it is added to or multiplied by."""
-    weight, bias = _items(layer[column], item), _items(layer[column + 1], item)
-    linear = size, weight, bias, layer[column + 1] != 0, num_outputs
     panels = 0, -(-num_outputs // PANEL)
+    multiply_panels(
+        reads, count, size, layer, column, num_outputs, panels, then, writes, sums, item
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def multiply_panels(
+    reads, count, size, layer, column, num_outputs, panels, then, writes, sums, item
+):
+    """Rows times some panels of a weight of the layer, into what it is added to or multiplied by.
+
+    Args:
+        reads: Rows, where the first one is.
+        count: How many.
+        size: K.
+        layer: Addresses, see `COLUMNS`.
+        column: Which of them is the weight's, before that of its bias.
+        num_outputs: N.
+        panels: The first, and the one behind the last.
+        then: What `products.finish_rows` does.
+        writes: The whole product, where its first row is.
+        sums: Of `compiled.sums_for`.
+        item: What the numbers are stored as.
+    """
+    weight, bias = items(layer[column], item), items(layer[column + 1], item)
+    linear = size, weight, bias, layer[column + 1] != 0, num_outputs
     compiled.multiply(reads, count, linear, panels, then, writes, writes, sums)

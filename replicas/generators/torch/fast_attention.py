@@ -16,7 +16,7 @@ from replicas.generators.torch.kernels import Tiles, attention_for, kernels_for
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from replicas.generators.torch.inputs import PagedBatch
+    from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.plain import Attend, PlainKernels
@@ -44,9 +44,7 @@ class FastAttention:
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """See ``attention.AttentionBackend.prepare``."""
-        counts = np.diff(batch.query_start_loc)
-        kinds = ((1, counts == 1), (TILE, counts > 1))
-        parts = [_tiles(batch, which, size) for size, which in kinds if which.any()]
+        parts = _parts(batch)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -55,6 +53,26 @@ class FastAttention:
             return out
 
         return attend
+
+
+def tiles_of(batch: PagedBatch) -> tuple[Int64Array, Int64Array]:
+    """All tiles of a pass.
+
+    Returns:
+        int64 (4, B): the first token of each, how many, what the last of them sees, its request;
+        then int64 (B,): whether it is a request's only token.
+    """
+    parts = _parts(batch)
+    rows = [np.array([t.tokens, t.counts, t.lengths, t.requests]) for t in parts]
+    are_alone = [np.full(len(t.tokens), t.size == 1, dtype=np.int64) for t in parts]
+    return np.concatenate(rows, axis=1), np.concatenate(are_alone)
+
+
+def _parts(batch: PagedBatch) -> list[Tiles]:
+    """The tiles of requests with one token, and those of others."""
+    counts = np.diff(batch.query_start_loc)
+    kinds = ((1, counts == 1), (TILE, counts > 1))
+    return [_tiles(batch, which, size) for size, which in kinds if which.any()]
 
 
 def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
@@ -69,5 +87,7 @@ def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
     lengths = batch.seq_lens[requests][rows] - (ends[rows] - tokens - counts)
     # Longest first: threads take them in order, and the last ones should be short.
     order = np.argsort(-lengths, kind="stable")
-    tables = np.ascontiguousarray(batch.block_table[requests])
-    return Tiles(size, tokens[order], counts[order], lengths[order], rows[order], tables)
+    owners = requests[rows]
+    return Tiles(
+        size, tokens[order], counts[order], lengths[order], owners[order], batch.block_table
+    )

@@ -34,6 +34,7 @@ from numba.core.registry import cpu_target
 
 from replicas.generators.torch import (
     compiled,
+    compiled_shares,
     compiled_stack,
     heads,
     pairs,
@@ -66,7 +67,9 @@ share the folder, say, which compile it again then."""
 _IN_FILE_NAME = re.compile(r"_([0-9a-f]{16})-\d+\.")
 """The version in the names of files that numba makes of a qualified name."""
 
-_SOURCES = (compiled, compiled_stack, heads, pairs, products, rows, tiles, vectors)
+_SOURCES = (
+    compiled, compiled_shares, compiled_stack, heads, pairs, products, rows, tiles, vectors,
+)  # fmt: skip
 """What the compiled code is made of."""
 
 # --- what they are given -------------------------------------------------------------------------

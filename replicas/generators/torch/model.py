@@ -57,7 +57,7 @@ class PagedTransformer:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether a pass can be one call, whose threads share out its tokens."""
+        """Whether a pass is one call."""
         return self._stack is not None
 
     def forward(
@@ -81,9 +81,7 @@ class PagedTransformer:
         weights, kernels = self._weights, self._attention.kernels
         self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
-        run = self._run_one_by_one
-        if self._stack is not None and self._stack.suits(len(x), torch.get_num_threads()):
-            run = self._run_stack
+        run = self._run_one_by_one if self._stack is None else self._run_stack
         last = run(x, batch, cache, (before_layer, after_layer))
         last = kernels.rms_norm(last, weights.final_norm, self._config.rms_norm_eps)
         # Made outside inference mode: callers may then change their logits in place.
@@ -97,12 +95,12 @@ class PagedTransformer:
         assert self._stack is not None
         layers = range(len(self._weights.layers))
         wanted, order = np.unique(batch.logits_indices.numpy(), return_inverse=True)
-        units = self._stack.units(batch, wanted)
+        plan = self._stack.plan(batch, wanted)
         before_layer, after_layer = around
         is_one = around == (None, None) or self._stack.is_short(len(x))
         for some in [layers] if is_one else [layers[index : index + 1] for index in layers]:
             _tell(before_layer, some)
-            x = self._stack.run(x, batch, cache, some, units)
+            x = self._stack.run(x, batch, cache, some, plan)
             _tell(after_layer, some)
         return _wanted(x, torch.from_numpy(order))
 

@@ -1,7 +1,8 @@
 """All layers of a pass in one call, for models whose weights are packed as panels.
 
 Between two operations on the rows of a small model nearly as much time goes by as in them. Here a
-pass is one call, whose threads share out the tokens, not the operations.
+pass is one call, whose threads share out the tokens, or the weights where these are many and the
+tokens few, not the operations.
 
 Dimensions: T tokens, R requests, N hidden size, S wanted tokens, U units.
 """
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from replicas.generators.torch import compiled_stack
+from replicas.generators.torch import compiled_shares, compiled_stack
 from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.compiled_stack import COLUMNS, PLANES
+from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.kernels import Kernel, address, bits, place
 from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import DenseLayerWeights
 from replicas.generators.torch.panels import PanelLinear
+from replicas.generators.torch.products import PANEL
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -55,6 +58,22 @@ class Units:
     needs: Int64Array
     wanted: Int64Array
     firsts: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares:
+    """How a pass is cut whose weights are shared out.
+
+    Attributes:
+        wanted: int64 (S,), in order: tokens that go through the model's last layer.
+        tiles: int64 (4, B): of neighbouring tokens that attend together the first, how many, what
+            the last of them sees, and their request.
+        are_alone: int64 (B,), whether they are a request's only one.
+    """
+
+    wanted: Int64Array
+    tiles: Int64Array
+    are_alone: Int64Array
 
 
 def cut(starts: Int64Array, wanted: Int64Array, num_threads: int) -> Units:
@@ -99,18 +118,14 @@ class LayerStack:
     ) -> None:
         self._config, self._weights, self._rope = config, weights, rope
         share = config.num_attention_heads // config.num_key_value_heads
-        self._kernel = Kernel(
-            compiled_stack.run_layers, weights.embedding.dtype, config.head_dim, share
+        self._kernel, self._shares_kernel = (
+            Kernel(make, weights.embedding.dtype, config.head_dim, share)
+            for make in (compiled_stack.run_layers, compiled_shares.share_layers)
         )
         self._addresses = np.array([_addresses(layer) for layer in weights.layers])
         self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
         matrices = _matrices(weights.layers[0])
         self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
-
-    def suits(self, num_tokens: int, num_threads: int) -> bool:
-        """Whether sharing out so many tokens is better than sharing out the weights."""
-        is_small = self._layer_weights < LONG_WEIGHTS
-        return is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads
 
     def is_short(self, num_tokens: int) -> bool:
         """Whether a pass of so many tokens is better not interrupted."""
@@ -125,10 +140,19 @@ class LayerStack:
             for layer in weights.layers
         )
 
-    @staticmethod
-    def units(batch: PagedBatch, wanted: Int64Array) -> Units:
-        """How a pass is cut for the threads that PyTorch uses; see `cut`."""
-        return cut(batch.query_start_loc, wanted, torch.get_num_threads())
+    def plan(self, batch: PagedBatch, wanted: Int64Array) -> Units | Shares:
+        """How a pass is cut for the threads that PyTorch uses.
+
+        Args:
+            batch: The tokens.
+            wanted: int64 (S,), those that go through the last layer, in order.
+        """
+        num_tokens, num_threads = len(batch.input_ids), torch.get_num_threads()
+        is_small = self._layer_weights < LONG_WEIGHTS
+        if is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads:
+            return cut(batch.query_start_loc, wanted, num_threads)
+        tiles, are_alone = tiles_of(batch)
+        return Shares(wanted, tiles, are_alone)
 
     def run(
         self,
@@ -136,7 +160,7 @@ class LayerStack:
         batch: PagedBatch,
         cache: TorchKVCache,
         layers: range,
-        units: Units,
+        plan: Units | Shares,
     ) -> torch.Tensor:
         """Take the tokens through some layers.
 
@@ -145,24 +169,39 @@ class LayerStack:
             batch: Their places.
             cache: Written and read.
             layers: Which, in order.
-            units: The tokens, cut.
+            plan: The pass, cut.
 
         Returns:
             (S, N) behind the model's last layer; else ``x``.
         """
-        config, num_threads = self._config, torch.get_num_threads()
+        is_last = layers[-1] == len(self._addresses) - 1
+        out = x.new_empty(len(plan.wanted), x.shape[1]) if is_last else x
+        if isinstance(plan, Units):
+            self._run_units(x, out, batch, cache, layers, plan)
+        else:
+            self._run_shares(x, out, batch, cache, layers, plan)
+        return out
+
+    def _run_units(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        layers: range,
+        units: Units,
+    ) -> None:
+        config = self._config
         num_units = len(units.requests)
-        final = len(self._addresses) - 1
-        out = x.new_empty(len(units.wanted), x.shape[1]) if layers[-1] == final else x
         progress = np.zeros((2, num_units), dtype=np.int64)
         dtype, table = x.dtype, self._with(cache)
         self._kernel(
             len(layers) * num_units,
             0,
-            min(num_threads, num_units),
+            min(torch.get_num_threads(), num_units),
             num_units,
             layers[0],
-            final,
+            len(self._addresses) - 1,
             x.shape[1],
             config.intermediate_size,
             config.num_key_value_heads,
@@ -188,7 +227,60 @@ class LayerStack:
             place(progress[1]),
             int(np.diff(units.cuts).max()),
         )
-        return out
+
+    def _run_shares(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        layers: range,
+        shares: Shares,
+    ) -> None:
+        config, num_tokens = self._config, len(x)
+        size = config.num_attention_heads * config.head_dim
+        heads_size = size + 2 * config.num_key_value_heads * config.head_dim
+        heads, attended = x.new_empty(num_tokens, heads_size), x.new_empty(num_tokens, size)
+        gated = x.new_empty(num_tokens, config.intermediate_size)
+        of_hidden, of_inner, of_heads = (
+            -(-n // PANEL) for n in (x.shape[1], config.intermediate_size, heads_size)
+        )
+        num_tiles = shares.tiles.shape[1]
+        num_tasks = (
+            of_heads + -(-num_tokens // compiled_shares.ROWS)
+            + num_tiles * config.num_key_value_heads + 1 + 2 * of_hidden + of_inner
+        )  # fmt: skip
+        done = np.zeros(compiled_shares.PHASES * len(layers), dtype=np.int64)
+        dtype, table = x.dtype, self._with(cache)
+        self._shares_kernel(
+            len(layers) * num_tasks,
+            layers[0],
+            len(self._addresses) - 1,
+            num_tokens,
+            x.shape[1],
+            config.intermediate_size,
+            config.num_key_value_heads,
+            cache.block_size,
+            batch.block_table.shape[1],
+            bits(config.rms_norm_eps),
+            address(x, dtype),
+            address(out, dtype),
+            address(self._rope[0], dtype),
+            address(self._rope[1], dtype),
+            address(batch.positions, torch.int64),
+            address(batch.kv_positions, torch.int64),
+            *(place(row) for row in shares.tiles),
+            num_tiles,
+            place(batch.block_table),
+            place(shares.wanted),
+            len(shares.wanted),
+            address(heads, dtype),
+            address(attended, dtype),
+            address(gated, dtype),
+            place(table),
+            place(shares.are_alone),
+            place(done),
+        )
 
     def _with(self, cache: TorchKVCache) -> Int64Array:
         """The table with the planes of a cache."""

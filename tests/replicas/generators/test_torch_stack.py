@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from replicas.generators.torch import generator, pairs, stack
 from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.inputs import PagedBatch
 from tests.replicas.generators.conftest import make_generator
 
@@ -77,14 +78,21 @@ def fill(kv_cache, seed):
             plane.copy_(torch.randn(plane.shape, generator=stream))
 
 
-def run(made, batch, monkeypatch, *, in_one, seed=0):
+def run(made, batch, monkeypatch, *, in_one, seed=0, shares="tokens"):
     torch_generator, kv_cache = made
     fill(kv_cache, seed)
     with monkeypatch.context() as patch:
         if not in_one:
             patch.setattr(torch_generator._model, "_stack", None)
+        elif shares == "weights":
+            patch.setattr(stack.LayerStack, "plan", share_weights)
         logits = torch_generator._forward(batch, kv_cache)
     return logits, [plane.clone() for planes in kv_cache.planes for plane in planes]
+
+
+def share_weights(_stack, batch, wanted):
+    """As for a model with many weights, and few tokens."""
+    return stack.Shares(wanted, *tiles_of(batch))
 
 
 def assert_equal(found, wanted):
@@ -99,15 +107,16 @@ requests = st.lists(
 )
 
 
+@pytest.mark.parametrize("shares", ["tokens", "weights"])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
 @settings(max_examples=25)
 @given(requests, st.data(), st.integers(0, 2**20))
-def test_passes_of_any_requests(made, case, parts, data, seed):
+def test_passes_of_any_requests(made, case, shares, parts, data, seed):
     num_tokens = sum(now for _, now in parts)
     wanted = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=num_tokens))
     batch = batch_of(parts, lambda _: wanted, seed)
     with pytest.MonkeyPatch.context() as patch:
-        one = run(made(case), batch, patch, in_one=True, seed=seed)
+        one = run(made(case), batch, patch, in_one=True, seed=seed, shares=shares)
         assert_equal(one, run(made(case), batch, patch, in_one=False, seed=seed))
 
 
@@ -151,9 +160,10 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_besid
     assert all(torch.equal(*both) for both in zip(now, planes, strict=True))
 
 
+@pytest.mark.parametrize("shares", ["tokens", "weights"])
 @pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("has", ["before", "after", "both"])
-def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has, is_short):
+def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has, is_short, shares):
     monkeypatch.setattr(stack, "SHORT_PASS", 10**12 if is_short else 0)
     parts = [(0, 70), (5, 1), (30, 40)]
     batch = batch_of(parts, range, 3)
@@ -170,7 +180,7 @@ def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has, is
         look("before") if has != "after" else None, look("after") if has != "before" else None
     )
     try:
-        assert_equal(run(made("qwen3"), batch, monkeypatch, in_one=True), wanted)
+        assert_equal(run(made("qwen3"), batch, monkeypatch, in_one=True, shares=shares), wanted)
     finally:
         torch_generator.set_layer_callbacks(None, None)
     fill(kv_cache, 0)
@@ -251,3 +261,19 @@ def test_units_are_all_tokens_once_and_know_what_they_need(counts, num_threads, 
         mine = wanted[units.firsts[unit] : units.firsts[unit + 1]]
         assert mine.tolist() == [token for token in wanted.tolist() if begin <= token < end]
     assert len(units.firsts) == len(units.cuts)
+
+
+def test_weights_are_shared_out_where_they_are_many_and_tokens_few(made, monkeypatch):
+    torch_generator, _ = made("llama-gqa")
+    layers = torch_generator._model._stack
+    few, many = (batch_of([(0, n)], range, 0) for n in (4, 90))
+    wanted = np.arange(1)
+
+    def kinds():
+        return [type(layers.plan(batch, wanted)) for batch in (few, many)]
+
+    has_threads = torch.get_num_threads() > 1
+    assert kinds() == [stack.Units, stack.Units]
+    monkeypatch.setattr(stack, "LONG_WEIGHTS", 0)
+    monkeypatch.setattr(stack, "MOST_ROWS", 90 // torch.get_num_threads())
+    assert kinds() == [stack.Shares if has_threads else stack.Units, stack.Units]
