@@ -1,7 +1,8 @@
 """What is done to a cluster's processes at random moments: SIGKILL, or SIGSTOP and SIGCONT.
 
 Only to replicas and ingresses that serve: Ray Serve gives a deployment up whose replicas fail twice
-in a row before they have served, as a wrong model does.
+in a row before they have served, as a wrong model does. And only to one that has another beside it:
+who asks a cluster that has lost every decode engine is told so with 503, whatever is done there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
 SERVES_AFTER_S = 12.0
 """A process that is as old serves: it has been seen for so long."""
@@ -42,15 +43,21 @@ class Troublemaker:
         processes: Gives (name, process id) of every process of the cluster.
         mean_s: Mean time from one trouble to the next.
         rng: What every draw comes from.
+        can_lose: Says which pools have a replica more than they need; "ingress" is one.
 
     Attributes:
         done: All troubles so far.
     """
 
     def __init__(
-        self, processes: Callable[[], dict[str, int]], mean_s: float, rng: random.Random
+        self,
+        processes: Callable[[], dict[str, int]],
+        mean_s: float,
+        rng: random.Random,
+        can_lose: Callable[[], Set[str]],
     ) -> None:
         self._processes = processes
+        self._can_lose = can_lose
         self._mean_s = mean_s
         self._rng = rng
         self._seen_s: dict[int, float] = {}
@@ -64,7 +71,8 @@ class Troublemaker:
         try:
             while True:
                 await asyncio.sleep(self._rng.expovariate(1.0 / self._mean_s))
-                self._make(await asyncio.to_thread(self._processes))
+                pools = await asyncio.to_thread(self._can_lose)
+                self._make(await asyncio.to_thread(self._processes), pools)
         finally:
             for process_id, waking in self._stopped.items():
                 waking.cancel()
@@ -79,7 +87,7 @@ class Troublemaker:
             for trouble in self.done
         )
 
-    def _make(self, processes: dict[str, int]) -> None:
+    def _make(self, processes: dict[str, int], pools: Set[str]) -> None:
         now_s = time.monotonic()
         for process_id in processes.values():
             self._seen_s.setdefault(process_id, now_s)
@@ -87,6 +95,7 @@ class Troublemaker:
             name
             for name, process_id in processes.items()
             if name.startswith(("engine", "actor", "ingress"))
+            and not pools.isdisjoint(name.split())
             and process_id not in self._stopped
             and now_s - self._seen_s[process_id] >= SERVES_AFTER_S
         )

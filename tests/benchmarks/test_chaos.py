@@ -121,7 +121,7 @@ def test_troubles_hit_who_serves_and_nobody_stays_stopped():
         return {**found, "haproxy 1": haproxy.pid}
 
     async def run():
-        maker = Troublemaker(processes, 0.02, random.Random(1))
+        maker = Troublemaker(processes, 0.02, random.Random(1), lambda: {"decode"})
         making = asyncio.create_task(maker.run())
         await asyncio.sleep(1.0)  # some fifty troubles
         making.cancel()
@@ -147,12 +147,14 @@ def test_troubles_hit_who_serves_and_nobody_stays_stopped():
 
 
 def test_a_process_that_has_just_come_is_left_alone():
-    maker = Troublemaker(dict, 1.0, random.Random(1))
-    maker._make({"ingress 1": 2**30})
+    maker = Troublemaker(dict, 1.0, random.Random(1), set)
+    maker._make({"ingress 1": 2**30}, {"ingress"})
     assert maker.done == []
     maker._seen_s[2**30] = time.monotonic() - SERVES_AFTER_S
     maker._rng.random = lambda: 0.0  # killed, not stopped; there is no such process
-    maker._make({"ingress 1": 2**30})
+    maker._make({"ingress 1": 2**30}, {"decode"})  # the other one does not serve
+    assert maker.done == []
+    maker._make({"ingress 1": 2**30}, {"ingress"})
     assert [trouble.victim for trouble in maker.done] == ["ingress 1"]
     assert maker.ingress_was_in_trouble(0.0, time.monotonic())
     assert not maker.ingress_was_in_trouble(0.0, time.monotonic() - 60.0)
