@@ -227,6 +227,8 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
         DOOR_VARIABLE: DOOR,
         # Serve replaces a proxy after three failures: by default 30 s after HAProxy's death.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(_HEALTH_PERIOD_S),
+        # Ray's own is 15: whatever else computes on a host would go before engines and streams.
+        "RAY_worker_niceness": "0",
     }
     if script is None:
         return variables
