@@ -32,13 +32,13 @@ waiting_and_running: least of 4 x waiting + running (vLLM's data parallel balanc
 cache_and_load: least of tokens to prefill and tokens held (Dynamo's KV router).
 Equal places: most_empty_slots takes the first by name, all others take them in turn."""
 
-OrderName = Literal["decode_first", "prefill_first"]
-"""decode_first: a decode slot is reserved with the prompt, and stands idle while that is computed.
-Better where prompts are short, prefill seldom queues, or an error after the first token is worse
-than a late one.
+OrderName = Literal["predicted", "decode_first", "prefill_first"]
+"""predicted: a decode slot is reserved when the prompt is about to be computed, and so much earlier
+as slots have to be waited for. With `admission` as decode_first: who is let in is about to be.
+decode_first: a decode slot is reserved with the prompt, and stands idle while others are computed
+before it. Better where an error after the first token is worse than a late one.
 prefill_first: the KV waits with the prefill replica for a slot, takes its blocks there, and is
-computed again after `TransferConfig.rendezvous_s`. Better where prompts are long, prefill queues,
-or decode slots are what there is too little of."""
+computed again after `TransferConfig.rendezvous_s`."""
 
 LARGEST_BODY_BYTES = 64 * 2**20
 """No ingress can be told to read more: what stands before it does not know its configuration."""
@@ -147,7 +147,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_attempts: int = 3
     min_remote_prefill_tokens: int | None = 0
     policy: PolicyName = "least_delay"
-    order: OrderName = "decode_first"
+    order: OrderName = "predicted"
     admission: AdmissionConfig | None = None
     route_log: str | None = None
 

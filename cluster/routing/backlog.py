@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from cluster.routing.forecast import Forecast
 
@@ -38,14 +38,15 @@ class _Work:
     """What one engine was asked.
 
     Attributes:
-        asked: By request, the tokens of its prompt and when it was asked; in order.
+        asked: By request, the tokens of its prompt, when it was asked, and tokens that others had
+            asked of the engine before; in order.
         free_s: When it was last done with a prompt.
         began_s: When it began the prompts of `done`.
         done: Lengths of those that it was done with at `free_s`, which nobody has learned of yet:
             there may be more.
     """
 
-    asked: dict[str, tuple[int, float]] = field(default_factory=dict)
+    asked: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     free_s: float = -math.inf
     began_s: float = 0.0
     done: list[int] = field(default_factory=list)
@@ -65,9 +66,18 @@ class Backlog:
     def __repr__(self) -> str:
         return f"Backlog({self._work})"
 
-    def ask(self, engine: str, request_id: str, num_tokens: int, now_s: float) -> None:
-        """An engine was asked for a prompt."""
-        self._work.setdefault(engine, _Work()).asked[request_id] = num_tokens, now_s
+    def ask(
+        self,
+        engine: str,
+        request_id: str,
+        num_tokens: int,
+        now_s: float,
+        num_queued_tokens: int = 0,
+    ) -> None:
+        """An engine was asked for a prompt, which is among those that wait there."""
+        asked = self._work.setdefault(engine, _Work()).asked
+        num_own = sum(n for n, *_ in asked.values()) + num_tokens
+        asked[request_id] = num_tokens, now_s, max(num_queued_tokens - num_own, 0)
 
     def forget(self, engine: str, request_id: str) -> None:
         """It will not compute that prompt. Idempotent."""
@@ -78,7 +88,7 @@ class Backlog:
     def done(self, engine: str, request_id: str, now_s: float) -> None:
         """It has computed a prompt."""
         work = self._work[engine]
-        num_tokens, asked_s = work.asked.pop(request_id)
+        num_tokens, asked_s, _ = work.asked.pop(request_id)
         if work.done and now_s > work.free_s:
             self._forecast.saw_prompts(work.done, work.free_s - work.began_s)
             work.done = []
@@ -96,7 +106,7 @@ class Backlog:
     def num_tokens(self, engine: str, load: PromptEngine) -> int:
         """Tokens that an engine has to compute, whoever asked for them, as far as one knows."""
         work = self._work.get(engine)
-        num_own = sum(n for n, _ in work.asked.values()) if work is not None else 0
+        num_own = sum(n for n, *_ in work.asked.values()) if work is not None else 0
         return max(num_own, load.num_queued_tokens)
 
     def num_nearly_free(
@@ -121,17 +131,38 @@ class Backlog:
         return [self._free_s(engine, load, now_s) for engine, load in engines.items()]
 
     def _free_s(self, engine: str, load: PromptEngine, now_s: float) -> float:
-        free_s, num_own = now_s, 0
-        work = self._work.get(engine)
-        if work is not None and work.asked:
-            lengths = [n for n, _ in work.asked.values()]
-            _, asked_s = next(iter(work.asked.values()))
-            begun_s = max(asked_s, work.free_s)
-            free_s = max(now_s, begun_s + self._forecast.prompt_s(lengths[0]))
-            free_s += sum(map(self._forecast.prompt_s, lengths[1:]))
-            num_own = sum(lengths)
+        ends = [*self._ends_s(engine, now_s)]
+        free_s = ends[-1][0] if ends else now_s
+        num_own = sum(n for _, n, _ in ends)
         # What waits there and was not asked from here came from other ingresses.
         return free_s + max(load.num_queued_tokens - num_own, 0) * self._forecast.token_s
+
+    def begins_s(self, engine: str, num_queued_tokens: int, now_s: float) -> dict[str, float]:
+        """When an engine will begin each prompt that was asked from here, by request."""
+        ends = list(self._ends_s(engine, now_s))
+        # What others had asked before, as far as it is still there.
+        num_others = max(num_queued_tokens - sum(n for _, n, _ in ends), 0)
+        begins_s = {}
+        free_s = now_s
+        for request_id, (end_s, _, before) in zip(self.asked_of(engine), ends, strict=True):
+            begins_s[request_id] = free_s + min(before, num_others) * self._forecast.token_s
+            free_s = end_s
+        return begins_s
+
+    def asked_of(self, engine: str) -> list[str]:
+        """Whose prompts an engine was asked for and has not computed, in order."""
+        work = self._work.get(engine)
+        return [] if work is None else [*work.asked]
+
+    def _ends_s(self, engine: str, now_s: float) -> Iterator[tuple[float, int, int]]:
+        """When each prompt of ours is done if nobody else has any there, its tokens, and theirs."""
+        work = self._work.get(engine)
+        if work is None or not work.asked:
+            return
+        end_s = max(next(iter(work.asked.values()))[1], work.free_s)
+        for num_tokens, _, num_others in work.asked.values():
+            end_s = max(end_s + self._forecast.prompt_s(num_tokens), now_s)
+            yield end_s, num_tokens, num_others
 
     def check_empty(self) -> None:
         """Nothing is asked of anybody."""

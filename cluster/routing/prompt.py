@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.routing.leg import LegState
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.pools import PoolState
     from cluster.routing.prefixes import Prefixes
+    from cluster.routing.slot_moments import SlotMoments
     from cluster.routing.tickets import TicketOffice
     from replicas.messages import EngineRequest
 
@@ -36,11 +37,13 @@ class _Asked:
         placement: Which.
         leg: Its part in the request; None if it could not be asked.
         ticket: Lets the decode engine fetch the KV.
+        outputs: First tokens of choices that it has given.
     """
 
     placement: Placement
     leg: Leg | None = None
     ticket: bytes = b""
+    outputs: list[TokenOutput] = field(default_factory=list)
 
 
 class Means(Protocol):
@@ -48,6 +51,7 @@ class Means(Protocol):
 
     config: RouterConfig
     metrics: RouterMetrics
+    moments: SlotMoments | None
     policies: Policies
     prefixes: Prefixes
     tickets: TicketOffice
@@ -80,19 +84,42 @@ class Prompt:
         self._unheard: set[Placement] = set()
         self.epoch = -1
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an engine was asked whose tokens nobody has waited for to the end."""
+        return self._asked is not None
+
     def ask(self, consumer: str) -> None:
         """Ask a prefill engine already, for a decode engine that has not answered.
 
         Args:
-            consumer: Its incarnation.
+            consumer: Its incarnation; "" if any may be it.
         """
         self._asked = self._ask(consumer, set())
 
     def drop(self) -> None:
         """The decode engine does not come: let go of a prompt whose KV only it may fetch."""
+        leg = self._legs.prefill
+        if leg is None or leg.offer is None:
+            self._asked = None
+            self._drop_leg()
+
+    def stop(self) -> None:
+        """Nobody needs it any more. Idempotent."""
         self._asked = None
-        if self._legs.prefill is not None and self._legs.prefill.offer is None:
-            self._legs.drop_prefill(abort=True)
+        self._drop_leg()
+
+    def began(self) -> None:
+        """The first token has come."""
+        if self._means.moments is not None:
+            now_s = asyncio.get_running_loop().time()
+            self._means.moments.computed(self._request.request_id, now_s)
+
+    def _drop_leg(self) -> None:
+        """Let go of an engine that is not to compute it any more."""
+        self._legs.drop_prefill(abort=True)
+        if self._means.moments is not None:
+            self._means.moments.dropped(self._request.request_id)
 
     def passes_over_unheard(self) -> None:
         """Prefer others, from now on, to an engine that has not answered, or not in time."""
@@ -115,16 +142,16 @@ class Prompt:
             ServingError: An engine gave the request up.
         """
         tried: set[Placement] = set()
-        asked, self._asked = self._asked, None
         for _ in range(self._means.config.max_attempts):
-            asked = asked or self._ask("" if consumer is None else consumer.incarnation, tried)
+            name = "" if consumer is None else consumer.incarnation
+            asked = self._asked = self._asked or self._ask(name, tried)
             if asked is None:
                 break
             outputs = await self._wait(asked, consumer)
+            self._asked = None
             if outputs:
                 return outputs
             tried.add(asked.placement)
-            asked = None
             self._means.metrics.retries.labels("prefill").inc()
         return []
 
@@ -147,6 +174,8 @@ class Prompt:
         with contextlib.suppress(EngineDeadError):
             asked.leg = self._legs.ask_to_prefill(placement, message, offer)
             now_s = asyncio.get_running_loop().time()
+            if self._means.moments is not None:
+                self._means.moments.asked(self._demand, placement.incarnation, now_s)
             self._means.prefixes.note_routed(self._demand, placement, now_s)
         return asked
 
@@ -166,16 +195,22 @@ class Prompt:
         # One that was lost while the decode engine was waited for has been dropped.
         if asked.leg is not None and asked.leg is self._legs.prefill:
             if consumer is not None:
-                consumer.load(asked.ticket, self.epoch)
+                consumer.load(self._ticket(asked, asked.leg, consumer.incarnation), self.epoch)
             with contextlib.suppress(EngineDeadError, EngineLateError, EngineStalledError):
-                outputs = await self._first_tokens(asked.leg)
+                outputs = await self._first_tokens(asked.leg, asked.outputs)
         if not outputs:
-            self._legs.drop_prefill(abort=True)
+            self._drop_leg()
         return outputs
 
-    async def _first_tokens(self, leg: Leg) -> list[TokenOutput]:
+    def _ticket(self, asked: _Asked, leg: Leg, consumer: str) -> bytes:
+        """What lets a decode engine fetch the KV: that one alone, whose end ends the transfer."""
+        if leg.offer is not None:
+            asked.ticket = self._means.tickets.seal(leg.offer, consumer)
+            leg.offer = None
+        return asked.ticket
+
+    async def _first_tokens(self, leg: Leg, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Wait for the first tokens of every choice; none if the engine refuses."""
-        outputs: list[TokenOutput] = []
         while len({output.choice for output in outputs}) < self._request.sampling.n:
             event = await self._legs.next_of(leg)
             leg.answered()

@@ -1,8 +1,9 @@
 """Router: which engines run a request, in which order, and what happens when one is lost.
 
-Owner: one ingress's event loop. Two stories tell what happens to a disaggregated request, and read
-from top to bottom: `decode_first`, in which a finished prefill never waits for a decoder, and
-`prefill_first`, in which no decode slot waits for a prefill. Both are made of the words of `Run`.
+Owner: one ingress's event loop. A story tells what happens to a request, and reads from top to
+bottom: `tell`, made of the words of `Run`. What `router.order` decides is when the slot is asked
+for: with the prompt (`decode_first`: no finished prefill waits for a decoder), after its first
+token (`prefill_first`: no slot waits for a prefill), or in between, when it is due (`predicted`).
 
 A prefill engine that refuses, dies or stalls before the first token costs another ticket, at last a
 local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
@@ -18,7 +19,7 @@ its configuration forbids that.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import (
     BadRequestError,
@@ -36,6 +37,7 @@ from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
+from cluster.routing.slot_moments import SlotMoments
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
@@ -65,7 +67,6 @@ if TYPE_CHECKING:
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
     """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
-    Story = Callable[["Run"], Awaitable[None]]
 
 _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full", "draining"})
 """Refusals that mean that somebody else was faster: the request waits on, where it stood.
@@ -119,7 +120,11 @@ class Router:
         self.queue = SlotQueue(
             fleet.pools, self.policies.decode, config.max_queued_requests, config.queue_timeout_s
         )
-        self.waits = SlotWaits(self.queue, fleet.pools)
+        self.moments: SlotMoments | None = None
+        if config.order == "predicted" and config.admission is None:
+            # Whoever is let in has nearly nobody before its prompt.
+            self.moments = SlotMoments(fleet.pools)
+        self.waits = SlotWaits(self.queue, fleet.pools, self.moments)
         self.stalls = Stalls(self.queue)
         self.traffic = Traffic()
         self.conditional: ConditionalPrefill | None = None
@@ -161,7 +166,6 @@ class Router:
                 self.traffic.end(num_prompt_tokens, route.num_tokens)
 
     async def _live(self, run: Run) -> None:
-        story = prefill_first if self.config.order == "prefill_first" else decode_first
         try:
             await run.enter()
         except ServingError as error:
@@ -170,7 +174,7 @@ class Router:
         self._runs[run] = None
         try:
             while run.num_lost < self.config.max_attempts:
-                if await run.survives(story):
+                if await run.survives():
                     return
             raise ReplicaLostError(
                 f"{self.config.max_attempts} decode replicas were lost one after the other",
@@ -186,26 +190,21 @@ class Router:
         return [part for run in self._runs for part in run.parts()]
 
 
-async def decode_first(run: Run) -> None:
+async def tell(run: Run) -> None:
     """Slot, prompt, first token, the rest: nothing is computed for whoever sees no free slot.
 
     The prompt is asked for together with the slot; an engine that refuses it costs a prompt that
-    was begun for nothing, where the views were behind.
+    was begun for nothing, where the views were behind. Where the slot would wait too long, the
+    prompt is asked for before, and its first token may come before the slot: then its KV waits with
+    prefill, the client does not.
     """
-    decode = await run.reserve()
-    first = await run.prefill(decode) if decode.mode == "decode" and not run.has_tokens else []
-    await run.start(decode, first)
-    await run.follow(decode)
-
-
-async def prefill_first(run: Run) -> None:
-    """Prompt, first token, slot, the rest: the KV waits with prefill, the client does not."""
-    if run.is_remote and not run.has_tokens:
+    if run.is_early:
         run.check_open()
-        await run.deliver(await run.prefill(None))
-    if not run.is_over:
-        decode = await run.reserve()
-        run.activate(decode)
+        run.ask_for_prompt()
+    decode = await run.reserve()
+    if decode is not None:
+        first = await run.prefill(decode) if decode.mode == "decode" and not run.has_tokens else []
+        await run.start(decode, first)
         await run.follow(decode)
 
 
@@ -253,6 +252,9 @@ class Run:
         self._pass: Pass | None = None
         # The place that was looked for to have the prompt computed there.
         self._here: Placement | None = None
+        # Whether prefill engines were asked before there was a slot, and gave nothing.
+        self._is_refused = False
+        self._slot_s: float | None = None
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -263,6 +265,14 @@ class Run:
     def has_tokens(self) -> bool:
         """Whether the prompt has been computed, and the client has something."""
         return self.progress.has_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the prompt is to be asked for before the slot."""
+        if self.has_tokens or self._prompt.is_under_way:
+            return False
+        is_early = self._router.moments is not None or self._router.config.order == "prefill_first"
+        return is_early and self.is_remote
 
     @property
     def is_remote(self) -> bool:
@@ -304,37 +314,82 @@ class Run:
         """
         self._router.queue.check_open()
 
-    async def reserve(self) -> Leg:
+    def ask_for_prompt(self) -> None:
+        """Ask for the prompt, whichever decode engine comes."""
+        self._prompt.ask("")
+
+    async def reserve(self) -> Leg | None:
         """Get a decode slot; its engine computes the prompt at once if nobody else will.
 
         Whoever else will has been asked when it returns: nobody's answer waits for another's.
+
+        Returns:
+            The slot's leg; None if the prompt has come before, and that was all.
 
         Raises:
             ServingError: There is none to be had.
         """
         taken = self._hand_over.take()
         if taken is not None:
-            heir, placement, accepted = taken
-            self._note_accepted(placement, accepted)
+            heir, its_place, accepted = taken
+            self._note_accepted(its_place, accepted)
             return heir
         now_s = asyncio.get_running_loop().time
-        started_s = now_s()
         waiter = self._new_waiter()
         num_failures = 0
         while True:
-            placement = await self._router.waits.wait(waiter)
+            placement = await self._wait_for_place(waiter)
+            if placement is None:
+                return None
             if self._pass is not None:
                 self._pass.placed()
             answer = await self._ask_to_decode(placement)
             if isinstance(answer, Leg):
                 if not self._standing.left:  # Whoever migrates has waited before.
-                    self._router.metrics.queue_time.observe(now_s() - started_s)
+                    self._router.metrics.queue_time.observe(now_s() - waiter.due_s)
                 return answer
             self._router.queue.refuse(waiter, placement)
             if not _costs_nothing(self._router, answer, waiter):
                 num_failures += 1
                 if num_failures == self._router.config.max_attempts:
                     raise _no_place(num_failures, answer)
+
+    async def _wait_for_place(self, waiter: Waiter) -> Placement | None:
+        """Wait for a slot; if the prompt comes before, pass it on. None: that was all."""
+        waits = self._router.waits
+        if not self._prompt.is_under_way:
+            return await waits.wait(waiter)
+        if self._router.moments is None:
+            await self._give_prompt(await self.prefill(None))
+            return None if self.is_over else await waits.wait(waiter)
+        place = waits.enter(waiter)
+        try:
+            if not place.done():
+                await self._compute_until(place, waiter)
+                if self.is_over:
+                    return None
+            return waits.take(waiter, await place)
+        finally:
+            waits.leave(waiter)
+
+    async def _compute_until(self, place: asyncio.Future[Placement], waiter: Waiter) -> None:
+        """Wait for the prompt until there is a slot; if it comes before, pass it on."""
+        computing = asyncio.create_task(self.prefill(None))
+        try:
+            both: set[asyncio.Future[Any]] = {place, computing}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                await self._give_prompt(computing.result())
+                self._router.waits.hurry(waiter)
+        finally:
+            # What prefill says from now on is for whoever waits for the slot's answer.
+            computing.cancel()
+            await asyncio.wait({computing})
+
+    async def _give_prompt(self, outputs: list[TokenOutput]) -> None:
+        """Pass on what prefill gave before there was a slot; nothing: the decode engine has to."""
+        self._is_refused = not outputs
+        await self.deliver(outputs)
 
     def _new_waiter(self, *, has_stream: bool = False) -> Waiter:
         """Its place in the slot queue, which it keeps."""
@@ -345,8 +400,13 @@ class Run:
             spared = {place for place in self._pools.decode_views().placements if place != here}
         else:
             spared = set()
+        is_under_way = self._prompt.is_under_way
         return self._standing.new_waiter(
-            self._demand, spared, is_promised=self.has_tokens, has_stream=has_stream
+            self._demand,
+            spared,
+            is_promised=self.has_tokens or is_under_way,
+            has_stream=has_stream,
+            is_due=not is_under_way or self._router.moments is None,
         )
 
     def _heir_waiter(self) -> Waiter:
@@ -414,14 +474,14 @@ class Run:
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
 
-    async def survives(self, story: Story) -> bool:
-        """Live a story to its end; False if another decode engine has to take over.
+    async def survives(self) -> bool:
+        """Live its story to the end; False if another decode engine has to take over.
 
         Raises:
             ServingError: The request cannot run, or stopped midway.
         """
         try:
-            await story(self)
+            await tell(self)
         except DecodeLeftError as error:
             self._leave_decode(error.reason, error)
             return False
@@ -443,6 +503,7 @@ class Run:
         self._standing.left.add(decode.incarnation)
         if not self._hand_over.is_accepted:
             self._hand_over.stop()
+        self._is_refused = False
         self._drop_decode(abort=True)
         if not decode.has_tokens:
             self._router.metrics.retries.labels(f"decode_{reason}").inc()
@@ -477,8 +538,11 @@ class Run:
         """Abort what is still open, drop every hold, and be under way no more. Idempotent."""
         self._hand_over.stop()
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
-        self._legs.drop_prefill(abort=True)
+        self._prompt.stop()
         self._prompt_over()
+        now_s = asyncio.get_running_loop().time()
+        if self._router.moments is not None and self._slot_s is not None and self.is_over:
+            self._router.moments.saw_slot(now_s - self._slot_s, len(self.progress.longest))
         if self._pass is not None:
             # What another engine went on with says nothing of how fast they are.
             is_usual = self.is_over and not self._standing.left
@@ -491,7 +555,9 @@ class Run:
         A prompt that it leaves to others is asked for meanwhile.
         """
         mode = self._mode(placement)
-        if mode == "decode" and not self.has_tokens:
+        if mode == "local":
+            self._prompt.stop()
+        elif not self.has_tokens and not self._prompt.is_under_way:
             # First: the client waits for the prompt.
             self._prompt.ask(placement.incarnation)
         try:
@@ -518,8 +584,10 @@ class Run:
     def _note_accepted(self, placement: Placement, answer: Accepted) -> None:
         """A decode engine has given it a slot."""
         dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
+        now_s = asyncio.get_running_loop().time()
+        self._slot_s = self._slot_s or now_s
         self._router.prefixes.note_routed(
-            self._demand, placement._replace(dp_group=dp_group), asyncio.get_running_loop().time()
+            self._demand, placement._replace(dp_group=dp_group), now_s
         )
         self._router.capacity_changed()
 
@@ -531,9 +599,7 @@ class Run:
             return "local"
         snapshot = self._pools.snapshot(placement.incarnation)
         is_decode = snapshot is not None and snapshot.role == "decode"
-        # In the other order prefill engines have been asked, and gave nothing.
-        is_first = self._router.config.order == "decode_first"
-        return "decode" if is_decode and is_first and self._may_move else "local"
+        return "decode" if is_decode and not self._is_refused and self._may_move else "local"
 
     def _is_best_here(self, placement: Placement) -> bool:
         """Whether the prompt should be computed where it got a slot; things may have changed."""
@@ -554,6 +620,7 @@ class Run:
         if output.token_ids and not self.has_tokens:
             self._router.traffic.begin(self._demand.num_prompt_tokens, output.num_cached_tokens)
             self._prompt_over()
+            self._prompt.began()
             self._route.began(output.num_cached_tokens, asyncio.get_running_loop().time())
         self.progress.note(output)
         if self._pass is not None:

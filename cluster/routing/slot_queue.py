@@ -17,6 +17,8 @@ from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
 from cluster.routing.placement import fits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.routing.cost import PlacementPolicy
     from cluster.routing.demand import Demand
     from cluster.routing.placement import Placement
@@ -44,7 +46,10 @@ class Waiter:
             its slot: it may wait whoever has come since, and for an engine that is yet to come.
         has_stream: Whether another engine goes on with it until it has this slot: it is in nobody's
             way while there is no room for it.
-        deadline_s: When it has waited too long; None before it is entered.
+        is_due: Whether it wants a slot now; its prompt is under way otherwise, and it only keeps
+            its place.
+        due_s: Since when.
+        deadline_s: When it has waited too long; None before it is entered and due.
         refused: Placements that had no room for it just now.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
         num_changes: Changes of the pools since which a refusal may be out of date.
@@ -54,6 +59,8 @@ class Waiter:
     order: int
     is_promised: bool
     has_stream: bool = False
+    is_due: bool = True
+    due_s: float = 0.0
     deadline_s: float | None = None
     refused: set[Placement] = field(default_factory=set)
     num_snapshots: int = 0
@@ -99,6 +106,11 @@ class SlotQueue:
         return f"SlotQueue({self._waiters})"
 
     @property
+    def waiters(self) -> Sequence[Waiter]:
+        """Everybody who waits, in order; not to be changed."""
+        return self._waiters
+
+    @property
     def is_ready(self) -> bool:
         """Whether a replica decodes; for one that does not move it is worth waiting its turn."""
         return self._pools.may_decode
@@ -117,7 +129,7 @@ class SlotQueue:
             SaturatedError: The queue is full.
         """
         self._check_ready()
-        if self._first_in_need() is not None:
+        if any(not waiter.has_stream for waiter in self._waiters):
             self._check_room()
 
     def new_waiter(
@@ -126,6 +138,7 @@ class SlotQueue:
         *,
         is_promised: bool = False,
         has_stream: bool = False,
+        is_due: bool = True,
         order: int | None = None,
     ) -> Waiter:
         """A place behind everybody who came before; see `Waiter`.
@@ -134,27 +147,26 @@ class SlotQueue:
             demand: The request.
             is_promised: See `Waiter`.
             has_stream: See `Waiter`.
+            is_due: See `Waiter`.
             order: The place that it had already, if it lost the slot that it had got.
         """
         order = next(self._orders) if order is None else order
-        return Waiter(demand, order, is_promised, has_stream)
+        return Waiter(demand, order, is_promised, has_stream, is_due)
 
     def enter(self, waiter: Waiter, now_s: float) -> Placement | None:
-        """Place a request at once if it is its turn and there is room, else let it wait.
+        """Place a request at once if it is due, its turn, and there is room, else let it wait.
 
         Raises:
             NotReadyError: No replica can decode now, and it was promised nothing.
             SaturatedError: The queue is full.
         """
         is_new = waiter.deadline_s is None
-        if is_new:
-            asked_s = waiter.demand.deadline_s
-            limit_s = now_s + self.timeout_s
-            waiter.deadline_s = limit_s if asked_s is None else min(asked_s, limit_s)
+        if is_new and waiter.is_due:
+            self.set_due(waiter, now_s)
         if not waiter.is_promised:
             self._check_ready()
-        before = next(iter(self._waiters), None) if waiter.has_stream else self._first_in_need()
-        if before is None or waiter.key < before.key:
+        before = self._first_due() if waiter.has_stream else self._first_in_need()
+        if waiter.is_due and (before is None or waiter.key < before.key):
             placement = self._place(waiter)
             if placement is not None:
                 return placement
@@ -163,6 +175,15 @@ class SlotQueue:
             self._check_room()
         bisect.insort(self._waiters, waiter, key=lambda w: w.key)
         return None
+
+    def set_due(self, waiter: Waiter, now_s: float) -> None:
+        """Let a request want a slot from now on: `assign` says whether it has one. Idempotent."""
+        waiter.is_due = True
+        if waiter.deadline_s is None:
+            asked_s = waiter.demand.deadline_s
+            limit_s = now_s + self.timeout_s
+            waiter.deadline_s = limit_s if asked_s is None else min(asked_s, limit_s)
+            waiter.due_s = now_s
 
     def refuse(self, waiter: Waiter, placement: Placement) -> None:
         """A replica had no room for what was placed there, and its hold has been dropped."""
@@ -184,14 +205,16 @@ class SlotQueue:
         assigned = []
         at = 0
         while at < len(self._waiters):
-            placement = self._place(self._waiters[at])
+            waiter = self._waiters[at]
+            placement = self._place(waiter) if waiter.is_due else None
             if placement is not None:
                 assigned.append((self._waiters.pop(at), placement))
                 continue
-            # Whoever has a stream waits without need. The others who do are as long, or longer.
-            if not self._waiters[at].has_stream:
+            if waiter.is_due and not waiter.has_stream:
                 break
-            while at < len(self._waiters) and self._waiters[at].has_stream:
+            at += 1
+            # Whoever has a stream waits without need. The others who do are as long, or longer.
+            while waiter.has_stream and at < len(self._waiters) and self._waiters[at].has_stream:
                 at += 1
         return assigned
 
@@ -228,15 +251,19 @@ class SlotQueue:
         """The queue is in order, and after every `assign` its head has no room."""
         keys = [waiter.key for waiter in self._waiters]
         assert keys == sorted(set(keys)), f"{keys=}"
-        for head in {next(iter(self._waiters), None), self._first_in_need()} - {None}:
+        for head in {self._first_due(), self._first_in_need()} - {None}:
             assert head is not None
             for view in self._pools.decode_views():
                 has_room = fits(head.demand, view) and view.placement not in head.refused
                 assert not has_room, f"{head!r} waits although {view} has room"
 
     def _first_in_need(self) -> Waiter | None:
-        """The first of those who get nothing before they have a slot."""
-        return next((waiter for waiter in self._waiters if not waiter.has_stream), None)
+        """The first of these who get nothing before they have it."""
+        return next((w for w in self._waiters if w.is_due and not w.has_stream), None)
+
+    def _first_due(self) -> Waiter | None:
+        """The first of those who want a slot now."""
+        return next((waiter for waiter in self._waiters if waiter.is_due), None)
 
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()

@@ -6,6 +6,7 @@ Owner: one ingress's event loop; of the futures of those who wait.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 from cluster.routing.slot_queue import not_ready
@@ -13,6 +14,7 @@ from cluster.routing.slot_queue import not_ready
 if TYPE_CHECKING:
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
+    from cluster.routing.slot_moments import SlotMoments
     from cluster.routing.slot_queue import SlotQueue, Waiter
 
 
@@ -22,12 +24,19 @@ class SlotWaits:
     Args:
         queue: Who is next.
         pools: Where the queue holds what it assigns.
+        moments: When those are due who come before they are; None: nobody does.
     """
 
-    def __init__(self, queue: SlotQueue, pools: PoolState) -> None:
+    def __init__(
+        self, queue: SlotQueue, pools: PoolState, moments: SlotMoments | None = None
+    ) -> None:
         self._queue = queue
         self._pools = pools
+        self._moments = moments
+        # When somebody is due next.
+        self._next: asyncio.TimerHandle | None = None
         self._futures: dict[Waiter, asyncio.Future[Placement]] = {}
+        self._timers: dict[Waiter, asyncio.TimerHandle] = {}
         # What is held for those whose tasks have yet to run.
         self._assigned: dict[Waiter, Placement] = {}
 
@@ -39,31 +48,52 @@ class SlotWaits:
             SaturatedError: The queue is full.
             QueueTimeoutError: No room within the deadline.
         """
-        loop = asyncio.get_running_loop()
-        placement = self._queue.enter(waiter, loop.time())
-        if placement is not None:
-            # Whoever comes back from a replica that refused it has left room there.
-            self.capacity_changed()
-            return placement
-        future: asyncio.Future[Placement] = loop.create_future()
-        self._futures[waiter] = future
-        assert waiter.deadline_s is not None
-        # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
-        timer = loop.call_at(waiter.deadline_s, self._expire, waiter.deadline_s)
-        self.capacity_changed()
+        place = self.enter(waiter)
         try:
-            placement = await future
-            self._assigned.pop(waiter, None)
-            return placement
-        except asyncio.CancelledError:
-            # It may have been assigned a place in the moment in which its client left.
-            self.abandon(waiter)
-            raise
+            return self.take(waiter, await place)
         finally:
-            timer.cancel()
-            self._futures.pop(waiter, None)
-            self._queue.leave(waiter)
+            self.leave(waiter)
+
+    def enter(self, waiter: Waiter) -> asyncio.Future[Placement]:
+        """Begin to wait; whoever does has to `leave`, and takes before what it waited for.
+
+        Raises:
+            NotReadyError: See `wait`.
+            SaturatedError: See `wait`.
+        """
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[Placement] = loop.create_future()
+        placement = self._queue.enter(waiter, loop.time())
+        if placement is None:
+            self._futures[waiter] = place
+            self._set_timer(waiter)
+        else:
+            self._assigned[waiter] = placement
+            place.set_result(placement)
+        # Whoever comes back from a replica that refused it has left room there.
+        self.capacity_changed()
+        return place
+
+    def take(self, waiter: Waiter, placement: Placement) -> Placement:
+        """Keep a place that was waited for; whoever does not lets go of it when it leaves."""
+        del self._assigned[waiter]
+        return placement
+
+    def hurry(self, waiter: Waiter) -> None:
+        """Let a request want its slot now: its prompt has come to an end."""
+        if waiter in self._futures:
+            self._set_due(waiter)
             self.capacity_changed()
+
+    def leave(self, waiter: Waiter) -> None:
+        """Wait no longer, and let go of what was not taken. Idempotent."""
+        self.abandon(waiter)
+        timer = self._timers.pop(waiter, None)
+        if timer is not None:
+            timer.cancel()
+        self._futures.pop(waiter, None)
+        self._queue.leave(waiter)
+        self.capacity_changed()
 
     def abandon(self, waiter: Waiter) -> None:
         """Let go at once of what a waiter was assigned and has not taken. Idempotent.
@@ -82,9 +112,33 @@ class SlotWaits:
         if not self._queue.is_ready:
             for waiter in self._queue.clear():
                 self._futures.pop(waiter).set_exception(not_ready())
+        self._look_who_is_due()
         for waiter, placement in self._queue.assign():
             self._assigned[waiter] = placement
             self._futures.pop(waiter).set_result(placement)
+
+    def _look_who_is_due(self) -> None:
+        """Let those want a slot whose moment has come, and look again at the next one's."""
+        if self._moments is None:
+            return
+        loop = asyncio.get_running_loop()
+        due, next_s = self._moments.due(self._queue.waiters, loop.time())
+        for waiter in due:
+            self._set_due(waiter)
+        if self._next is not None:
+            self._next.cancel()
+        self._next = loop.call_at(next_s, self.capacity_changed) if next_s < math.inf else None
+
+    def _set_due(self, waiter: Waiter) -> None:
+        self._queue.set_due(waiter, asyncio.get_running_loop().time())
+        self._set_timer(waiter)
+
+    def _set_timer(self, waiter: Waiter) -> None:
+        """Let whoever wants a slot learn when it has waited too long."""
+        if waiter.deadline_s is not None and waiter not in self._timers:
+            # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+            loop, deadline_s = asyncio.get_running_loop(), waiter.deadline_s
+            self._timers[waiter] = loop.call_at(deadline_s, self._expire, deadline_s)
 
     def _drop_gone(self) -> None:
         """Take out whoever was cancelled in this turn of the loop: its task has yet to run."""

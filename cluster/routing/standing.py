@@ -38,10 +38,15 @@ class Standing:
         *,
         is_promised: bool,
         has_stream: bool = False,
+        is_due: bool = True,
     ) -> Waiter:
         """Its place in the queue; those that it has left and `spared` are its last resort."""
         waiter = self._queue.new_waiter(
-            demand, is_promised=is_promised, has_stream=has_stream, order=self._order
+            demand,
+            is_promised=is_promised,
+            has_stream=has_stream,
+            is_due=is_due,
+            order=self._order,
         )
         self._order = waiter.order
         waiter.refused |= spared

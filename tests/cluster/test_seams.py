@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import configs
 from cluster.config.resolve import resolve
+from cluster.config.schema import OrderName
 from cluster.config.serve_file import read_serve_file
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
@@ -188,7 +190,7 @@ def decodes(message):
     return []
 
 
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("stream", [False, True])
 def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, stream):
     for name in ("n", "logprobs"):

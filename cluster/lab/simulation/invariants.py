@@ -189,10 +189,11 @@ class Invariants:
         for ingress in self._ingresses:
             ingress.fleet.pools.check_invariants()
             assert not ingress.router.queue, f"{ingress.name}: {ingress.router.queue}"
-            if ingress.router.conditional is not None:
-                ingress.router.conditional.check_empty()
-            if ingress.router.admission is not None:
-                ingress.router.admission.admission.check_empty()
+            router = ingress.router
+            admission = None if router.admission is None else router.admission.admission
+            for core in (router.conditional, router.moments, admission):
+                if core is not None:
+                    core.check_empty()
             assert not ingress.fleet.prefixes.num_counted, f"{ingress.name}: {ingress.fleet!r}"
             for host in self._hosts:
                 if host.is_answering:

@@ -18,6 +18,7 @@ import msgspec
 from cluster.config.schema import (
     AdmissionConfig,
     IngressConfig,
+    OrderName,
     PolicyName,
     RouterConfig,
     TenantConfig,
@@ -383,8 +384,8 @@ class _Dice:
 
     def _with_troubles(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
         """Choose the order of the legs, and for some what goes wrong in more places than one."""
-        # Drawn last, and for all: the rest of a seed's scenario is the same for both orders.
-        order = self._pick("decode_first", "prefill_first")
+        # Drawn last, and for all: the rest of a seed's scenario is the same for all orders.
+        order = self._pick(*get_args(OrderName))
         router = msgspec.structs.replace(scenario.router, order=order)
         scenario = msgspec.structs.replace(scenario, router=router)
         if is_calm:

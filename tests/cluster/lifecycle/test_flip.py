@@ -3,9 +3,11 @@
 import asyncio
 import signal
 import warnings
+from typing import get_args
 
 import pytest
 
+from cluster.config.schema import OrderName
 from cluster.scaling.flip import LastOfRoleError, Posture
 from tests.cluster.engines import (
     engine_config,
@@ -47,7 +49,7 @@ async def changes(made, engine, role):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_run(order):
     asked = [(prompt, LONG if i % 2 else SEEDED) for i, prompt in enumerate(prompts(6))]
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+from typing import get_args
 
 import msgspec
 import pytest
 
-from cluster.config.schema import AdmissionConfig, TenantConfig
+from cluster.config.schema import AdmissionConfig, OrderName, TenantConfig
 from cluster.errors import NotReadyError, OverloadedError, QueueTimeoutError
 from tests.cluster.engines import engine_config, prompts, rig, running, sampling, until
 
@@ -38,7 +39,7 @@ async def num_prompts(made, engine):
     return sum(group.prompt_tokens for group in groups)
 
 
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_tokens_are_those_of_a_router_without(pair, order):
     cases = [(prompt, sampling(6 + i % 5)) for i, prompt in enumerate(prompts(24))]
 

@@ -72,7 +72,7 @@ def test_refused_slot_costs_the_prompt_that_was_begun_with_it():
         async with (
             ScriptedEngine("prefill", "p", accepts) as prefill,
             ScriptedEngine("decode", "d", refuse) as decode,
-            rig(prefill.member, decode.member) as made,
+            rig(prefill.member, decode.member, order="decode_first") as made,
         ):
             task = asyncio.ensure_future(made.tokens(PROMPT))
             await until(lambda: made.num_queued == 1, "it waits")

@@ -6,10 +6,12 @@ import itertools
 import secrets
 import signal
 from functools import cache
+from typing import get_args
 
 import msgspec
 import pytest
 
+from cluster.config.schema import OrderName
 from cluster.errors import (
     BadRequestError,
     NotReadyError,
@@ -138,7 +140,7 @@ async def num_finished(made, engine):
 # --- tokens ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind, order):
     changes = [SEEDED | {"seed": 100 + i} if kind == "seeded" else {} for i in range(32)]
@@ -147,7 +149,7 @@ def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind, orde
         for i, prompt in enumerate(prompts(32 if kind == "greedy" else 64)[-32:])
     ]
     # Another first token, or the second run would find the blocks of the first.
-    shift = {"decode_first": 0, "prefill_first": 3}[order]
+    shift = 3 * get_args(OrderName).index(order)
     cases = [([2 + (prompt[0] + shift) % 250, *prompt[1:]], params) for prompt, params in cases]
 
     async def run():
@@ -262,7 +264,7 @@ async def queued(made, prefill, decode):
     running_ones = [start(made, p, sampling(LONG)) for p in prompts(8, lengths=(5,))]
     for outputs in running_ones:
         await anext(outputs)
-    task = asyncio.ensure_future(anext(start(made, [5, 6, 7])))
+    task = asyncio.ensure_future(rest_of(start(made, [5, 6, 7])))
     await until(lambda: made.num_queued == 1, "one queued")
     yield task
     for outputs in running_ones:

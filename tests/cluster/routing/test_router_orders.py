@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import time
+from typing import get_args
 
 import pytest
 
+from cluster.config.schema import OrderName
 from cluster.errors import (
     KVTransferFailedError,
     NotReadyError,
@@ -34,6 +36,8 @@ from tests.cluster.engines import (
 )
 
 PROMPT = [7] * 40
+EARLY = ["prefill_first", "predicted"]
+"""Orders in which a prompt may be asked for before there is a slot."""
 FIRST = 5
 
 
@@ -109,9 +113,11 @@ def holds(made):
 # --- prefill first: the plain way ---------------------------------------------------------------
 
 
-def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is():
+@pytest.mark.parametrize("order", EARLY)
+def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is(order):
     async def scenario():
-        async with cluster(("prefill", "p", prefills), ("decode", "d", decodes)) as (made, p, d):
+        engines = ("prefill", "p", prefills), ("decode", "d", decodes)
+        async with cluster(*engines, order=order) as (made, p, d):
             await fill(made, d)
             outputs = start(made)
             output = await anext(outputs)
@@ -240,10 +246,11 @@ def test_decode_engine_computes_it_all_when_no_prefill_engine_gives_a_token():
     run(scenario)
 
 
-def test_slot_that_does_not_come_in_time_is_an_error_after_the_token_and_frees_prefill():
+@pytest.mark.parametrize("order", EARLY)
+def test_slot_that_does_not_come_in_time_is_an_error_after_the_token_and_frees_prefill(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d", decodes)
-        async with cluster(*engines, queue_timeout_s=0.2) as (made, p, d):
+        async with cluster(*engines, order=order, queue_timeout_s=0.2) as (made, p, d):
             await fill(made, d)
             outputs = start(made)
             assert (await anext(outputs)).token_ids == [FIRST]
@@ -405,7 +412,7 @@ def begins(message):
     return accepts(message)
 
 
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_after_a_decode_engine_with_tokens_another_goes_on_from_them(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
@@ -498,7 +505,7 @@ async def hand_over(engine):
     await engine.send(snapshot=engine.snapshot(3, draining=True, hands_over=True))
 
 
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_streams_of_an_engine_that_hands_over_go_on_elsewhere_and_that_is_no_loss(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
@@ -579,12 +586,14 @@ def test_losing_one_decode_engine_after_the_other_ends_the_request_and_frees_pre
     run(scenario)
 
 
+@pytest.mark.parametrize("order", EARLY)
 @pytest.mark.parametrize("moment", ["computing", "waiting", "asking", "loading"])
-def test_client_that_leaves_has_prefill_and_decode_let_go(moment):
+def test_client_that_leaves_has_prefill_and_decode_let_go(moment, order):
     async def scenario():
         prefill = accepts if moment == "computing" else prefills
         decode = (lambda _message: []) if moment == "asking" else accepts
-        async with cluster(("prefill", "p", prefill), ("decode", "d", decode)) as (made, p, d):
+        engines = ("prefill", "p", prefill), ("decode", "d", decode)
+        async with cluster(*engines, order=order) as (made, p, d):
             if moment == "waiting":
                 await fill(made, d)
             result = asyncio.ensure_future(tokens(start(made)))
@@ -634,5 +643,125 @@ def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_compute
             assert d.received(Activate)[0].token_ids == [[FIRST]]
             await told(p, Abort)
             assert len(p.received(AddRequest)) == 1
+
+    run(scenario)
+
+
+# --- predicted: what is new ---------------------------------------------------------------------
+
+
+def test_predicted_asks_for_prompt_and_slot_at_once_when_nobody_is_before_the_prompt():
+    async def scenario():
+        engines = ("prefill", "p", accepts), ("decode", "d", decodes)
+        async with cluster(*engines, order="predicted") as (made, p, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            load = await told(d, LoadKV)
+            [add] = p.received(AddRequest)
+            offer, ticket = ticket_of(add), ticket_of(load)
+            assert (offer.consumer, ticket.consumer) == ("", "d"), "KV may flow from now on"
+            assert (offer.transfer_id, offer.epoch) == (ticket.transfer_id, ticket.epoch)
+            await p.send(TokenOutput(load.request_id, 0, [FIRST]))
+            assert await result == [FIRST, 6, 7]
+            assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
+            made.router.moments.check_empty()
+
+    run(scenario)
+
+
+def test_slot_that_is_refused_leaves_a_prompt_alone_that_was_asked_for_before():
+    def refuses_once(message):
+        if isinstance(message, AddRequest):
+            engine.answer = decodes
+            return [Refused(message.request.request_id, "no_slot", "taken")]
+        return []
+
+    async def scenario():
+        nonlocal engine
+        engines = ("prefill", "p", accepts), ("decode", "d", refuses_once)
+        async with cluster(*engines, order="predicted") as (made, p, d):
+            engine = d
+            outputs = start(made)
+            first = asyncio.ensure_future(anext(outputs))
+            await told(d, AddRequest)
+            await until(lambda: made.num_queued == 1, "it waits on")
+            [add] = p.received(AddRequest)
+            await p.send(TokenOutput(add.request.request_id, 0, [FIRST]))
+            assert (await first).token_ids == [FIRST], "the client does not wait for the slot"
+            rest = asyncio.ensure_future(tokens(outputs))
+            await d.send(snapshot=d.snapshot(1))
+            assert await rest == [6, 7]
+            assert p.received(Abort) == []
+            assert ticket_of(d.received(LoadKV)[0]).transfer_id == ticket_of(add).transfer_id
+
+    engine = None
+    run(scenario)
+
+
+def test_engine_that_could_have_begun_to_fetch_costs_the_prompt_when_it_is_lost():
+    async def scenario():
+        engines = ("prefill", "p", accepts), ("decode", "d1", accepts), ("decode", "d2", decodes)
+        async with cluster(*engines, order="predicted") as (made, p, lost, d):
+            result = asyncio.ensure_future(tokens(start(made)))
+            await told(lost, LoadKV)
+            p.answer = prefills
+            lost.die()
+            assert await result == [FIRST, 6, 7]
+            one, two = map(ticket_of, p.received(AddRequest))
+            assert one.transfer_id != two.transfer_id
+            assert one.epoch < two.epoch
+            await told(p, Abort)
+            assert ticket_of(d.received(LoadKV)[0]).transfer_id == two.transfer_id
+            assert made.count("ttserve_router_lost_legs_total", leg="decode") == 1
+
+    run(scenario)
+
+
+def test_answer_that_ends_with_its_first_token_needs_no_slot_that_it_waits_for():
+    def ends(message):
+        if isinstance(message, AddRequest):
+            return [TokenOutput(message.request.request_id, 0, [FIRST], "length")]
+        return []
+
+    async def scenario():
+        engines = ("prefill", "p", ends), ("decode", "d", decodes)
+        async with cluster(*engines, order="predicted") as (made, _, d):
+            await fill(made, d)
+            assert await tokens(start(made)) == [FIRST]
+            assert d.messages == []
+            assert made.num_queued == 0
+            assert not holds(made)
+
+    run(scenario)
+
+
+def test_decode_engine_computes_what_prefill_engines_refused_before_there_was_a_slot():
+    async def scenario():
+        engines = ("prefill", "p", refuses), ("decode", "d", accepts)
+        async with cluster(*engines, order="predicted") as (made, _, d):
+            await fill(made, d)
+            result = asyncio.ensure_future(tokens(start(made)))
+            refused = "ttserve_router_refusals_total"
+            await until(lambda: made.count(refused, reason="queue_full") == 1, "refused")
+            await let_have(made, d, 1)
+            add = await told(d, AddRequest)
+            assert add.mode == "local"
+            await d.send(TokenOutput(add.request.request_id, 0, [1, 2], "length"))
+            assert await result == [1, 2]
+
+    run(scenario)
+
+
+def test_those_whose_prompts_are_under_way_are_among_as_many_as_may_wait():
+    async def scenario():
+        engines = ("prefill", "p", accepts), ("decode", "d", decodes)
+        async with cluster(*engines, order="predicted", max_queued_requests=1) as (made, p, d):
+            await fill(made, d)
+            first = asyncio.ensure_future(tokens(start(made)))
+            await told(p, AddRequest)
+            with pytest.raises(SaturatedError):
+                await anext(start(made))
+            assert len(p.received(AddRequest)) == 1, "nothing is computed for the second"
+            first.cancel()
+            await asyncio.wait({first})
 
     run(scenario)

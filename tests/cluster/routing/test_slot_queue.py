@@ -75,10 +75,34 @@ class SlotQueueMachine(RuleBasedStateMachine):
         return sum(max(n - taken.count(e), 0) for e, n in self.slots.items())
 
     def settle(self):
-        """Everybody is placed for whom there is room, in order."""
+        """Everybody is placed who is due and for whom there is room, in order."""
         for waiter, placement in self.queue.assign():
-            assert self.line.pop(0) is waiter
+            assert self.due()[0] is waiter
+            self.line.remove(waiter)
             self.held[waiter] = placement.incarnation
+
+    def due(self):
+        return [waiter for waiter in self.line if waiter.is_due]
+
+    @rule(target=waiting, priority=st.integers(0, 1))
+    def enter_early(self, priority):
+        """One whose prompt is under way keeps its place, also where there is room."""
+        self.num_requests += 1
+        demand = asks(f"r{self.num_requests}", priority=priority)
+        waiter = self.queue.new_waiter(demand, is_promised=True, is_due=False)
+        assert self.queue.enter(waiter, self.now_s) is None
+        self.line = sorted([*self.line, waiter], key=lambda w: w.key)
+        self.settle()
+        assert waiter in self.line
+        return waiter
+
+    @rule(waiter=waiting)
+    def come_due(self, waiter):
+        if waiter in self.line:
+            was_due_s = waiter.due_s if waiter.is_due else self.now_s
+            self.queue.set_due(waiter, self.now_s)
+            assert (waiter.due_s, waiter.deadline_s) >= (was_due_s, was_due_s)
+            self.settle()
 
     @rule(target=waiting, priority=st.integers(0, 1), patience_s=st.none() | st.integers(1, 20))
     def enter(self, priority, patience_s):
@@ -86,7 +110,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
         deadline_s = None if patience_s is None else self.now_s + patience_s
         demand = asks(f"r{self.num_requests}", priority=priority, deadline_s=deadline_s)
         waiter = self.queue.new_waiter(demand)
-        is_next = not self.line or waiter.key < self.line[0].key
+        is_next = not self.due() or waiter.key < self.due()[0].key
         has_room = is_next and self.room() > 0
         try:
             placement = self.queue.enter(waiter, self.now_s)
@@ -143,7 +167,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 6))
     def wait(self, seconds):
         self.now_s += seconds
-        late = [w for w in self.line if w.deadline_s <= self.now_s]
+        late = [w for w in self.due() if w.deadline_s <= self.now_s]
         assert self.queue.expire(self.now_s) == late
         self.line = [w for w in self.line if w not in late]
         self.settle()
@@ -169,6 +193,31 @@ def test_lower_priority_values_are_placed_first():
     pools.take_snapshot("one", snapshot(1, num_slots=2))
     assert [w.demand.request_id for w, _ in queue.assign()] == ["r0", "r1"]
     queue.check_invariants()
+
+
+def test_who_only_keeps_a_place_is_in_nobodys_way_and_has_it_when_it_is_due():
+    pools = one_engine(num_slots=0)
+    queue, _ = make(pools)
+    early = queue.new_waiter(asks("early"), is_promised=True, is_due=False)
+    later = queue.new_waiter(asks("later"))
+    for waiter in (early, later):
+        assert queue.enter(waiter, 0.0) is None
+    assert (early.deadline_s, later.deadline_s) == (None, TIMEOUT_S)
+    pools.take_snapshot("one", snapshot(1))
+    assert [waiter for waiter, _ in queue.assign()] == [later]
+    queue.set_due(early, 2.0)
+    assert early.deadline_s == 2.0 + TIMEOUT_S, "it waits for a slot since then"
+    pools.take_snapshot("one", snapshot(2, num_slots=2))
+    assert [waiter for waiter, _ in queue.assign()] == [early]
+
+
+def test_who_only_keeps_a_place_takes_one_of_those_who_may_wait():
+    pools = one_engine()
+    queue, _ = make(pools, max_queued_requests=1)
+    queue.check_open()
+    queue.enter(queue.new_waiter(asks("early"), is_promised=True, is_due=False), 0.0)
+    with pytest.raises(SaturatedError):
+        queue.check_open()
 
 
 # --- the shell: who is woken ---------------------------------------------------------------------

@@ -273,17 +273,32 @@ class TwoRouters(RuleBasedStateMachine):
 
     # --- clients ----------------------------------------------------------------------------------
 
-    @rule(name=ingresses, priority=st.integers(0, 1), num_blocks=st.integers(1, 3))
-    def arrive(self, name, priority, num_blocks):
+    @rule(
+        name=ingresses,
+        priority=st.integers(0, 1),
+        num_blocks=st.integers(1, 3),
+        is_early=st.booleans(),
+    )
+    def arrive(self, name, priority, num_blocks, is_early):
+        """With its slot wanted at once, or only when its prompt has been or is nearly computed."""
         self.num_requests += 1
         demand = Demand(
             f"r{self.num_requests}", [7] * (num_blocks * BLOCK_SIZE - 2), priority=priority
         )
         ingress = self.ingresses[name]
-        request = Request(demand, ingress.queue.new_waiter(demand))
+        waiter = ingress.queue.new_waiter(demand, is_promised=is_early, is_due=not is_early)
+        request = Request(demand, waiter)
         ingress.requests[demand.request_id] = request
         ingress.enter(request, self.now_s)
         ingress.settle()
+
+    @rule(name=ingresses, data=st.data())
+    def moment_comes(self, name, data):
+        ingress = self.ingresses[name]
+        early = [r for r in ingress.live("waiting") if not r.waiter.is_due]
+        if early:
+            ingress.queue.set_due(data.draw(st.sampled_from(early)).waiter, self.now_s)
+            ingress.settle()
 
     @rule(name=ingresses, data=st.data())
     def client_leaves(self, name, data):
@@ -421,6 +436,10 @@ class TwoRouters(RuleBasedStateMachine):
             return
         for replica in self.replicas.values():
             replica.role = "decode"
+        for ingress in self.ingresses.values():
+            for request in ingress.live("waiting"):
+                ingress.queue.set_due(request.waiter, self.now_s)
+            ingress.settle()
         for _ in range(20 + 10 * self.num_requests):
             self.deliver()
             self.holds()

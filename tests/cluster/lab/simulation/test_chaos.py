@@ -3,12 +3,14 @@
 import itertools
 import logging
 from collections import Counter
+from typing import get_args
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.config.schema import OrderName
 from cluster.lab.simulation import chaos
 from cluster.lab.simulation.chaos import ChaosOptions, explore, failure_kind, investigate, run_seed
 from cluster.lab.simulation.hard_times import random_scenario
@@ -100,7 +102,7 @@ def test_scenarios_reach_the_corners(sweep):
         "no_slot", "no_blocks", "ok", "peer_dead", "stalled", "cancelled", "checksum",
     } <= reasons  # fmt: skip
     orders = {scenario.router.order for scenario, _ in sweep if len(scenario.pools) == 2}
-    assert orders == {"decode_first", "prefill_first"}
+    assert orders == {*get_args(OrderName)}
     # (request, epoch) of every transfer that was handed to a decode replica.
     loads = [
         Counter((event.subject, event.detail[1]) for event in outcome.log if event.kind == "load")

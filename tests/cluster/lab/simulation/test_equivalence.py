@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from cluster.config.schema import PolicyName
+from cluster.config.schema import OrderName, PolicyName
 from cluster.lab.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
 from replicas.generators.simulated.timing import LinkTiming, MeshTiming
@@ -95,6 +95,7 @@ def options(draw, workload):
         "ingresses": draw(st.integers(1, 3)),
         "router": {
             "policy": draw(st.sampled_from(get_args(PolicyName))),
+            "order": draw(st.sampled_from(get_args(OrderName))),
             "max_queued_requests": draw(st.sampled_from([256, 2])),
             "queue_timeout_s": draw(st.sampled_from([60.0, 1.3])),
         },

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from cluster.config.schema import OrderName
 from cluster.lab.simulation.records import OK
 from tests.cluster.lab.simulation.clusters import (
     events_of,
@@ -14,7 +17,7 @@ from tests.cluster.lab.simulation.clusters import (
     simulate,
 )
 
-ORDERS = ["decode_first", "prefill_first"]
+ORDERS = get_args(OrderName)
 
 
 def cluster():

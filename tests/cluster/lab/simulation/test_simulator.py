@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from cluster.config.schema import OrderName
 from cluster.lab.simulation.client import NOTICE_S
 from cluster.lab.simulation.options import SimulationOptions
 from cluster.lab.simulation.records import ABORTED, OK
@@ -320,7 +322,7 @@ def test_a_short_prompt_stays_where_it_is_decoded():
     assert record.token_times_s[0] == 2 * LATENCY_S + prefill_turn_s(40)
 
 
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_an_idle_decode_replica_computes_prompts_that_would_wait_elsewhere(order):
     burst = [(10.0, 40 + i, 3) for i in range(8)]
     workload = requests(*[(float(i), 40 + i, 3) for i in range(5)], *burst)
@@ -442,7 +444,7 @@ def test_prefill_first_gives_the_first_token_without_a_journey_to_the_decode_rep
     assert record.outcome == OK
 
 
-@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+@pytest.mark.parametrize("order", get_args(OrderName))
 def test_first_tokens_wait_for_a_slot_in_one_order_only(order):
     """Two slots, and four long answers."""
     result = simulate(
