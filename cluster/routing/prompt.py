@@ -80,6 +80,11 @@ class Prompt:
         self._unheard: set[Placement] = set()
         self.epoch = -1
 
+    def new_epoch(self) -> int:
+        """The number of the next transfer of this request."""
+        self.epoch += 1
+        return self.epoch
+
     def ask(self, consumer: str) -> None:
         """Ask a prefill engine already, for a decode engine that has not answered.
 
@@ -137,9 +142,8 @@ class Prompt:
         member = self._pools.member(placement.incarnation)
         if member is None or not member.description.kv_endpoints:
             return asked
-        self.epoch += 1
         tickets = self._means.tickets
-        transfer = tickets.begin(self._request, self.epoch, member.description)
+        transfer = tickets.begin(self._request, self.new_epoch(), member.description)
         asked.ticket = tickets.seal(transfer, consumer)
         message = AddRequest(self._request, "prefill", ANY_GROUP, asked.ticket)
         self._pools.hold(self._demand, placement)
