@@ -122,6 +122,7 @@ class HandOver:
                 num_tokens = self._legs.demand.num_prompt_tokens
                 if stream.quiet or not self._lending.begin(decode, heir, event, num_tokens):
                     raise DecodeLeftError("leaving", str(stream.leaving))
+                self._means.capacity_changed()
                 return
             if stream.quiet is None:
                 self._give_up()
@@ -148,6 +149,8 @@ class HandOver:
         self._task = self._accepted = None
         self._num_attempts_left -= 1
         self.begin()
+        # Others may have room where this one was held.
+        self._means.capacity_changed()
 
     def hear_of_kv(self, event: KVLoaded) -> None:
         """One of both engines says how a transfer ended.

@@ -411,12 +411,13 @@ class Run:
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
                     self.is_over = True
-            elif isinstance(event, KVLoaded) and event.epoch == self._prompt.epoch:
+            elif isinstance(event, KVLoaded):
+                self._hand_over.hear_of_kv(event)
+                if event.epoch != self._prompt.epoch:
+                    continue
                 self._legs.drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
-            elif isinstance(event, KVLoaded):
-                self._hand_over.hear_of_kv(event)
 
     async def survives(self, story: Story) -> bool:
         """Live a story to its end; False if another decode engine has to take over.
