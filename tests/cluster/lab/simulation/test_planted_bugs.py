@@ -9,7 +9,6 @@ import heapq
 import itertools
 import logging
 
-import msgspec
 import pytest
 
 import kv_transfer.consumer
@@ -21,7 +20,6 @@ from cluster.lab.simulation.inbox import VirtualInbox
 from cluster.lab.simulation.loop import UNIX_S
 from cluster.lab.simulation.parent import VirtualParent
 from cluster.lab.simulation.scenario import Scenario, run_scenario
-from cluster.routing import lending
 from cluster.routing.breaker import Breaker, Breakers
 from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import Leg, Legs
@@ -34,7 +32,6 @@ from cluster.routing.stalls import Stalls
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseTable
-from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.sessions import TransferSessions
 from replicas.engine.block_pool import BlockPool
@@ -338,28 +335,6 @@ def end_of_a_stream_s_transfer_is_not_heard(patch):
     patch.setattr(Lending, "ended", lambda self, _epoch, _failure: False)
 
 
-def kv_is_lent_before_it_is_computed(patch):
-    lend = P2PConnectorScheduler.lend
-
-    def lend_all(self, request, lent, now_s):
-        num_tokens = len(request.prompt_token_ids)
-        lend(self, request, msgspec.structs.replace(lent, num_computed_tokens=num_tokens), now_s)
-
-    patch.setattr(P2PConnectorScheduler, "lend", lend_all)
-    patch.setattr(lending, "_num_in_full_blocks", lambda num_tokens, _lender: num_tokens)
-
-
-def blocks_that_a_stream_loses_are_lent_on(patch):
-    preempted = P2PConnectorScheduler.request_preempted
-
-    def lends_on(self, request_id):
-        transfer = self._transfers.get(request_id)
-        if transfer is None or not transfer.is_lent:
-            preempted(self, request_id)
-
-    patch.setattr(P2PConnectorScheduler, "request_preempted", lends_on)
-
-
 def stall_is_not_left(patch):
     check = Legs._check_away
 
@@ -404,8 +379,6 @@ LATE = [
     both_engines_of_a_hand_over_go_on,
     accepted_heir_is_not_taken,
     end_of_a_stream_s_transfer_is_not_heard,
-    kv_is_lent_before_it_is_computed,
-    blocks_that_a_stream_loses_are_lent_on,
     stall_is_not_left,
     whoever_stays_is_not_told_of_room,
     expired_lease_is_served,
