@@ -179,7 +179,7 @@ class TransferRequest(Struct, frozen=True, array_like=True):
 
     Attributes:
         request_id: The request.
-        prompt_token_ids: Its prompt.
+        prompt_token_ids: Its prompt; of one that is decoded already, also what followed.
         ticket: Sealed ticket of its transfer; empty without one.
         cache_salt: Tenant: KV in a pool is found under the same salt only.
     """
@@ -425,6 +425,22 @@ class KVConnectorScheduler(Protocol):
             TicketError: When the ticket is forged, too old or not for this engine process.
             LayoutMismatchError: When it is for another KV layout.
             TransferError: When the request already has a transfer here.
+        """
+
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        """Offer the KV of a request that runs here and goes on, to the consumer of its ticket.
+
+        It lasts until results name the request: ``sent`` or ``failed``. Of a request that is
+        preempted it is cancelled; of one that finishes, the blocks stay allocated for it.
+
+        Args:
+            request: The request, with its ticket.
+            lent: How much of it is here, in blocks that nobody writes to any more. A ticket for
+                more is cancelled, as results then say.
+            now_s: Monotonic clock.
+
+        Raises:
+            TransferError: As ``on_new_request``, and when this engine is not the ticket's producer.
         """
 
     def get_num_new_matched_tokens(

@@ -130,6 +130,10 @@ class MultiConnectorScheduler:
             lookup_timeout_s=SPLIT_WAIT_S if num_fetched else None,
         )
 
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        """Offer what a request that runs here has in full blocks; the pool has no part in it."""
+        self._p2p.lend(request, lent, now_s)
+
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -32,6 +32,8 @@ class _Transfer:
     role: Role
     num_saved_tokens: int = 0
     is_loading: bool = False
+    is_lent: bool = False
+    """Its request runs on: blocks that it loses do not come back."""
 
 
 class P2PConnectorScheduler:
@@ -49,6 +51,7 @@ class P2PConnectorScheduler:
         self._layout_hashes = frozenset(acceptable_layouts(layout, settings.accept_dtypes))
         self._transfers: dict[str, _Transfer] = {}
         self._offers: list[Ticket] = []
+        self._lent: list[SaveProgress] = []
         self._loads: dict[str, LoadSpec] = {}
         self._preempted: list[str] = []
         self._cancels: list[str] = []
@@ -67,17 +70,35 @@ class P2PConnectorScheduler:
         """Take note of a request that brings a ticket (see the protocol)."""
         if not request.ticket:
             return
+        self._begin(request)
+
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        """Offer what a request that runs here has in full blocks (see the protocol)."""
+        transfer = self._begin(request, only_role="producer")
+        transfer.is_lent = True
+        if transfer.ticket.num_tokens > lent.num_computed_tokens:
+            self.cancel(request.request_id)
+            return
+        transfer.num_saved_tokens = lent.num_computed_tokens
+        self._lent.append(lent)
+
+    def _begin(self, request: TransferRequest, only_role: Role | None = None) -> _Transfer:
+        """Take a ticket; on one end only, if so."""
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         ticket = self._keys.unseal(request.ticket, self._unix_now_s())
         role = check_ticket(ticket, self._incarnation, self._layout_hashes)
+        if only_role not in {None, role}:
+            raise TransferError(
+                f"ticket of request {ticket.request_id} makes this engine its {role}"
+            )
         if role == "producer" and ticket.layout_hash != self._own_hash:
             raise LayoutMismatchError(
                 f"ticket of request {request_id} is for KV layout {ticket.layout_hash}; this "
                 f"producer has {self._own_hash}: mint a ticket from fresh snapshots"
             )
-        if ticket.request_id != request_id or ticket.num_tokens != num_tokens:
+        if ticket.request_id != request_id or ticket.num_tokens > num_tokens:
             raise TransferError(
-                f"request {request_id} has {num_tokens} prompt tokens; its ticket is for "
+                f"request {request_id} has {num_tokens} tokens; its ticket is for "
                 f"{ticket.num_tokens} tokens of request {ticket.request_id}"
             )
         known = request_id in self._transfers or any(
@@ -88,9 +109,10 @@ class P2PConnectorScheduler:
                 f"request {request_id} has a transfer already: every attempt needs a new "
                 f"transfer_id, after the end of the previous one was reported"
             )
-        self._transfers[request_id] = _Transfer(ticket, request.ticket, role)
+        transfer = self._transfers[request_id] = _Transfer(ticket, request.ticket, role)
         if role == "producer":
             self._offers.append(ticket)
+        return transfer
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
@@ -132,10 +154,10 @@ class P2PConnectorScheduler:
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
         """Hand over everything that is new; drains."""
-        saves = []
+        saves = self._lent.copy()
         for save in progress:
             transfer = self._transfers.get(save.request_id)
-            if transfer is not None and transfer.role == "producer":
+            if transfer is not None and transfer.role == "producer" and not transfer.is_lent:
                 transfer.num_saved_tokens = save.num_computed_tokens
                 saves.append(save)
         meta = P2PMeta(
@@ -145,7 +167,7 @@ class P2PConnectorScheduler:
             loads=tuple(self._loads.values()),
             saves=tuple(saves),
         )
-        for pending in (self._cancels, self._preempted, self._offers, self._loads):
+        for pending in (self._cancels, self._preempted, self._offers, self._loads, self._lent):
             pending.clear()
         return meta
 
@@ -161,7 +183,9 @@ class P2PConnectorScheduler:
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""
         transfer = self._transfers.get(request_id)
-        if transfer is not None and transfer.role == "producer":
+        if transfer is not None and transfer.is_lent:
+            self.cancel(request_id)
+        elif transfer is not None and transfer.role == "producer":
             transfer.num_saved_tokens = 0
             self._preempted.append(request_id)
 

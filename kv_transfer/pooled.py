@@ -158,6 +158,13 @@ class PooledConnectorScheduler:
             self._requests[request_id] = new
             self._look_up(request_id, new)
 
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        """Refuse: nobody fetches from this engine."""
+        raise TransferError(
+            f"request {request.request_id} is to be lent and this engine has only a pool: set "
+            f"kv_connector to 'multi' or 'p2p'"
+        )
+
     def check_unused(self, request_id: str) -> None:
         """Do nothing if a new request may have this id.
 

@@ -16,7 +16,7 @@ from replicas.errors import InvalidRequestError
 from replicas.kv_groups import KVGroup
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_REQUEST_ID_CHARS = 256
 """An engine refuses a request whose id is longer."""
@@ -151,12 +151,15 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
         mode: Which part of it runs here.
         dp_group: The DP group to use, or -1 for the engine's choice.
         ticket: For mode prefill: the sealed ticket under which the prompt's KV may be fetched.
+        token_ids: For mode decode, of an engine that is to go on with another one's stream: for
+            each choice the tokens that the client has so far; there is room for these too.
     """
 
     request: EngineRequest
     mode: RequestMode = "local"
     dp_group: int = -1
     ticket: bytes | None = None
+    token_ids: list[list[int]] = []
 
 
 class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -173,8 +176,28 @@ class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     epoch: int
 
 
+class LendKV(msgspec.Struct, frozen=True, array_like=True, tag="lend"):
+    """Let the ticket's consumer fetch the KV of a request that runs here, and go on meanwhile.
+
+    Only blocks that are full move: nothing is written to those any more. What cannot be lent, or
+    is taken away before it has gone, the consumer is told of as of any transfer that fails.
+
+    Attributes:
+        request_id: The running request.
+        ticket: A sealed ticket; it says of how many of its tokens.
+        epoch: The client's number for this attempt, with which `KVLoaded` answers a ticket that is
+            no good.
+    """
+
+    request_id: str
+    ticket: bytes
+    epoch: int
+
+
 class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
     """Start decoding a reserved request.
+
+    One that was reserved with tokens goes on with the KV that it has by then.
 
     Attributes:
         request_id: The reserved request.
@@ -190,7 +213,7 @@ class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Drop these requests; slots and blocks are free at the next step.
 
-    Ids that are unknown, or another client's, are ignored, as they are in `LoadKV` and `Activate`.
+    Ids that are unknown, or another client's, are ignored, as in `LoadKV`, `LendKV`, `Activate`.
 
     Attributes:
         request_ids: The requests.
@@ -213,7 +236,7 @@ class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
     method: str
 
 
-ClientMessage = Hello | AddRequest | LoadKV | Activate | Abort | Utility
+ClientMessage = Hello | AddRequest | LoadKV | LendKV | Activate | Abort | Utility
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=False):
@@ -243,12 +266,12 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=Fa
 
 
 class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc=False):
-    """How the transfer into a reserved request ended.
+    """How the transfer into a reserved request ended, or that one cannot be lent from.
 
     Attributes:
-        request_id: The reserved request.
-        epoch: Of the `LoadKV` that this is about.
-        failure: None, or the connector's reason; the reservation stands in either case.
+        request_id: The request.
+        epoch: Of the `LoadKV` or `LendKV` that this is about.
+        failure: None, or the connector's reason; reservation or stream stand in either case.
     """
 
     request_id: str

@@ -1,11 +1,12 @@
 """A stream's next decode engine, found while the one that hands over goes on with the stream.
 
 Owner: the request's `Run`; of the task that waits for a slot. The request stands in the slot queue
-where it came, and loses nothing meanwhile: only once another engine has accepted it is the one that
-it has let go of. An engine that refuses, dies or stalls costs it nothing either; it waits on.
+where it came, and loses nothing meanwhile: only once another engine has accepted it, and has
+fetched what KV it can (`Lending`), is the one that it has let go of. An engine that refuses, dies
+or stalls costs it nothing either; it waits on.
 
-So it is with an engine that is quiet, which may be gone or only late: the next one begins to
-compute where the stream stands, and whoever speaks first goes on with it.
+So it is with an engine that is quiet, which may be gone or only late: nothing can be had of it, the
+next one begins to compute where the stream stands, and whoever speaks first goes on with it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.errors import QueueTimeoutError
 from cluster.routing.leg import DecodeLeftError, LegState
 from replicas.errors import EngineDeadError
-from replicas.messages import Accepted, AddRequest, Refused, TokenOutput
+from replicas.messages import Accepted, AddRequest, KVLoaded, Refused, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.routing.leg import Leg, Legs
+    from cluster.routing.lending import Lending
     from cluster.routing.metrics import RouterMetrics
     from cluster.routing.placement import Placement
     from cluster.routing.progress import Progress
     from cluster.routing.slot_queue import SlotQueue, Waiter
     from cluster.routing.slot_waits import SlotWaits
-    from replicas.messages import EngineEvent, EngineRequest
+    from replicas.messages import EngineEvent
     from replicas.streams import News
 
 
@@ -48,9 +50,9 @@ class HandOver:
 
     Args:
         means: What this ingress places requests with.
-        request: Whose stream.
         legs: Where the next leg is, as `heir`, from the moment in which its engine is asked.
         progress: Says whether there is a stream.
+        lending: The way of its KV; knows whose stream it is.
         new_waiter: Makes the request's place in the slot queue anew.
         max_attempts: How many engines may refuse it, or fail, before it looks no further: it then
             migrates like others once its engine is gone.
@@ -59,16 +61,16 @@ class HandOver:
     def __init__(
         self,
         means: Means,
-        request: EngineRequest,
         legs: Legs,
         progress: Progress,
+        lending: Lending,
         new_waiter: Callable[[], Waiter],
         max_attempts: int,
     ) -> None:
         self._means = means
-        self._request = request
         self._legs = legs
         self._progress = progress
+        self._lending = lending
         self._new_waiter = new_waiter
         self._num_attempts_left = max_attempts
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +80,14 @@ class HandOver:
         legs.hands_over, legs.on_heir = self.begin, self.hear
 
     def begin(self) -> bool:
-        """Look for another engine if there is a stream; says whether there is. Idempotent."""
+        """Look for another engine if there is a stream; says whether there is. Idempotent.
+
+        Raises:
+            DecodeLeftError: Another engine waits for KV of one that neither moves nor speaks.
+        """
+        stream = self._legs.decode.stream if self._legs.decode is not None else None
+        if stream is not None and self._lending.is_under_way and (stream.stalled or stream.quiet):
+            raise DecodeLeftError("leaving", str(stream.stalled or stream.quiet))
         if self._progress.has_tokens and self._task is None and self._num_attempts_left:
             self._task = asyncio.create_task(self._ask())
         return self._progress.has_tokens
@@ -100,7 +109,8 @@ class HandOver:
 
         Raises:
             DecodeLeftError: This is the moment to leave the other one: it hands over, and this one
-                has accepted; or it is quiet still, and this one has a token.
+                has accepted, and what KV it can have; or it is quiet still, and this one has a
+                token.
         """
         heir, decode = self._legs.heir, self._legs.decode
         assert heir is not None
@@ -109,12 +119,19 @@ class HandOver:
         if isinstance(event, Accepted):
             self._accepted = event
             if stream.leaving is not None:
-                raise DecodeLeftError("leaving", str(stream.leaving))
+                num_tokens = self._legs.demand.num_prompt_tokens
+                if stream.quiet or not self._lending.begin(decode, heir, event, num_tokens):
+                    raise DecodeLeftError("leaving", str(stream.leaving))
+                self._means.capacity_changed()
+                return
             if stream.quiet is None:
                 self._give_up()
             else:
                 heir.activate(self._progress.tokens)
                 self._means.capacity_changed()
+            return
+        if isinstance(event, KVLoaded):
+            self.hear_of_kv(event)
             return
         if isinstance(event, TokenOutput) and event.finish_reason != "error":
             if stream.quiet is None:
@@ -127,10 +144,22 @@ class HandOver:
         assert self._waiter is not None
         assert self._placement is not None
         self._legs.drop_heir()
+        self._lending.stop()
         self._means.queue.refuse(self._waiter, self._placement)
         self._task = self._accepted = None
         self._num_attempts_left -= 1
         self.begin()
+        # Others may have room where this one was held.
+        self._means.capacity_changed()
+
+    def hear_of_kv(self, event: KVLoaded) -> None:
+        """One of both engines says how a transfer ended.
+
+        Raises:
+            DecodeLeftError: It was that of the stream's KV: the other one can go on.
+        """
+        if self._lending.ended(event.epoch, event.failure):
+            raise DecodeLeftError("leaving", event.failure or "its KV is where the stream goes on")
 
     @property
     def is_accepted(self) -> bool:
@@ -152,6 +181,7 @@ class HandOver:
         if self._waiter is not None:
             self._means.waits.abandon(self._waiter)
         self._legs.drop_heir()
+        self._lending.stop()
         self._task = self._waiter = self._placement = self._accepted = None
 
     def _give_up(self) -> None:
@@ -181,7 +211,10 @@ class HandOver:
                 self._task = self._waiter = None
                 self._means.capacity_changed()
                 return
-            message = AddRequest(self._request, "decode", placement.dp_group)
+            request = self._lending.request
+            # As many as it has room for, of those that there are by now.
+            known = self._legs.demand.prompt_token_ids[len(request.prompt_token_ids) :]
+            message = AddRequest(request, "decode", placement.dp_group, token_ids=[[*known]])
             with contextlib.suppress(EngineDeadError):
                 self._legs.ask_heir(placement, message)
                 self._placement = placement

@@ -32,6 +32,7 @@ from replicas.messages import (
     LAPSED,
     Accepted,
     Activate,
+    LendKV,
     LoadKV,
     Refused,
     TokenOutput,
@@ -200,6 +201,11 @@ class Leg:
         """Let the engine of a reservation fetch the prompt's KV; see `LoadKV`."""
         assert self.state is LegState.OPEN, f"{self!r} cannot load"
         self._send(LoadKV(self._request_id, ticket, epoch))
+
+    def lend(self, ticket: bytes, epoch: int) -> None:
+        """Let another engine fetch what this one has of the stream; see `LendKV`."""
+        assert self.has_tokens, f"{self!r} has nothing to lend"
+        self._send(LendKV(self._request_id, ticket, epoch))
 
     def activate(self, token_ids: list[list[int]]) -> None:
         """Let a reservation start; see `Activate`."""

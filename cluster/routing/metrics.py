@@ -77,7 +77,8 @@ class RouterMetrics:
         num_stalled: Replicas that get nothing new because they do not move.
         migrations: Streams that another decode engine went on with, by what became of the one
             before.
-        migration_gap: Seconds between the last token of the one and the first of the other.
+        migration_gap: Seconds between the last token of the one and the first of the other, by how
+            that came by the KV: "moved" from the one before, "cached", or "recomputed".
         num_shut: Replicas that get nothing new, or a probe, because they failed requests.
         lost_routes: Lines of the route log that were not written.
         prediction: What came true of a placement, divided by what was predicted, of "ttft" (from
@@ -104,11 +105,13 @@ class RouterMetrics:
         self.e2e_latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_BUCKETS
         )
-        self.migration_gap = self._histogram(
+        self.migration_gap = Histogram(
             "ttserve_router_migration_gap_seconds",
             "Time between the last token of a decode replica and the first of the one that took "
-            "over",
-            _ITL_BUCKETS,
+            "over, by how that came by the KV",
+            ["model_name", "kv"],
+            buckets=_ITL_BUCKETS,
+            registry=self.registry,
         )
         self.num_queued = self._gauge(
             "ttserve_router_queued_requests",
@@ -170,10 +173,10 @@ class RouterMetrics:
             "reason",
         )
 
-    def migrated(self, reason: str, gap_s: float) -> None:
-        """Count a stream that another decode engine goes on with."""
+    def migrated(self, reason: str, kv: str, gap_s: float) -> None:
+        """Count a stream that another decode engine goes on with; see `Seam`."""
         self.migrations.labels(reason).inc()
-        self.migration_gap.observe(gap_s)
+        self.migration_gap.labels(self._model_name, kv).observe(gap_s)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)

@@ -19,11 +19,13 @@ class Seam(NamedTuple):
         reason: Why the one before was left, a metric's label.
         why: The same for a person.
         heard_s: When it had given its last token.
+        kv: How the next one comes by its KV, a metric's label: "moved", "cached" or "recomputed".
     """
 
     reason: str
     why: str
     heard_s: float
+    kv: str
 
 
 class Progress:
@@ -59,9 +61,9 @@ class Progress:
         """The tokens of the choice that has most."""
         return max(self.tokens, key=len)
 
-    def break_off(self, reason: str, why: str) -> None:
+    def break_off(self, reason: str, why: str, kv: str) -> None:
         """The decode engine that gave tokens gives no more."""
-        self.seam = self.seam or Seam(reason, why, self._heard_s)
+        self.seam = self.seam or Seam(reason, why, self._heard_s, kv)
 
     def heard(self, now_s: float) -> Seam | None:
         """A decode engine has given tokens; where that ends a seam, which."""

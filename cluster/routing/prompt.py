@@ -89,6 +89,11 @@ class Prompt:
         """Whether an engine was asked whose tokens nobody has waited for to the end."""
         return self._asked is not None
 
+    def new_epoch(self) -> int:
+        """The number of the next transfer of this request."""
+        self.epoch += 1
+        return self.epoch
+
     def ask(self, consumer: str) -> None:
         """Ask a prefill engine already, for a decode engine that has not answered.
 
@@ -164,9 +169,8 @@ class Prompt:
         member = self._pools.member(placement.incarnation)
         if member is None or not member.description.kv_endpoints:
             return asked
-        self.epoch += 1
         tickets = self._means.tickets
-        transfer = tickets.begin(self._request, self.epoch, member.description)
+        transfer = tickets.begin(self._request, self.new_epoch(), member.description)
         asked.ticket = tickets.seal(transfer, consumer)
         message = AddRequest(self._request, "prefill", ANY_GROUP, asked.ticket)
         self._pools.hold(self._demand, placement)

@@ -35,6 +35,7 @@ from cluster.routing.demand import Demand
 from cluster.routing.explain import Routes
 from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
+from cluster.routing.lending import Lending
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
 from cluster.routing.slot_moments import SlotMoments
@@ -243,8 +244,9 @@ class Run:
         self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
         self._standing = Standing(router.queue, self._pools)
         self.progress = Progress(request.sampling.n)
+        self._lending = Lending(router, self._pools, request, self._prompt.new_epoch)
         self._hand_over = HandOver(
-            router, request, self._legs, self.progress, self._heir_waiter,
+            router, self._legs, self.progress, self._lending, self._heir_waiter,
             max_attempts=router.config.max_attempts,
         )  # fmt: skip
         self.is_over = False
@@ -469,7 +471,10 @@ class Run:
                     self._legs.drop_decode(abort=False)
                 if not await self._emit(event):
                     self.is_over = True
-            elif isinstance(event, KVLoaded) and event.epoch == self._prompt.epoch:
+            elif isinstance(event, KVLoaded):
+                self._hand_over.hear_of_kv(event)
+                if event.epoch != self._prompt.epoch:
+                    continue
                 self._legs.drop_prefill(abort=event.failure is not None)
                 if event.failure is not None:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
@@ -501,6 +506,7 @@ class Run:
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
         self._standing.left.add(decode.incarnation)
+        kv = self._lending.kv
         if not self._hand_over.is_accepted:
             self._hand_over.stop()
         self._is_refused = False
@@ -508,7 +514,7 @@ class Run:
         if not decode.has_tokens:
             self._router.metrics.retries.labels(f"decode_{reason}").inc()
             return
-        self.progress.break_off(reason, str(error))
+        self.progress.break_off(reason, str(error), kv)
         self._grow()
 
     def _grow(self) -> None:
@@ -613,7 +619,7 @@ class Run:
         now_s = self._route.last_s = asyncio.get_running_loop().time()
         seam = self.progress.heard(now_s)
         if seam is not None:
-            self._router.metrics.migrated(seam.reason, now_s - seam.heard_s)
+            self._router.metrics.migrated(seam.reason, seam.kv, now_s - seam.heard_s)
 
     def _note(self, output: TokenOutput) -> bool:
         """Keep what the client gets; says whether that was all."""

@@ -95,19 +95,21 @@ def _secret(text: str, where: str) -> bytes:
 
 
 class Transfer(NamedTuple):
-    """What a prefill engine is asked to keep for one attempt of a request.
+    """What an engine is asked to keep for one attempt of a request.
 
     Attributes:
         transfer_id: Names it to both ends.
         epoch: Counts the attempts of the request.
         request: Whose KV moves.
-        producer: The prefill engine.
+        producer: The prefill engine, or the decode engine that hands a stream over.
+        num_tokens: Leading tokens whose KV that is.
     """
 
     transfer_id: bytes
     epoch: int
     request: EngineRequest
     producer: EngineDescription
+    num_tokens: int
 
 
 class TicketOffice:
@@ -137,9 +139,16 @@ class TicketOffice:
     def __repr__(self) -> str:
         return f"TicketOffice({self._keys!r})"
 
-    def begin(self, request: EngineRequest, epoch: int, producer: EngineDescription) -> Transfer:
-        """A new transfer from a prefill engine."""
-        return Transfer(self._new_transfer_id(), epoch, request, producer)
+    def begin(
+        self,
+        request: EngineRequest,
+        epoch: int,
+        producer: EngineDescription,
+        num_tokens: int | None = None,
+    ) -> Transfer:
+        """A new transfer from an engine: of the prompt, or of so many leading tokens."""
+        num_tokens = len(request.prompt_token_ids) if num_tokens is None else num_tokens
+        return Transfer(self._new_transfer_id(), epoch, request, producer, num_tokens)
 
     def seal(self, transfer: Transfer, consumer: str = "") -> bytes:
         """A ticket of a transfer, sealed.
@@ -160,7 +169,7 @@ class TicketOffice:
             producer_endpoints=producer.kv_endpoints or (),
             producer_incarnation=producer.incarnation,
             consumer=consumer,
-            num_tokens=len(transfer.request.prompt_token_ids),
+            num_tokens=transfer.num_tokens,
             layout_hash=producer.kv_layout_hash or "",
             expires_ms=int((self._unix_now_s() + self._lifetime_s) * 1000),
         )

@@ -44,6 +44,7 @@ from replicas.messages import (
     EngineSnapshot,
     HostSeconds,
     KVTransfers,
+    LendKV,
     LoadKV,
     Utility,
     UtilityResult,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CoreMessage = AddRequest | LoadKV | Activate | Abort | Utility
+CoreMessage = AddRequest | LoadKV | LendKV | Activate | Abort | Utility
 
 
 class StepUnderWay(NamedTuple):

@@ -105,7 +105,10 @@ class KVLoads:
         load.epoch = epoch
         try:
             self._connector.on_new_request(
-                msgspec.structs.replace(seq.transfer, ticket=ticket), now_s
+                msgspec.structs.replace(
+                    seq.transfer, ticket=ticket, prompt_token_ids=list(seq.token_ids)
+                ),
+                now_s,
             )
         except TransferError as error:
             load.failure = failure_word(error)
@@ -115,7 +118,11 @@ class KVLoads:
         self._ask(self._connector, seq)
 
     def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
-        """Note that a reserved sequence may start; returns it the first time."""
+        """Note that a reserved sequence may start; returns it the first time.
+
+        One that was reserved with tokens has been decoded elsewhere meanwhile. If its KV is still
+        under way, whoever lends it is not counted on any more: it goes on with what has come.
+        """
         seq = self._reserved.get(request_id)
         if seq is None:
             return None
@@ -123,9 +130,10 @@ class KVLoads:
         if load.is_activated:
             return None
         load.is_activated = True
-        seq.token_ids.extend(token_ids)
+        had_tokens = seq.num_output_tokens > 0
+        seq.token_ids.extend(token_ids[seq.num_output_tokens :])
         if self._connector is not None and seq.transfer is not None:
-            if not token_ids and load.is_under_way:
+            if load.is_under_way and (had_tokens or not token_ids):
                 self._connector.cancel(request_id)
             elif not load.is_announced:
                 # Nobody sends its KV, but what is computed here may be kept.
@@ -210,9 +218,11 @@ class KVLoads:
             load.next = None
         else:
             load.failure = failure.reason.value
-            whole_blocks = failure.num_tokens - failure.num_tokens % self._groups.block_multiple
             # More than was asked for counts not.
-            end = min(whole_blocks if self._resumes_prefill else 0, load.end)
+            end = min(failure.num_tokens, load.end)
+        if failure is not None or end < seq.num_tokens - 1:
+            # A part: what is behind it begins where a block does, as after a prefix hit.
+            end -= end % self._groups.block_multiple if self._resumes_prefill else end
         num_new = max(0, end - seq.num_computed_tokens)
         seq.num_computed_tokens += num_new
         if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
@@ -239,7 +249,9 @@ class KVLoads:
             return Verdict.RUN
         if not load.is_activated:
             return Verdict.WAIT
-        num_missing = seq.num_prompt_tokens - seq.num_computed_tokens
+        # What was not to come is no part of a transfer that went well.
+        is_whole = load.failure is None and load.end > 0
+        num_missing = 0 if is_whole else seq.num_prompt_tokens - seq.num_computed_tokens
         if num_missing > 0 and seq.num_output_tokens and load.failure is None:
             load.failure = _NO_TICKET
         if num_missing > 0 and load.failure is not None:
@@ -300,7 +312,7 @@ class KVLoads:
         self._asking.pop(seq.request_id, None)
         load = _load_of(seq)
         load.end = seq.num_computed_tokens
-        if load.end + num_external > seq.num_prompt_tokens:
+        if load.end + num_external > seq.num_tokens:
             # Of another prompt; the connector names it as cancelled.
             connector.cancel(seq.request_id)
             return

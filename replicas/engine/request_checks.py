@@ -46,7 +46,7 @@ class RequestChecks:
             request.check_supported()
         except InvalidRequestError as error:
             return str(error)
-        return self._mode_problem(message)
+        return self._mode_problem(message) or self._output_problem(request, message.token_ids)
 
     def _prompt_problem(self, request: EngineRequest) -> str | None:
         num_prompt = len(request.prompt_token_ids)
@@ -69,16 +69,27 @@ class RequestChecks:
         # A reservation needs none to compute what it is activated with.
         if message.mode == "prefill" and not self.has_connector:
             return "this engine has no KV connector; set kv_connector"
+        if message.mode != "decode" and message.token_ids:
+            return "only mode decode goes on after tokens"
         return None
 
     def activation_problem(self, seq: Sequence, message: Activate) -> str | None:
         """Why no engine of this model can have drawn the tokens of an activation, or None."""
-        if len(message.token_ids) > 1:
-            return "it has one choice, and was activated with tokens of several"
-        for token_ids in message.token_ids:
-            if seq.num_prompt_tokens + len(token_ids) >= self._max_model_len:
+        problem = self._output_problem(seq.request, message.token_ids)
+        known = seq.token_ids[seq.num_prompt_tokens :]
+        if problem is None and known and [known] != [t[: len(known)] for t in message.token_ids]:
+            problem = "it was reserved with other tokens than it was activated with"
+        return problem
+
+    def _output_problem(self, request: EngineRequest, tokens: list[list[int]]) -> str | None:
+        """Why no engine of this model can have drawn what a client has of each choice, or None."""
+        if len(tokens) > 1:
+            return "it has one choice, and was given tokens of several"
+        num_prompt = len(request.prompt_token_ids)
+        for token_ids in tokens:
+            if num_prompt + len(token_ids) >= self._max_model_len:
                 return (
-                    f"a prompt of {seq.num_prompt_tokens} tokens with {len(token_ids)} of output "
+                    f"a prompt of {num_prompt} tokens with {len(token_ids)} of output "
                     f"leaves no room below max_model_len {self._max_model_len}"
                 )
             if token_ids and not _are_below(token_ids, self._vocab_size):

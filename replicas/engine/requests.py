@@ -1,4 +1,4 @@
-"""What clients ask of an engine for their requests: taken, refused, loaded, started, dropped.
+"""What clients ask of an engine for their requests: taken, refused, loaded, lent, started, dropped.
 
 Owner: the engine core, which alone calls it; here are kept requests whose id an aborted one still
 has.
@@ -14,7 +14,16 @@ from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
 from replicas.engine.loads import failure_word
 from replicas.engine.sequence import Sequence
-from replicas.messages import Abort, Accepted, Activate, AddRequest, KVLoaded, LoadKV, Refused
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LendKV,
+    LoadKV,
+    Refused,
+)
 
 if TYPE_CHECKING:
     from replicas.engine.duty import Duty
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RequestMessage: TypeAlias = AddRequest | LoadKV | Activate | Abort
+RequestMessage: TypeAlias = AddRequest | LoadKV | LendKV | Activate | Abort
 
 _REFUSALS: dict[RefusalReason, str] = {
     "no_slot": "no decode slot is free in the asked DP group",
@@ -62,9 +71,9 @@ class Requests:
         match message:
             case AddRequest():
                 self._add(client, message, now_s)
-            case LoadKV():
+            case LoadKV() | LendKV():
                 if self._scheduler.is_of(client, message.request_id):
-                    self._load(client, message, now_s)
+                    self._transfer(client, message, now_s)
             case Activate():
                 if self._scheduler.is_of(client, message.request_id):
                     self._activate(message, now_s)
@@ -116,9 +125,13 @@ class Requests:
     def _refuse(self, client: bytes, request_id: str, reason: RefusalReason) -> None:
         self._events[client].append(Refused(request_id, reason, _REFUSALS[reason]))
 
-    def _load(self, client: bytes, message: LoadKV, now_s: float) -> None:
+    def _transfer(self, client: bytes, message: LoadKV | LendKV, now_s: float) -> None:
+        request_id, ticket = message.request_id, message.ticket
         try:
-            self._scheduler.load(message.request_id, message.ticket, message.epoch, now_s)
+            if isinstance(message, LoadKV):
+                self._scheduler.load(request_id, ticket, message.epoch, now_s)
+            else:
+                self._scheduler.lend(request_id, ticket, now_s)
         except TransferError as error:
             logger.warning("ticket of %s refused: %s", message.request_id, error)
             failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
@@ -156,7 +169,7 @@ def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Seq
         request,
         message.mode,
         client,
-        list(request.prompt_token_ids),
+        [*request.prompt_token_ids, *(message.token_ids[0] if message.token_ids else ())],
         dp_group=message.dp_group,
         transfer=transfer,
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_transfer.connector import SaveProgress
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
 from replicas.engine.running import RunningRows
@@ -108,7 +109,8 @@ class Roster(ABC):
         """Take a slot and blocks for a sequence whose prompt is computed elsewhere, or say why not.
 
         Blocks for the whole prompt and the first decode step are taken at once, so that a transfer
-        never waits for memory. Leading blocks that are cached here need not be sent.
+        never waits for memory. Leading blocks that are cached here need not be sent. So it is with
+        the tokens of one that another engine has begun to decode.
         """
         refusal = self._refusal(seq)
         if refusal is not None:
@@ -137,12 +139,45 @@ class Roster(ABC):
         """
         self._loads.load(request_id, ticket, epoch, now_s)
 
+    def lend(self, request_id: str, ticket: bytes, now_s: float) -> None:
+        """Let another engine fetch the KV of a sequence that runs here, and goes on.
+
+        Only of blocks that are full, and that somebody else may have; of what is asked beyond them
+        nothing goes. It ends with the sequence's blocks being taken away: unless it finishes, for
+        then they are held. Unknown ids are ignored.
+
+        Args:
+            request_id: The sequence.
+            ticket: A sealed ticket.
+            now_s: Monotonic clock.
+
+        Raises:
+            TransferError: The connector cannot use the ticket; the sequence goes on.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.transfer is None or self._connector is None:
+            return
+        num_final = 0
+        if seq.status is SequenceStatus.RUNNING and not seq.is_converted:
+            # Of steps that are over: that of the last token may be under way.
+            num_final = min(seq.num_computed_tokens, seq.num_tokens - 1)
+        num_full = num_final - num_final % self._groups.block_multiple
+        block_ids = tuple(map(tuple, seq.block_ids))
+        self._connector.lend(
+            msgspec.structs.replace(
+                seq.transfer, ticket=ticket, prompt_token_ids=list(seq.token_ids)
+            ),
+            SaveProgress(request_id, seq.dp_group, block_ids, num_full),
+            now_s,
+        )
+
     def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
         """Let a reserved sequence run: from its KV once that is here, or on its own without tokens.
 
         Args:
             request_id: The reserved sequence; unknown ids are ignored.
-            token_ids: Output tokens that the client has already; empty: compute the prompt here.
+            token_ids: Output tokens that the client has already, those that it was reserved with
+                among them; empty: compute the prompt here.
             now_s: Monotonic clock.
 
         Returns:

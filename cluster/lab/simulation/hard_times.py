@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.scenario import Scenario, ScenarioRequest
     from replicas.faults import FaultKind
 
-_HARD_SHARE = 0.15
+_HARD_SHARE = 0.18
 _NUM_BLOCKS = 48
 _MAX_MODEL_LEN = 500
 _OUTPUT_TOKENS = (60, 200)
@@ -42,6 +42,7 @@ def with_hard_times(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """One of the kinds below."""
     kinds = (
         _with_failing_engine, _with_failing_engine, _with_hurried_drains, _with_nowhere_to_go,
+        _with_lent_kv,
     )  # fmt: skip
     return kinds[int(rng.integers(len(kinds)))](scenario, rng)
 
@@ -92,6 +93,42 @@ def _with_hurried_drains(scenario: Scenario, rng: np.random.Generator) -> Scenar
     return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
 
 
+def _with_lent_kv(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Long streams are handed over by engines that change their roles, over a slow network.
+
+    While their KV is on its way its engine, or the one that fetches it, may die or stall, streams
+    end, and clients leave. Some engines have so few blocks that streams lose theirs meanwhile.
+    """
+    if len(scenario.pools) == 1:
+        return _with_hurried_drains(scenario, rng)
+    num_blocks = int(rng.choice([20, _NUM_BLOCKS]))
+    scenario = _roomy(scenario, replicas=3, lanes=1, num_blocks=num_blocks)
+    faults: list[Fault] = []
+    at_s = 1.0
+    for rank in rng.integers(3, size=6):
+        at_s += 0.3 + float(rng.exponential(1.0))
+        faults.append(Fault(at_s=at_s, target=f"decode/{rank}", kind="flip"))
+        if rng.random() < 0.4:
+            kind = _MEDDLERS[rng.integers(len(_MEDDLERS))]
+            faults.append(
+                Fault(
+                    at_s=at_s + float(rng.exponential(0.2)),
+                    target=f"decode/{rng.integers(3)}",
+                    kind=kind,
+                    duration_s=None if kind == "kill" else 0.5,
+                )
+            )
+            at_s += 0.5 + float(rng.exponential(0.2))  # no two troubles of one engine at a time
+    network = msgspec.structs.replace(
+        scenario.network, kv_bytes_per_s=float(rng.choice([1e7, 1e8])), latency_s=1e-3
+    )
+    transfer = msgspec.structs.replace(scenario.transfer, chunk_bytes=int(rng.choice([1, 2048])))
+    requests = _with_long_streams(_arriving(scenario.requests, gap_s=0.2), rng)
+    return msgspec.structs.replace(
+        scenario, network=network, transfer=transfer, requests=requests, faults=tuple(faults)
+    )
+
+
 def _with_nowhere_to_go(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """An engine hangs while all others are full, and long enough for some of them to have room."""
     scenario = _roomy(scenario, replicas=2, lanes=1, slots_per_lane=2, step_timeout_s=300.0)
@@ -107,13 +144,15 @@ def _with_nowhere_to_go(scenario: Scenario, rng: np.random.Generator) -> Scenari
     return msgspec.structs.replace(scenario, requests=stayers, faults=(hang,))
 
 
-def _roomy(scenario: Scenario, *, replicas: int, **of_pools: float) -> Scenario:
+def _roomy(
+    scenario: Scenario, *, replicas: int, num_blocks: int = _NUM_BLOCKS, **of_pools: float
+) -> Scenario:
     """At least so many replicas of each pool, and blocks for long sequences."""
     pools = tuple(
         msgspec.structs.replace(
             pool,
             replicas=max(pool.replicas, replicas),
-            num_blocks=_NUM_BLOCKS,
+            num_blocks=num_blocks,
             **of_pools,
         )
         for pool in scenario.pools

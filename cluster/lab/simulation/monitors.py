@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 from cluster.lab.simulation.failures import Failures
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
-from replicas.messages import Abort, Activate, AddRequest, KVLoaded, LoadKV, Refused, TokenOutput
+from replicas.messages import (
+    Abort,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LendKV,
+    LoadKV,
+    Refused,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,8 +70,9 @@ class ProtocolMonitor:
     A request is on an engine once, is not sent to one that hangs, its tickets have rising epochs,
     it is activated once, and when it ends at the ingress no engine goes on with it: each has said
     its last word or was told. A new ticket is too old for nobody whose clock is right. A second
-    engine is asked to decode it only while the first one hands over, and starts once that one was
-    told to stop; or after the first one was quiet, and then whoever speaks first is heard.
+    engine is asked to decode it only while the first one hands over, may fetch its KV meanwhile,
+    and starts once that one was told to stop; or after the first one was quiet, and then whoever
+    speaks first is heard.
 
     Attributes:
         failures: What engines have failed to do.
@@ -81,6 +91,8 @@ class ProtocolMonitor:
         self._first_asked_s: dict[str, dict[str, float]] = {}
         # Engines that hand over, as far as this ingress has heard.
         self._leaving: set[str] = set()
+        # For each request whose KV is lent, the number of that transfer.
+        self._lent: dict[str, int] = {}
         self.failures = Failures(loop)
         self.num_left: Counter[str] = Counter()
 
@@ -94,6 +106,10 @@ class ProtocolMonitor:
     def was_quiet(self, request_id: str) -> bool:
         """Whether an engine that was asked to decode a request has been quiet since then."""
         return self._heard_decoding(request_id) != self._decoding(request_id)
+
+    def is_lent(self, request_id: str) -> bool:
+        """Whether one engine lends another one what it has of a request."""
+        return request_id in self._lent
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
         """A message was sent."""
@@ -113,6 +129,12 @@ class ProtocolMonitor:
                 asked[host.incarnation] = _Asked(host, message.mode)
                 first_asked_s = self._first_asked_s.setdefault(message.request.request_id, {})
                 first_asked_s.setdefault(host.incarnation, self._loop.time())
+            case LendKV():
+                decoding = self._asked.get(message.request_id, {}).get(host.incarnation)
+                assert decoding is not None, f"{host!r} has nothing: {message}"
+                assert decoding.decodes, f"{host!r} has a prompt only: {message}"
+                assert host.incarnation in self._leaving, f"{host!r} does not hand over: {message}"
+                self._lent[message.request_id] = message.epoch
             case LoadKV():
                 reserved = self._reserved(host, message.request_id)
                 assert message.epoch > reserved.epoch, f"an old ticket: {message}"
@@ -138,6 +160,8 @@ class ProtocolMonitor:
         """An event has arrived."""
         self._recorder.arrived(host, event)
         self._waits.arrived(host, event)
+        if isinstance(event, KVLoaded) and self._lent.get(event.request_id) == event.epoch:
+            del self._lent[event.request_id]
         if isinstance(event, Refused) and _TOO_OLD in event.message:
             self._check_age(host, event)
         if isinstance(event, TokenOutput) and event.token_ids and self._is_asked(host, event):
@@ -167,6 +191,8 @@ class ProtocolMonitor:
     def lost(self, incarnation: str) -> None:
         """The connection to an engine is gone; the engine will notice."""
         self._waits.lost(incarnation)
+        for request_id in [i for i in self._lent if incarnation in self._asked.get(i, ())]:
+            del self._lent[request_id]
         self.failures.failed(incarnation)
         for asked in self._asked.values():
             asked.pop(incarnation, None)
@@ -175,6 +201,7 @@ class ProtocolMonitor:
         """The ingress is gone; engines will notice."""
         self._waits.died()
         self._asked.clear()
+        self._lent.clear()
         self._first_asked_s.clear()
 
     def began(self, request_id: str) -> None:
@@ -188,6 +215,7 @@ class ProtocolMonitor:
             AssertionError: An engine goes on with it.
         """
         self._waits.ended(request_id)
+        self._lent.pop(request_id, None)
         asked = self._asked.pop(request_id, {})
         self._first_asked_s.pop(request_id, None)
         left = {a.host.incarnation: a.mode for a in asked.values()}
@@ -232,6 +260,7 @@ class ProtocolMonitor:
         return asked
 
     def _end(self, host: VirtualHost, request_id: str) -> None:
+        self._lent.pop(request_id, None)
         self._asked.get(request_id, {}).pop(host.incarnation, None)
 
 

@@ -17,6 +17,7 @@ from replicas.messages import (
     Activate,
     AddRequest,
     KVLoaded,
+    LendKV,
     LoadKV,
     Refused,
     TokenOutput,
@@ -134,6 +135,8 @@ class Recorder:
                 entry.queued_s = self._loop.time() - entry.arrival_s
                 entry.num_sent += 1
             self.event("place", entry.request_id, message.mode, host.name, message.dp_group)
+        elif isinstance(message, LendKV):
+            self.event("lend", message.request_id, host.name, message.epoch)
         elif isinstance(message, LoadKV):
             self.event("load", message.request_id, host.name, message.epoch)
         elif isinstance(message, Activate):
@@ -146,7 +149,8 @@ class Recorder:
         """An event has arrived."""
         if isinstance(event, KVLoaded):
             entry = self._entries.get(event.request_id)
-            if entry is not None and event.failure is None:
+            is_first = entry is not None and entry.transfer_s is None
+            if entry is not None and is_first and event.failure is None:
                 first_s = entry.times_s[0] if entry.times_s else self._loop.time()
                 entry.transfer_s = self._loop.time() - first_s
             self.event("kv_loaded", event.request_id, host.name, event.failure or "ok")

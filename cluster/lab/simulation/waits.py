@@ -19,6 +19,7 @@ from replicas.messages import (
     Accepted,
     Activate,
     AddRequest,
+    LoadKV,
     NotGreeted,
     Refused,
     TokenOutput,
@@ -101,7 +102,7 @@ class WaitMonitor:
         # For each request the alarms of what it waits for, by incarnation; of a slot by None.
         self._waits: dict[str, dict[str | None, asyncio.TimerHandle]] = {}
         # For each request the decode engine that has accepted it; and one that was asked since, for
-        # whose answer nothing waits but the hand-over.
+        # which nothing waits but the hand-over, until it is to go on.
         self._accepted: dict[str, str] = {}
         self._heirs: dict[str, str] = {}
         # For each request which part of it each engine was asked for last.
@@ -121,11 +122,15 @@ class WaitMonitor:
             if message.mode != "prefill" and request_id in self._accepted:
                 self._heirs[request_id] = host.incarnation
             self._wait(request_id, "an answer", self._longest.answer_s, host)
-        elif isinstance(message, Activate) and any(message.token_ids):
-            self._cancel(message.request_id)
-            self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
+        elif isinstance(message, LoadKV):
+            if self._heirs.get(message.request_id) == host.incarnation:
+                self._wait(message.request_id, "KV that is lent", self._longest.hand_over_s, host)
         elif isinstance(message, Activate):
             self._cancel(message.request_id)
+            self._accepted[message.request_id] = host.incarnation
+            self._heirs.pop(message.request_id, None)
+            if any(message.token_ids):
+                self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self._give_up(request_id, host.incarnation)
@@ -137,9 +142,9 @@ class WaitMonitor:
             return
         request_id = event.request_id
         mode = self._modes.get(request_id, {}).get(host.incarnation)
-        if isinstance(event, Accepted) and mode != "prefill":
+        is_heir = self._heirs.get(request_id) == host.incarnation
+        if isinstance(event, Accepted) and mode != "prefill" and not is_heir:
             self._accepted[request_id] = host.incarnation
-            self._heirs.pop(request_id, None)
         if host.incarnation not in self._waits.get(request_id, ()):
             return
         if mode == "prefill":
@@ -150,7 +155,7 @@ class WaitMonitor:
                 self._give_up(request_id, host.incarnation)
             else:
                 self._stop(request_id, host.incarnation)
-        elif isinstance(event, Refused) and self._heirs.get(request_id) == host.incarnation:
+        elif isinstance(event, Refused) and is_heir:
             self._stop(request_id, host.incarnation)
             self._forget(request_id, host.incarnation)
         elif isinstance(event, Refused):

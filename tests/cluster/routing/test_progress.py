@@ -56,8 +56,8 @@ def test_a_seam_lasts_from_the_last_token_before_it_to_the_first_after_it():
     progress = Progress(1)
     assert progress.heard(1.0) is None
     assert progress.heard(2.0) is None
-    progress.break_off("lost", "its connection broke")
-    progress.break_off("stalled", "the next one hangs, before it gave any")
-    assert progress.heard(7.0) == ("lost", "its connection broke", 2.0)
+    progress.break_off("lost", "its connection broke", "recomputed")
+    progress.break_off("stalled", "the next one hangs, before it gave any", "moved")
+    assert progress.heard(7.0) == ("lost", "its connection broke", 2.0, "recomputed")
     assert progress.seam is None
     assert progress.heard(8.0) is None

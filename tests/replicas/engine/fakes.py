@@ -55,14 +55,19 @@ def make_sequence(
     dp_group: int = -1,
     client: bytes = b"client",
     cache_salt: str = "",
+    output: SequenceOf[int] = (),
     **sampling: object,
 ) -> Sequence:
-    """A new sequence, greedy unless told otherwise; one to prefill brings a ticket."""
+    """A new sequence, greedy unless told otherwise; one to prefill brings a ticket.
+
+    With `output` another engine has begun to decode it.
+    """
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling})
     request = EngineRequest(request_id, list(prompt), params, cache_salt)
     ticket = make_ticket(request_id, len(prompt), producer="here") if mode == "prefill" else b""
     transfer = TransferRequest(request_id, list(prompt), ticket, cache_salt)
-    return Sequence(request, mode, client, list(prompt), dp_group=dp_group, transfer=transfer)
+    token_ids = [*prompt, *output]
+    return Sequence(request, mode, client, token_ids, dp_group=dp_group, transfer=transfer)
 
 
 def make_ticket(
@@ -95,6 +100,7 @@ class FakeTransfer:
         lane: Of the blocks of a load.
         block_ids: Of a load, once it has some: for each KV group.
         start: First token that comes.
+        lent: Of what runs on here: the tokens whose KV is in `block_ids`.
     """
 
     request_id: str
@@ -104,6 +110,7 @@ class FakeTransfer:
     lane: int = -1
     block_ids: BlockTables = ()
     start: int = 0
+    lent: tuple[int, ...] = ()
 
 
 class FakeConnector:
@@ -147,6 +154,20 @@ class FakeConnector:
         is_load = ticket.consumer == "here"
         self.transfers[request_id] = FakeTransfer(request_id, ticket.num_tokens, is_load)
 
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        request_id, num_here = request.request_id, lent.num_computed_tokens
+        assert request_id == lent.request_id
+        assert request_id not in self.transfers, f"{request_id} has a transfer already"
+        ticket = KEYS.unseal(request.ticket, now_s)
+        assert ticket.producer_incarnation == "here"
+        self.transfers[request_id] = FakeTransfer(
+            request_id, ticket.num_tokens, is_load=False, num_saved_tokens=num_here,
+            lane=lent.lane, block_ids=lent.block_ids,
+            lent=tuple(request.prompt_token_ids[: ticket.num_tokens]),
+        )  # fmt: skip
+        if ticket.num_tokens > num_here:
+            self.cancelled.add(request_id)
+
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -180,7 +201,7 @@ class FakeConnector:
 
     def build_connector_meta(self, progress: SequenceOf[SaveProgress] = ()) -> ConnectorMeta:
         for save in progress:
-            if save.request_id in self.transfers:
+            if save.request_id in self.transfers and not self.transfers[save.request_id].lent:
                 self.transfers[save.request_id].num_saved_tokens = save.num_computed_tokens
         return ConnectorMeta()
 
@@ -191,7 +212,9 @@ class FakeConnector:
         return results
 
     def request_preempted(self, request_id: str) -> None:
-        if request_id in self.transfers:
+        if request_id in self.transfers and self.transfers[request_id].lent:
+            self.cancelled.add(request_id)
+        elif request_id in self.transfers:
             self.transfers[request_id].num_saved_tokens = 0
             self.preempted.append(request_id)
 

@@ -36,7 +36,11 @@ DEADLINE_S = 20.0
 
 
 class Node:
-    """One core and what wakes it."""
+    """One core and what wakes it.
+
+    Attributes:
+        is_slow: Whether it makes one step each time that it is woken, and not on and on.
+    """
 
     def __init__(self, config: EngineConfig, name: str, bell: threading.Event) -> None:
         self._bell = bell
@@ -44,6 +48,7 @@ class Node:
         self._runs = False
         self.name = name
         self.is_frozen = False
+        self.is_slow = False
         self.is_gone = False
         self.core = EngineCore(config, UniProcExecutor(config, name, self._notify), name)
         self.before = self.core.snapshot(0).groups
@@ -62,7 +67,7 @@ class Node:
         if not (self._is_due or self._runs or lapsed):
             return False
         self._is_due = False
-        self._runs = self.core.step(time.monotonic())
+        self._runs = self.core.step(time.monotonic()) and not self.is_slow
         self.core.check_invariants()
         return True
 

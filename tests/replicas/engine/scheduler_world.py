@@ -136,7 +136,7 @@ class World:
         """Schedule, run, update; returns whether anything ran."""
         # A peer's chunks may land until the transfer has ended, wanted or not.
         for transfer in self.connector.transfers.values():
-            if transfer.block_ids:
+            if transfer.block_ids and transfer.is_load:
                 self._receive(transfer)
         batch = self.scheduler.schedule()
         if batch is None:
@@ -148,7 +148,7 @@ class World:
             return False
         for seq, num_tokens in self.scheduler.progress(batch):
             transfer = self.connector.transfers.get(seq.request_id)
-            if transfer is not None:
+            if transfer is not None and not transfer.lent:
                 transfer.num_saved_tokens = num_tokens
         result = StepResult(self.run(batch, sample), 0.0)
         for seq, output in events_of(self.scheduler.update(batch, result)):
@@ -186,7 +186,7 @@ class World:
                 self._fail(request_id, num_verified)
             return
         held = self.scheduler._held.get(request_id)
-        if ok and held is not None and not cancelled:
+        if ok and held is not None and not cancelled and not transfer.lent:
             # The consumer was promised the prompt's KV: it must still have been there.
             prompt = tuple(held.request.prompt_token_ids)
             self.assert_holds(held.dp_group, held.block_ids, prompt)
@@ -201,9 +201,11 @@ class World:
         self._count_ended(self.scheduler.kv_failed(request_id, failure, self.now_s))
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
-        """What the core does when a client says to start."""
-        self.outputs[request_id].extend(token_ids)
-        self._count_ended(self.scheduler.activate(request_id, token_ids, self.now_s))
+        """What the core does when a client says to start, with so many tokens more than before."""
+        seq = self.scheduler.get(request_id)
+        tokens = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
+        self.outputs[request_id].extend(tokens)
+        self._count_ended(self.scheduler.activate(request_id, tokens, self.now_s))
 
     def _count_ended(self, seq: Sequence | None) -> None:
         """Take note of a sequence that a failure ended, if it did."""
@@ -230,7 +232,7 @@ class World:
         for request_id, found in self.connector.pool.items():
             self.connector.pool[request_id] = found or 0
         for seq in live:
-            if seq.status is SequenceStatus.RESERVED:
+            if seq.status is SequenceStatus.RESERVED and not seq.load.is_activated:
                 self.activate(seq.request_id, [])
         # Each preemption lets another sequence go on, which then never waits for the preempted one.
         steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
@@ -263,6 +265,10 @@ class World:
                 counts = Counter(b for block_ids in tables for b in block_ids[i])
                 assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
         self._check_loads()
+        for transfer in self.connector.transfers.values():
+            if transfer.lent and transfer.request_id not in self.connector.cancelled:
+                # Whether it runs or has ended: the consumer may read it at any time.
+                self.assert_holds(transfer.lane, transfer.block_ids, transfer.lent)
 
     def _check_loads(self) -> None:
         """What snapshots say that each group has to do is what its sequences lack."""

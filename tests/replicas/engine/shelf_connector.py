@@ -64,6 +64,9 @@ class ShelfScheduler:
         calls.append(("on_new_request", request.request_id))
         self._requests[request.request_id] = request
 
+    def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
+        raise AssertionError("nobody fetches from a shelf")
+
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -750,3 +750,114 @@ def test_a_scheduler_finishes_what_it_loads():
     arrive(scheduler, connector, "a")
     assert step(scheduler) == {"a": 2}
     assert scheduler.num_live == 0
+
+
+# --- KV that is lent while its sequence runs on -------------------------------------------------
+
+
+def lending(num_tokens, num_output_tokens=6, **changes):
+    """A sequence of eight tokens that has got some more, of which KV is to be lent."""
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler.add(make_sequence("r", PROMPT, max_tokens=16, ignore_eos=True), 0.0)
+    for _ in range(num_output_tokens):
+        step(scheduler)
+    scheduler.lend("r", make_ticket("r", num_tokens, producer="here"), 0.0)
+    return scheduler, connector
+
+
+@pytest.mark.parametrize(("num_tokens", "is_lent"), [(8, True), (12, True), (13, False)])
+def test_of_a_running_sequence_only_full_blocks_are_lent(num_tokens, is_lent):
+    # Fourteen tokens, the last of which is not computed: three blocks are full.
+    _, connector = lending(num_tokens)
+    assert ("r" not in connector.cancelled) == is_lent
+    assert connector.transfers["r"].num_saved_tokens == 12
+
+
+def test_a_block_whose_last_token_is_not_computed_yet_is_not_lent():
+    scheduler, connector = lending(12, num_output_tokens=4)
+    assert scheduler.get("r").num_tokens == 12
+    assert connector.cancelled == {"r"}
+
+
+def test_a_sequence_that_lends_goes_on_and_its_blocks_outlive_it():
+    scheduler, connector = lending(8)
+    free = scheduler.group_snapshots()[0].num_free_blocks
+    for _ in range(10):
+        assert step(scheduler) == {"r": 1}
+    assert scheduler.get("r") is None
+    assert scheduler.num_live == 1
+    assert scheduler.group_snapshots()[0].num_free_blocks == [free[0] - 2]
+    del connector.transfers["r"]
+    scheduler.release_held("r")
+    assert scheduler.num_live == 0
+    assert scheduler.group_snapshots()[0].num_free_blocks == [8]
+
+
+def test_a_sequence_that_is_preempted_lends_no_more_and_goes_on_by_itself():
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(num_blocks=6, max_model_len=20, connector=connector)
+    for request_id, prompt in (("early", [9] * 4), ("r", PROMPT)):
+        sequence = make_sequence(request_id, prompt, max_tokens=9, ignore_eos=True)
+        assert scheduler.add(sequence, 0.0) is None
+        step(scheduler)
+    scheduler.lend("r", make_ticket("r", 8, producer="here"), 0.0)
+    while not scheduler.get("r").num_preemptions:
+        assert not connector.cancelled
+        step(scheduler)
+    assert connector.cancelled == {"r"}
+    assert fail(scheduler, connector, "r", 0, FailureReason.CANCELLED) is None, "no client's news"
+    while scheduler.num_live:
+        assert step(scheduler)
+    assert scheduler.group_counters()[0].requests_finished == {"length": 2}
+
+
+def test_nothing_is_lent_of_what_came_in_another_dtype_or_has_no_blocks():
+    scheduler, connector = being_loaded()
+    scheduler.activate("r", [5], 0.0)
+    del connector.transfers["r"]
+    scheduler.kv_received("r", is_converted=True)
+    assert step(scheduler) == {"r": 1}
+    scheduler.lend("r", make_ticket("r", 4, producer="here"), 0.0)
+    assert connector.cancelled == {"r"}
+
+
+def test_a_stream_is_reserved_for_with_its_tokens_and_finds_them_in_the_cache():
+    scheduler = make_scheduler(num_blocks=17, connector=FakeConnector(4))
+    scheduler.add(make_sequence("before", [*PROMPT, 1, 1, 1, 1, 1], max_tokens=1), 0.0)
+    step(scheduler)
+    heir = make_sequence("r", PROMPT, mode="decode", output=[1] * 6)
+    assert scheduler.reserve(heir, 0.0) is None
+    assert (heir.num_computed_tokens, heir.capacity) == (12, 16)
+    scheduler.activate("r", [1] * 7, 0.0)
+    assert heir.token_ids == [*PROMPT, *[1] * 7]
+    assert step(scheduler) == {"r": 3}
+
+
+def heir(num_tokens, **changes):
+    """A stream of six tokens whose KV is on its way from where it is decoded."""
+    connector = FakeConnector(4)
+    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler.reserve(make_sequence("r", PROMPT, mode="decode", output=[1] * 6), 0.0)
+    scheduler.load("r", make_ticket("r", num_tokens), 3, 0.0)
+    return scheduler, connector
+
+
+@pytest.mark.parametrize(("num_tokens", "left"), [(12, 5), (8, 9), (10, 9)])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_stream_goes_on_with_lent_kv_and_computes_what_came_meanwhile(num_tokens, left, policy):
+    scheduler, connector = heir(num_tokens, kv_load_failure_policy=policy)
+    del connector.transfers["r"]
+    assert scheduler.kv_received("r").request_id == "r"
+    assert scheduler.activate("r", [1] * 9, 0.0) is None
+    assert step(scheduler) == {"r": left}
+    assert scheduler.num_recompute_tokens == 0
+
+
+def test_a_stream_that_starts_before_its_kv_came_does_not_wait_for_the_rest():
+    scheduler, connector = heir(12)
+    scheduler.activate("r", [1] * 7, 0.0)
+    assert connector.cancelled == {"r"}
+    assert step(scheduler) == {}, "its blocks may still be written to"
+    fail(scheduler, connector, "r", 8, FailureReason.CANCELLED)
+    assert step(scheduler) == {"r": 7}

@@ -108,9 +108,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert refusal == "queue_full"
             assert seq.request_id not in self.world.connector.transfers
 
-    @rule(data=st.data())
-    def reserve(self, data):
+    @rule(data=st.data(), is_stream=st.booleans())
+    def reserve(self, data, is_stream):
         seq = self._new(data, "decode")
+        if is_stream:
+            # Another engine has begun to decode it.
+            room = self.scheduler._end_rules.longest(seq) - seq.num_tokens - 1
+            seq.token_ids += data.draw(st.lists(st.integers(EOS + 1, 3), max_size=max(room, 0)))
         before = self.scheduler.group_snapshots()
         refusal = self.scheduler.reserve(seq, self.world.now_s)
         if refusal is None:
@@ -127,8 +131,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             if data.draw(st.booleans(), label="a store is asked first"):
                 self.world.connector.pool.setdefault(seq.request_id, None)
             self.epoch += 1
-            ticket = make_ticket(seq.request_id, seq.num_prompt_tokens, self.epoch)
+            num_tokens = seq.num_prompt_tokens
+            if seq.num_output_tokens and not seq.load.is_activated:
+                num_tokens = data.draw(st.integers(1, seq.num_tokens), label="tokens lent")
+            ticket = make_ticket(seq.request_id, num_tokens, self.epoch)
             self.scheduler.load(seq.request_id, ticket, self.epoch, self.world.now_s)
+
+    @rule(data=st.data())
+    def lend(self, data):
+        seq = self._pick(data, SequenceStatus.RUNNING)
+        if seq is not None and seq.request_id not in self.world.connector.transfers:
+            num_tokens = data.draw(st.integers(1, seq.num_tokens), label="tokens lent")
+            ticket = make_ticket(seq.request_id, num_tokens, producer="here")
+            self.scheduler.lend(seq.request_id, ticket, self.world.now_s)
 
     @precondition(lambda self: None in self.world.connector.pool.values())
     @rule(data=st.data())
@@ -145,7 +160,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # A client activates with tokens only if the request goes on after them.
         longest = self.scheduler._end_rules.max_model_len
-        room = min(longest - seq.num_tokens, seq.request.sampling.max_tokens)
+        most = seq.request.sampling.max_tokens - seq.num_output_tokens
+        room = min(longest - seq.num_tokens, most)
         tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
         tokens = tokens[: max(room - 1, 0)] if with_tokens else []
         self.world.activate(seq.request_id, tokens)

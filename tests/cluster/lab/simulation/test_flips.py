@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -9,10 +10,13 @@ import pytest
 from cluster.config.schema import OrderName
 from cluster.lab.simulation.records import OK
 from tests.cluster.lab.simulation.clusters import (
+    BLOCK_SIZE,
+    decode_turn_s,
     events_of,
     fault,
     outcomes,
     pool,
+    prefill_turn_s,
     requests,
     simulate,
 )
@@ -49,6 +53,23 @@ def test_streams_that_would_outlast_a_change_of_roles_go_on_elsewhere_without_a_
     assert min(r.finished_s for r in result.records[:8]) > 6.0, "they outlast it"
     assert {r.replica for r in result.records} == {"decode/1"}
     assert "decode/0" in {r.prefill_replica for r in result.records[8:]}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_stream_takes_its_kv_along_and_stands_still_for_what_came_meanwhile_alone(caching):
+    pools = [
+        pool("prefill", 1, num_blocks=129),
+        pool("decode", 2, num_blocks=129, enable_prefix_caching=caching),
+    ]
+    faults = [fault(1.0, "decode/0", "flip")]
+    result = simulate(pools, requests((0.0, 400, 100)), faults=faults, models_kv=True)
+    [stream] = result.records
+    assert (stream.outcome, stream.replica) == (OK, "decode/1")
+    assert [subject for _, subject in events_of(result, "lend")] == ["r0"]
+    gaps_s = [b - a for a, b in itertools.pairwise(stream.token_times_s)]
+    # Less than a block, and a few tokens of the transfer's time; a step of either engine at most.
+    most_s = prefill_turn_s(2 * BLOCK_SIZE) + 2 * decode_turn_s(500)
+    assert max(gaps_s[1:]) < most_s < prefill_turn_s(400)
 
 
 def test_with_no_room_elsewhere_streams_end_where_they_are_and_the_role_changes_then():

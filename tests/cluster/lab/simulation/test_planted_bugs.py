@@ -23,6 +23,7 @@ from cluster.lab.simulation.scenario import Scenario, run_scenario
 from cluster.routing.breaker import Breaker, Breakers
 from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import Leg, Legs
+from cluster.routing.lending import Lending
 from cluster.routing.pools import PoolState
 from cluster.routing.router import Run
 from cluster.routing.slot_queue import SlotQueue
@@ -323,11 +324,15 @@ def both_engines_of_a_hand_over_go_on(patch):
 def accepted_heir_is_not_taken(patch):
     hear = HandOver.hear
 
-    def hear_no(self, event, why):
+    def hear_no(self, event):
         if not isinstance(event, Accepted):
-            hear(self, event, why)
+            hear(self, event)
 
     patch.setattr(HandOver, "hear", hear_no)
+
+
+def end_of_a_stream_s_transfer_is_not_heard(patch):
+    patch.setattr(Lending, "ended", lambda self, _epoch, _failure: False)
 
 
 def stall_is_not_left(patch):
@@ -373,6 +378,7 @@ LATE = [
     heir_is_forgotten_when_its_request_migrates,
     both_engines_of_a_hand_over_go_on,
     accepted_heir_is_not_taken,
+    end_of_a_stream_s_transfer_is_not_heard,
     stall_is_not_left,
     whoever_stays_is_not_told_of_room,
     expired_lease_is_served,

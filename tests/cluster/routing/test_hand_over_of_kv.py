@@ -1,0 +1,198 @@
+"""A stream is handed over with its KV: who is told what, and when the engine that lends is left."""
+
+import asyncio
+import contextlib
+import time
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from cluster.routing.pools import Member
+from replicas import async_client
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    KVLoaded,
+    LendKV,
+    LoadKV,
+    TokenOutput,
+)
+from tests.cluster.engines import KEYS, Rig, ScriptedEngine, accepts, rig, silent, until
+
+PROMPT = list(range(2, 90))
+"""With one token two blocks of 32 are full, and the third one is not."""
+GAPS = "ttserve_router_migration_gap_seconds_count"
+
+
+class Stream(NamedTuple):
+    """A stream whose engine hands it over, and the engine that has been asked to go on with it."""
+
+    made: Rig
+    lender: ScriptedEngine
+    heir: ScriptedEngine
+    request_id: str
+    tokens: list[int]
+    reader: asyncio.Future[None]
+
+    async def accept(self, num_cached_tokens=0):
+        await self.heir.send(Accepted(self.request_id, 0, 0, num_cached_tokens, 1))
+
+    async def lend(self):
+        """Accept, and wait until both engines know of the transfer; its number."""
+        await self.accept()
+        await until(lambda: self.heir.received(LoadKV), "the other is to fetch")
+        await until(lambda: self.lender.received(LendKV), "the one that has it is to lend")
+        return self.heir.received(LoadKV)[-1].epoch
+
+    async def end(self, *, activated):
+        """Let the other engine go on from these tokens, and end the stream."""
+        await until(lambda: self.heir.received(Activate), "the other goes on")
+        assert self.heir.received(Activate)[0].token_ids == [activated]
+        await self.heir.send(TokenOutput(self.request_id, len(activated), [9], "length"))
+        await asyncio.wait_for(self.reader, 10)
+        assert self.tokens == [*activated, 9]
+
+    def count(self, kv):
+        return self.made.count(GAPS, model_name="tiny", kv=kv)
+
+
+@contextlib.asynccontextmanager
+async def a_stream(prompt=PROMPT, *, kv_endpoints=("tcp://127.0.0.1:1",)):
+    """A stream with one token on an engine that hands over, and another one that was asked."""
+    async with (
+        ScriptedEngine("both", "d1", accepts) as lender,
+        ScriptedEngine("both", "d2", silent) as heir,
+        rig() as made,
+    ):
+        await made.connect(lender.member)
+        tokens = []
+
+        async def follow():
+            async for output in made.generate(made.request(prompt)):
+                tokens.extend(output.token_ids)
+
+        reader = asyncio.ensure_future(follow())
+        await until(lambda: lender.received(AddRequest), "asked")
+        request_id = lender.received(AddRequest)[0].request.request_id
+        await lender.send(TokenOutput(request_id, 0, [5]))
+        await until(lambda: tokens == [5], "a stream")
+        described = msgspec.structs.replace(heir.member.description, kv_endpoints=kv_endpoints)
+        await made.connect(Member("both", "both-d2", described))
+        leaving = lender.snapshot(num_empty_slots=3, draining=True, hands_over=True)
+        await lender.send(snapshot=leaving)
+        await until(lambda: heir.received(AddRequest), "the other is asked")
+        try:
+            yield Stream(made, lender, heir, request_id, tokens, reader)
+        finally:
+            reader.cancel()
+            await asyncio.wait({reader})
+
+
+def test_the_stream_goes_on_where_it_is_until_the_other_engine_has_fetched_its_full_blocks():
+    async def run():
+        async with a_stream() as stream:
+            assert stream.heir.received(AddRequest)[0].token_ids == [[5]]
+            epoch = await stream.lend()
+            [load], [lend] = stream.heir.received(LoadKV), stream.lender.received(LendKV)
+            assert (load.ticket, load.epoch) == (lend.ticket, lend.epoch)
+            ticket = KEYS.unseal(load.ticket, time.time())
+            assert (ticket.producer_incarnation, ticket.consumer) == ("d1", "d2")
+            assert (ticket.num_tokens, ticket.epoch) == (64, epoch)
+            await stream.lender.send(TokenOutput(stream.request_id, 1, [6]))
+            await until(lambda: stream.tokens == [5, 6], "it goes on")
+            assert not stream.lender.received(Abort)
+            assert not stream.heir.received(Activate)
+            await stream.heir.send(KVLoaded(stream.request_id, epoch - 1, None))
+            await stream.heir.send(KVLoaded(stream.request_id, epoch, None))
+            await stream.end(activated=[5, 6])
+            await until(lambda: stream.lender.received(Abort), "it is left")
+            assert (stream.count("moved"), stream.count("recomputed")) == (1, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("who", ["heir", "lender"])
+def test_where_kv_cannot_be_had_the_other_engine_computes_it(who):
+    async def run():
+        async with a_stream() as stream:
+            epoch = await stream.lend()
+            await getattr(stream, who).send(KVLoaded(stream.request_id, epoch, "expired"))
+            await stream.end(activated=[5])
+            assert (stream.count("moved"), stream.count("recomputed")) == (0, 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("why", ["stalled", "quiet", "dead"])
+def test_nobody_waits_for_kv_of_an_engine_that_does_not_move(why, monkeypatch):
+    monkeypatch.setattr(async_client, "QUIET_S", 0.5)
+    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
+
+    async def run():
+        async with a_stream() as stream:
+            await stream.lend()
+            if why == "stalled":
+                stream.lender.stalled_s = 6.0
+            elif why == "quiet":
+                stream.lender.is_silent = True
+            else:
+                stream.lender.die()
+            await stream.end(activated=[5])
+            assert stream.count("recomputed") == 1
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_has_all_of_it_fetches_nothing():
+    async def run():
+        async with a_stream() as stream:
+            await stream.accept(num_cached_tokens=64)
+            await stream.end(activated=[5])
+            assert not stream.lender.received(LendKV)
+            assert stream.count("cached") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kv_endpoints"), [(PROMPT[:20], ("tcp://127.0.0.1:1",)), (PROMPT, None)]
+)
+def test_where_nothing_can_be_lent_the_stream_is_handed_over_at_once(prompt, kv_endpoints):
+    async def run():
+        async with a_stream(prompt, kv_endpoints=kv_endpoints) as stream:
+            await stream.accept()
+            await stream.end(activated=[5])
+            assert not stream.lender.received(LendKV)
+            assert stream.count("recomputed") == 1
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_ends_while_its_kv_moves_is_over_on_both_engines():
+    async def run():
+        async with a_stream() as stream:
+            await stream.lend()
+            await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
+            await asyncio.wait_for(stream.reader, 10)
+            assert stream.tokens == [5, 6]
+            await until(lambda: stream.heir.received(Abort), "the other is told")
+            assert not stream.heir.received(Activate)
+
+    asyncio.run(run())
+
+
+def test_a_stream_stays_when_the_engine_dies_that_fetches_its_kv():
+    async def run():
+        async with a_stream() as stream:
+            await stream.lend()
+            stream.heir.die()
+            await until(lambda: stream.made.lost == ["d2"], "it is gone")
+            await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
+            await asyncio.wait_for(stream.reader, 10)
+            assert stream.tokens == [5, 6]
+            assert not stream.lender.received(Abort)
+
+    asyncio.run(run())

@@ -1,0 +1,150 @@
+"""Streams whose engine hands them over: their KV goes where they go on, or is computed there.
+
+Real engine processes, and a router over real connections.
+"""
+
+import asyncio
+
+import pytest
+
+from cluster.routing.leg import Leg
+from replicas import async_client, launch
+from tests import engines as local
+from tests.cluster.engines import (
+    engine_config,
+    prompts,
+    rig,
+    running,
+    sampling,
+    until_idle,
+)
+
+pytestmark = pytest.mark.process
+
+NUM_TOKENS = 1500
+SEEDED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+CASES = [
+    (prompt, sampling(NUM_TOKENS, **(SEEDED | {"seed": 70 + i} if i % 2 else {})))
+    for i, prompt in enumerate(prompts(4, lengths=(40, 1065, 7, 530)))
+]
+GAPS = "ttserve_router_migration_gap_seconds_count"
+
+
+@pytest.fixture(scope="module")
+def prefill():
+    """A prefill engine for all."""
+    with running(("prefill", engine_config("prefill"))) as [engine]:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Tokens of one local engine."""
+    config = engine_config("both", max_batch_size=32, tt_data_parallel=1, num_blocks=400)
+    with local.engine_core(config) as core:
+        return local.generate(core, [p for p, _ in CASES], [s for _, s in CASES])
+
+
+@pytest.fixture
+def decode():
+    """Two decode engines of which one is to be left, and may be lost."""
+    with running(*[("decode", engine_config("decode"))] * 2) as engines:
+        yield engines
+
+
+async def begin(made):
+    """Start the streams; wait until each has tokens of a decode engine."""
+    streams = [made.generate(made.request(*case)) for case in CASES]
+
+    async def head(outputs):
+        return [*(await anext(outputs)).token_ids, *(await anext(outputs)).token_ids]
+
+    return streams, await asyncio.gather(*map(head, streams))
+
+
+async def finish(streams, heads):
+    """Whole outputs of streams that have begun."""
+
+    async def rest_of(outputs):
+        return [token async for output in outputs for token in output.token_ids]
+
+    rests = await asyncio.wait_for(asyncio.gather(*map(rest_of, streams)), 300)
+    return [head + rest for head, rest in zip(heads, rests, strict=True)]
+
+
+def hand_over(leaving):
+    """Let an engine hand over soon."""
+    return asyncio.ensure_future(asyncio.to_thread(leaving.handle.drain, 600.0))
+
+
+def count(made, kv):
+    """Streams that another engine went on with, by how it came by the KV."""
+    return made.count(GAPS, model_name="tiny", kv=kv)
+
+
+def test_streams_that_are_handed_over_take_their_kv_along(prefill, decode, expected, monkeypatch):
+    monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)
+    leaving, other = decode
+
+    async def run():
+        async with rig(prefill, leaving) as made:
+            streams, heads = await begin(made)
+            await made.connect(other.member)
+            drained = hand_over(leaving)
+            results = await finish(streams, heads)
+            assert await drained
+            assert made.lost == []
+            assert count(made, "moved") == len(CASES)
+            for engine, name in ((leaving, "num_sent"), (other, "num_received")):
+                paths = (await made.engine_metrics(engine)).transfer.paths
+                assert sum(getattr(path, name) for path in paths.values()) >= len(CASES)
+            assert (await made.engine_metrics(other)).kv_recompute_tokens == 0
+            await until_idle(made, prefill, leaving, other)
+            return results
+
+    assert asyncio.run(run()) == expected
+
+
+def frozen(leaving):
+    leaving.signal(19)
+
+
+def killed(leaving):
+    leaving.kill()
+
+
+@pytest.mark.parametrize("ends", [killed, frozen])
+def test_streams_whose_engine_is_lost_as_it_lends_go_on_with_the_same_tokens(
+    prefill, decode, expected, monkeypatch, ends
+):
+    monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)
+    monkeypatch.setattr(async_client, "QUIET_S", 0.5)
+    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
+    leaving, other = decode
+    lend, lent = Leg.lend, []
+
+    def lend_and_end(self, ticket, epoch):
+        lend(self, ticket, epoch)
+        lent.append(self.incarnation)
+        if len(lent) == 2:
+            # Of one stream the transfer may have begun; of the others it has not, or never will.
+            ends(leaving)
+
+    monkeypatch.setattr(Leg, "lend", lend_and_end)
+
+    async def run():
+        async with rig(prefill, leaving) as made:
+            streams, heads = await begin(made)
+            await made.connect(other.member)
+            drained = hand_over(leaving)
+            results = await finish(streams, heads)
+            leaving.kill()
+            await drained
+            assert lent
+            assert set(lent) == {leaving.incarnation}
+            assert count(made, "moved") + count(made, "recomputed") >= 3
+            assert count(made, "recomputed") > 0
+            await until_idle(made, prefill, other)
+            return results
+
+    assert asyncio.run(run()) == expected
