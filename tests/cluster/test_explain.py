@@ -150,8 +150,8 @@ def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch)
                 await ingress.close()
         assert old.status == 404
         [route] = new.body["routes"]
-        assert [choice["side"] for choice in route["choices"]] == ["decode", "prefill"]
-        assert route["choices"][1]["candidates"][0]["dp_group"] is None
+        assert [choice["side"] for choice in route["choices"]] == ["prefill", "decode"]
+        assert route["choices"][0]["candidates"][0]["dp_group"] is None
         assert route["predicted"]["ttft_s"] > 0.0
         assert route["actual"]["ttft_s"] > 0.0
 

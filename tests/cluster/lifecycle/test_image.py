@@ -14,5 +14,6 @@ def test_the_image_has_the_variables_that_serve_reads_when_ray_starts():
     variables = dict(word.split("=", 1) for word in line.split())
     expected = haproxy.environment(Path("/run/ttserve"), "/opt/ttserve/bin/ttserve-haproxy")
     assert {name: variables.get(name) for name in expected} == expected
-    assert {name for name in variables if name.startswith("RAY_SERVE_")} == set(expected)
+    read = {name for name in variables if name.startswith(("RAY_SERVE_", "RAY_worker_"))}
+    assert read == set(expected)
     assert "VOLUME /run/ttserve\n" in text
