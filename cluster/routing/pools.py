@@ -349,6 +349,11 @@ class PoolState:
         """(incarnation, request id) of everything that is held."""
         return [(i, r) for i, replica in self._replicas.items() for r in replica.holds]
 
+    def is_held(self, request_id: str, placement: Placement) -> bool:
+        """Whether the engine of a place has been asked something of a request, and not answered."""
+        replica = self._replicas.get(placement.incarnation)
+        return replica is not None and request_id in replica.holds
+
     def check_invariants(self) -> None:
         """Kept views are as new ones would be, and none is negative."""
         for views in (self._decode, self._prefill):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cluster.routing.demand import Demand
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
+    from cluster.routing.views import Views
 
 RETRY_AFTER_S = 1
 """What a client that is turned away is told to wait."""
@@ -255,6 +256,7 @@ class SlotQueue:
             assert head is not None
             for view in self._pools.decode_views():
                 has_room = fits(head.demand, view) and view.placement not in head.refused
+                has_room &= not self._pools.is_held(head.demand.request_id, view.placement)
                 assert not has_room, f"{head!r} waits although {view} has room"
 
     def _first_in_need(self) -> Waiter | None:
@@ -267,14 +269,24 @@ class SlotQueue:
 
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()
-        placement = self._policy.place(waiter.demand, views, waiter.refused)
+        placement = self._find(waiter, views)
         if placement is None and waiter.refused and self._pools.num_changes != waiter.num_changes:
             waiter.refused.clear()
-            placement = self._policy.place(waiter.demand, views)
+            placement = self._find(waiter, views)
         if placement is not None:
             self._pools.hold(waiter.demand, placement)
             waiter.num_snapshots = self._pools.num_snapshots
             waiter.num_changes = self._pools.num_changes
+        return placement
+
+    def _find(self, waiter: Waiter, views: Views) -> Placement | None:
+        demand, refused = waiter.demand, waiter.refused
+        placement = self._policy.place(demand, views, refused)
+        while placement is not None and self._pools.is_held(demand.request_id, placement):
+            # It was asked for the prompt, and has changed its role since.
+            engine = placement.incarnation
+            refused = refused | {p for p in views.placements if p.incarnation == engine}
+            placement = self._policy.place(demand, views, refused)
         return placement
 
     def _check_ready(self) -> None:

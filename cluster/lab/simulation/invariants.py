@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _QUIET_S = 0.05
 """An engine that has had nothing to do for so long has told every client what it has left."""
 _TINY_S = 1e-6
+_STEP_S = 1.0
+"""An engine gives a slot back, and says so, once it has ended the step that it is in."""
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
@@ -427,9 +429,9 @@ class Expectations:
 
     @staticmethod
     def _num_beside(record: RequestRecord, records: Sequence[RequestRecord]) -> int:
-        """How many other requests were there when it ended."""
+        """How many other requests were there when it ended, or may still have had a slot."""
         moment_s = record.finished_s
-        return sum(r.arrival_s <= moment_s <= r.finished_s for r in records) - 1
+        return sum(r.arrival_s <= moment_s <= r.finished_s + _STEP_S for r in records) - 1
 
 
 def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
