@@ -1,7 +1,7 @@
 """Ends what a task does, from outside, with an error of one's own.
 
-Why not a task of its own for what may have to end: every request would have several, and each costs
-as much as all that is done to a token. Owner: the task that enters it.
+Why not a task of its own for what may have to end: every request would have several, and waits on
+them. Owner: the task that enters it.
 """
 
 from __future__ import annotations
