@@ -22,6 +22,7 @@ from starlette.middleware import Middleware
 from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
 from cluster.edge.headers import INTERNAL_HEADERS
+from cluster.edge.interrupt import Interrupt
 from cluster.edge.sse import ClientGoneError
 from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
 
@@ -118,7 +119,8 @@ class _Exchange:
         self._loop = asyncio.get_running_loop()
         self._body: bytes | None = None
         self._num_shared_bytes = 0
-        self._gone = asyncio.Event()
+        self._is_gone = False
+        self._receiving: list[Interrupt] = []
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -137,34 +139,36 @@ class _Exchange:
         if self._door.num_bodies >= self._limits.max_bodies:
             raise _RefusedError(_saturated(f"{self._limits.max_bodies} requests are being read"))
         self._door.num_bodies += 1
-        reading = asyncio.create_task(self._read())
-        try:
-            await asyncio.wait({reading}, timeout=self._limits.body_timeout_s)
-            if not reading.done():
-                raise _RefusedError(
-                    BodyTimeoutError(
-                        f"the body was not complete within {self._limits.body_timeout_s:g} s; "
-                        "send it without pauses, or a smaller one"
-                    )
-                )
-            self._body = reading.result()
-        finally:
-            self._door.num_bodies -= 1
-            reading.cancel()
+        late = BodyTimeoutError(
+            f"the body was not complete within {self._limits.body_timeout_s:g} s; "
+            "send it without pauses, or a smaller one"
+        )
+        with Interrupt() as interrupt:
+            timer = self._loop.call_later(
+                self._limits.body_timeout_s, interrupt.end, _RefusedError(late)
+            )
+            try:
+                self._body = await self._read()
+            finally:
+                self._door.num_bodies -= 1
+                timer.cancel()
 
     async def receive(self) -> Message:
         """ASGI's channel to the application: the body at once, then the client's end."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        asking = asyncio.ensure_future(self._receive())
-        giving_up = asyncio.create_task(self._gone.wait())
+        if self._is_gone:
+            return {"type": "http.disconnect"}
+        interrupt = Interrupt()
+        self._receiving.append(interrupt)
         try:
-            await asyncio.wait({asking, giving_up}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else {"type": "http.disconnect"}
+            with interrupt:
+                return await self._receive()
+        except ClientGoneError:
+            return {"type": "http.disconnect"}
         finally:
-            asking.cancel()
-            giving_up.cancel()
+            self._receiving.remove(interrupt)
 
     async def send(self, message: Message) -> None:
         """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
@@ -186,7 +190,9 @@ class _Exchange:
     def _look(self) -> None:
         since_s, now_s = self._sending_since_s, self._loop.time()
         if since_s is not None and now_s - since_s > self._limits.write_timeout_s:
-            self._gone.set()
+            self._is_gone = True
+            for interrupt in self._receiving:
+                interrupt.end(ClientGoneError())
         self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
 
     async def _read(self) -> bytes:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -68,7 +67,6 @@ from replicas.tokenizer import TooManyTokensError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig
@@ -170,30 +168,48 @@ def create_app(
         admission: Which headers name a tenant and objectives; None: none does.
     """
     routes = _Routes(backend, version, max_body_bytes, request_timeout_s, admission)
-    return Starlette(
+    return _App(
         routes=[
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{model_id:path}", routes.model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health),
-            Route("/health_generate", routes.health_generate),
-            Route("/live", routes.live),
-            Route("/metrics", routes.metrics),
-            Route("/kv", routes.kv),
-            Route("/debug/slots", routes.slots),
-            Route("/debug/routes/{request_id:path}", routes.route),
-            Route("/version", routes.version),
-        ],
-        middleware=[Middleware(_Edge)],
-        exception_handlers={
-            ServingError: _on_error,
-            InvalidRequestError: _on_error,
-            HTTPException: _on_http_exception,
-        },
+            _route("/v1/completions", routes.completions, "POST"),
+            _route("/v1/chat/completions", routes.chat_completions, "POST"),
+            _route("/v1/models", routes.models),
+            _route("/v1/models/{model_id:path}", routes.model),
+            _route("/tokenize", routes.tokenize, "POST"),
+            _route("/detokenize", routes.detokenize, "POST"),
+            _route("/health", routes.health),
+            _route("/health_generate", routes.health_generate),
+            _route("/live", routes.live),
+            _route("/metrics", routes.metrics),
+            _route("/kv", routes.kv),
+            _route("/debug/slots", routes.slots),
+            _route("/debug/routes/{request_id:path}", routes.route),
+            _route("/version", routes.version),
+        ]
     )
+
+
+class _App(Starlette):
+    """Starlette without its layers that catch errors: they would look at each chunk of a stream."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return _Edge(self.router)
+
+
+def _route(
+    path: str, handle: Callable[[Request], Awaitable[Response]], method: str = "GET"
+) -> Route:
+    return Route(path, _Handler(handle), methods=[method])
+
+
+class _Handler:
+    """A handler as an app: given a function, `Route` catches its errors, which are `_Edge`'s."""
+
+    def __init__(self, handle: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handle(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class _Routes:
@@ -384,7 +400,7 @@ class _Routes:
 
 
 class _Edge:
-    """Outermost layer: names each request, echoes the name, and turns a bug into a 500."""
+    """Outermost layer: names each request, echoes the name, and answers every error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -413,7 +429,7 @@ class _Edge:
         except Exception as error:
             if is_started:
                 raise
-            await error_response(_serving_error(error, request_id))(scope, receive, send_named)
+            await _error_answer(error, scope)(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -432,14 +448,11 @@ def _serving_error(error: Exception, request_id: str) -> ServingError:
     return InternalError(f"internal error; the server's log has it under request_id={request_id}")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(_serving_error(error, request.scope["request_id"]))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """The router's own 404 and 405, in the same form as every other error."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+def _error_answer(error: Exception, scope: Scope) -> Response:
+    """An error's answer; the router's own 404 and 405 have the same form as every other."""
+    if not isinstance(error, HTTPException):
+        return error_response(_serving_error(error, scope["request_id"]))
+    message = f"{scope['method']} {Request(scope).url.path}: {error.detail}"
     kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     response = json_response(body, error.status_code)

@@ -1,7 +1,7 @@
 """Streams of server-sent events, and work that ends when its client is gone.
 
-Owner: an `EventStream` runs its request in a task of its own and ends it on every path: at the
-end, on an error, when the client is gone or its time is over, when the server cancels the request.
+Owner: an `EventStream` runs its request and ends it on every path: at the end, on an error, when
+the client is gone or its time is over, when the server cancels the request.
 
 An error before the first chunk is raised, so that it can still become a status. An error after it
 is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
@@ -11,10 +11,12 @@ is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 
+from cluster.edge.interrupt import Interrupt
 from cluster.edge.openai_responses import error_event
 from cluster.errors import DeadlineError
 
@@ -115,22 +117,24 @@ async def until_disconnect(
         ClientGoneError: The client was gone before the work was done.
         DeadlineError: The time was over before the work was done.
     """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if gone.done():
-            raise ClientGoneError
-        raise DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
-    finally:
-        # Not left behind on any path, the caller's own cancellation included.
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    with Interrupt() as interrupt:
+        watching = asyncio.create_task(_wait_for_disconnect(receive, interrupt))
+        timer = None
+        if timeout_s is not None:
+            late = DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
+            timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.end, late)
+        try:
+            return await work
+        finally:
+            # Not left behind on any path, the caller's own cancellation included.
+            watching.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _wait_for_disconnect(receive: Receive, interrupt: Interrupt) -> None:
+    # A channel that fails has no client at its other end either.
+    with contextlib.suppress(Exception):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    interrupt.end(ClientGoneError())

@@ -9,9 +9,10 @@ is predicted of its first token.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from cluster.errors import ServingError
 from cluster.routing.cost import FIRST_TOKEN_S, Scene
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from cluster.routing.choice import Choice, Side
     from cluster.routing.metrics import RouterMetrics
 
+_FITS = np.ones(1, dtype=np.bool_)
+"""The place that was chosen could take it."""
 KEPT = 1024
 MOST_MADE = 32
 """Of one request: who is refused again and again is placed as often."""
@@ -111,11 +114,15 @@ class Route:
     def predicted(self) -> Told:
         """What was predicted of it."""
         prompt, decode = self.of_prompt, self.last_of("decode")
-        return Told(
-            None if prompt is None else predicted_ttft_s(prompt.choice),
-            None if decode is None else predicted_token_s(decode.choice),
-            None if prompt is None else predicted_cached_tokens(prompt.choice),
-        )
+        ttft_s = token_s = num_cached = scene = None
+        if decode is not None:
+            scene = _scene(decode.choice)
+            token_s = _token_s(decode.choice, scene)
+        if prompt is not None:
+            num_cached = predicted_cached_tokens(prompt.choice)
+            # Most are computed where they are decoded.
+            ttft_s = predicted_ttft_s(prompt.choice, scene if prompt is decode else None)
+        return Told(ttft_s, token_s, num_cached)
 
     @property
     def actual(self) -> Told:
@@ -226,18 +233,26 @@ class Routes:
             self._metrics.prediction.labels(of).observe(actual / predicted)
 
 
-def predicted_ttft_s(choice: Choice) -> float | None:
-    """Seconds to the first token at the place that was chosen; None if it computes no prompt."""
+def predicted_ttft_s(choice: Choice, scene: Scene | None = None) -> float | None:
+    """Seconds to the first token at the place that was chosen; None if it computes no prompt.
+
+    Args:
+        choice: The choice.
+        scene: That of the choice, where there is one already.
+    """
     columns = choice.columns
     if choice.missed_tokens is None or not columns[Column.PROMPT_S :, 0][:3].any():
         return None
-    return float(_scene(choice).product(_FIRST_TOKEN).total()[0])
+    return float((scene or _scene(choice)).product(_FIRST_TOKEN).total()[0])
 
 
 def predicted_token_s(choice: Choice) -> float | None:
     """Seconds of a step of decodes there with the request among them; None before any was seen."""
+    return _token_s(choice, _scene(choice))
+
+
+def _token_s(choice: Choice, scene: Scene) -> float | None:
     step_s, num_rows = choice.columns[[Column.STEP_S, Column.ROWS], 0].tolist()
-    scene = _scene(choice)
     scene.views.add(choice.num_choices, scene.demand.num_first_tokens)
     # It is added to each sequence there, and to the new one.
     added_s = float(scene.views.rates[ADDED, 0].sum()) / (num_rows + 1.0)
@@ -259,7 +274,4 @@ def _scene(choice: Choice) -> Scene:
         "", range(choice.num_prompt_tokens), choice.num_choices, choice.num_output_tokens
     )
     views = Views.of([choice.chosen], choice.columns[:, :1])
-    draw = random.Random(0)  # no prediction asks it
-    return Scene(
-        demand, views, views.fitting(demand), lambda _: {choice.chosen: num_cached}, 0, draw
-    )
+    return Scene(demand, views, _FITS, lambda _: {choice.chosen: num_cached})

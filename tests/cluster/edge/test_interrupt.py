@@ -1,0 +1,107 @@
+"""Ending what a task does from outside."""
+
+import asyncio
+import sys
+
+import pytest
+
+from cluster.edge.interrupt import Interrupt
+
+
+class EndedError(Exception):
+    pass
+
+
+def run(body):
+    return asyncio.run(body())
+
+
+def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
+    seen = []
+
+    async def work():
+        with Interrupt() as interrupt:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(interrupt.end, EndedError("first"))
+            loop.call_soon(interrupt.end, EndedError("second"))
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+
+    async def body():
+        with pytest.raises(EndedError, match="first"):
+            await work()
+        # Nothing is left of it: the task can wait again.
+        await asyncio.wait_for(asyncio.sleep(0), 1.0)
+        return seen
+
+    assert run(body) == ["cancelled"]
+
+
+def test_nothing_ends_what_is_over():
+    async def body():
+        with Interrupt() as interrupt:
+            pass
+        interrupt.end(EndedError())
+        await asyncio.sleep(0)
+        return "on it goes"
+
+    assert run(body) == "on it goes"
+
+
+def test_what_the_body_raises_by_itself_stays():
+    async def body():
+        interrupts = []
+
+        async def work():
+            with Interrupt() as interrupt:
+                interrupts.append(interrupt)
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    raise ValueError("own") from None
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        interrupts[0].end(EndedError())
+        with pytest.raises(ValueError, match="own"):
+            await task
+
+    run(body)
+
+
+def test_a_cancellation_by_somebody_else_stays_one():
+    async def body():
+        async def work():
+            with Interrupt():
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return task.cancelled()
+
+    assert run(body)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the first Python that can tell them apart")
+def test_so_does_one_at_the_same_moment():
+    async def body():
+        interrupts = []
+
+        async def work():
+            with Interrupt() as interrupt:
+                interrupts.append(interrupt)
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        interrupts[0].end(EndedError())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return task.cancelled()
+
+    assert run(body)
