@@ -105,6 +105,8 @@ class WaitMonitor:
         # which nothing waits but the hand-over, until it is to go on.
         self._accepted: dict[str, str] = {}
         self._heirs: dict[str, str] = {}
+        # For each request whose next engine goes on already, the quiet one that has it still.
+        self._quiet: dict[str, str] = {}
         # For each request which part of it each engine was asked for last.
         self._modes: dict[str, dict[str, RequestMode]] = {}
 
@@ -127,8 +129,10 @@ class WaitMonitor:
                 self._wait(message.request_id, "KV that is lent", self._longest.hand_over_s, host)
         elif isinstance(message, Activate):
             self._cancel(message.request_id)
+            is_heir = self._heirs.pop(message.request_id, None) == host.incarnation
+            if is_heir and message.request_id in self._accepted:
+                self._quiet[message.request_id] = self._accepted[message.request_id]
             self._accepted[message.request_id] = host.incarnation
-            self._heirs.pop(message.request_id, None)
             if any(message.token_ids):
                 self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
         elif isinstance(message, Abort):
@@ -168,7 +172,7 @@ class WaitMonitor:
         """The connection to an engine is gone."""
         for request_id in list(self._waits):
             self._give_up(request_id, incarnation)
-        for request_id in [*self._accepted]:
+        for request_id in [*self._accepted, *self._quiet]:
             self._forget(request_id, incarnation)
 
     def ended(self, request_id: str) -> None:
@@ -177,8 +181,8 @@ class WaitMonitor:
         self._modes.pop(request_id, None)
 
     def _waits_for_nothing(self, request_id: str) -> None:
-        self._accepted.pop(request_id, None)
-        self._heirs.pop(request_id, None)
+        for engines in (self._accepted, self._heirs, self._quiet):
+            engines.pop(request_id, None)
         self._cancel(request_id)
 
     def _cancel(self, request_id: str) -> None:
@@ -194,13 +198,16 @@ class WaitMonitor:
     def _give_up(self, request_id: str, incarnation: str) -> None:
         """Nothing comes of what a request waits for from an engine."""
         is_heir = self._heirs.get(request_id) == incarnation
+        if self._accepted.get(request_id) == incarnation and request_id in self._quiet:
+            # The quiet one has spoken, and goes on.
+            is_heir, self._accepted[request_id] = True, self._quiet.pop(request_id)
         if self._stop(request_id, incarnation) and not is_heir and not self._waits[request_id]:
             # A decode engine that has accepted it may be told to go on with it all the same.
             self._wait(request_id, "a slot", self._longest.slot_s)
 
     def _forget(self, request_id: str, incarnation: str) -> None:
         """A request has nothing to do with a decode engine any more."""
-        for engines in (self._accepted, self._heirs):
+        for engines in (self._accepted, self._heirs, self._quiet):
             if engines.get(request_id) == incarnation:
                 del engines[request_id]
 
