@@ -38,16 +38,14 @@ class Stalls:
 
     def check_invariants(self) -> None:
         """Nobody stays, who was not told, while another engine has room."""
-        if self._staying:
-            stream, demand = next(iter(self._staying.items()))
+        for stream, demand in self._staying.items():
             assert stream.away is None or not self._queue.has_room(demand), f"{demand} may go"
 
     def capacity_changed(self) -> None:
-        """Tell whoever has stayed longest, and the next, as long as there is room."""
-        while self._staying:
-            stream, demand = next(iter(self._staying.items()))
+        """Tell whoever has room elsewhere: one who needs more than there is keeps nobody here."""
+        for stream, demand in list(self._staying.items()):
             if stream.away is not None:
                 if not self._queue.has_room(demand):
-                    return
+                    continue
                 stream.put(stream.away)
             del self._staying[stream]

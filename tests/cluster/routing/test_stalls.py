@@ -9,6 +9,7 @@ import pytest
 
 from cluster.errors import QueueTimeoutError, ReplicaLostError
 from cluster.routing import leg
+from cluster.routing.stalls import Stalls
 from replicas import async_client
 from replicas.config import SimulatedMeshConfig
 from replicas.faults import Fault
@@ -740,3 +741,28 @@ def test_a_prefill_engine_whose_device_hangs_costs_another_one_and_its_reservati
 
     with running(simulated("prefill", hang), simulated("prefill"), simulated("decode")) as engines:
         asyncio.run(run(engines))
+
+
+def test_one_for_whom_there_is_no_room_keeps_nobody_on_an_engine_that_stalls():
+    class Queue:
+        def has_room(self, demand):
+            return demand == "short"
+
+    class Stream:
+        away = object()
+
+        def __init__(self):
+            self.told = []
+
+        def put(self, event):
+            self.told.append(event)
+
+    stalls = Stalls(Queue())
+    streams = {demand: Stream() for demand in ("long", "short")}
+    for demand, stream in streams.items():
+        stalls.stay(stream, demand)
+    stalls.capacity_changed()
+    stalls.capacity_changed()
+    assert streams["short"].told == [Stream.away]
+    assert streams["long"].told == []
+    stalls.check_invariants()
