@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -118,14 +119,20 @@ class LayerStack:
     ) -> None:
         self._config, self._weights, self._rope = config, weights, rope
         share = config.num_attention_heads // config.num_key_value_heads
-        self._kernel, self._shares_kernel = (
-            Kernel(make, weights.embedding.dtype, config.head_dim, share)
-            for make in (compiled_stack.run_layers, compiled_shares.share_layers)
-        )
+        shape = weights.embedding.dtype, config.head_dim, share
+        self._kernel = Kernel(compiled_stack.run_layers, *shape)
         self._addresses = np.array([_addresses(layer) for layer in weights.layers])
         self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
         matrices = _matrices(weights.layers[0])
         self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
+        self._make_shares_kernel = cache(lambda: Kernel(compiled_shares.share_layers, *shape))
+        if not self._is_small:
+            self._make_shares_kernel()  # now, and not while somebody waits for a step
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether to read the weights is no work beside anything else."""
+        return self._layer_weights < LONG_WEIGHTS
 
     def is_short(self, num_tokens: int) -> bool:
         """Whether a pass of so many tokens is better not interrupted."""
@@ -148,8 +155,7 @@ class LayerStack:
             wanted: int64 (S,), those that go through the last layer, in order.
         """
         num_tokens, num_threads = len(batch.input_ids), torch.get_num_threads()
-        is_small = self._layer_weights < LONG_WEIGHTS
-        if is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads:
+        if self._is_small or num_threads == 1 or num_tokens >= MOST_ROWS * num_threads:
             return cut(batch.query_start_loc, wanted, num_threads)
         tiles, are_alone = tiles_of(batch)
         return Shares(wanted, tiles, are_alone)
@@ -252,7 +258,7 @@ class LayerStack:
         )  # fmt: skip
         done = np.zeros(compiled_shares.PHASES * len(layers), dtype=np.int64)
         dtype, table = x.dtype, self._with(cache)
-        self._shares_kernel(
+        self._make_shares_kernel()(
             len(layers) * num_tasks,
             layers[0],
             len(self._addresses) - 1,
