@@ -126,8 +126,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How requests are placed.
 
     Attributes:
-        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429. With
-            `prefill_first` only before their prompt is computed: with a first token they wait.
+        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429. Those
+            whose prompt is under way count from where there are more of them than empty slots;
+            with a first token they wait, however many there are.
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself, all

@@ -27,6 +27,8 @@ class Interrupt:
         self._task = task
         self._error: Exception | None = None
         self._is_over = False
+        # Somebody may have been cancelled before, and gone on without a word.
+        self._num_cancelled = task.cancelling() if sys.version_info >= (3, 11) else 0
 
     def __enter__(self) -> Interrupt:
         return self
@@ -41,7 +43,7 @@ class Interrupt:
         if self._error is None:
             return
         # Whoever may come after in this task is to know nothing of it.
-        is_ours_alone = sys.version_info < (3, 11) or self._task.uncancel() == 0
+        is_ours_alone = sys.version_info < (3, 11) or self._task.uncancel() <= self._num_cancelled
         if is_ours_alone and isinstance(error, asyncio.CancelledError):
             raise self._error from None
 

@@ -120,7 +120,8 @@ class HandOver:
             self._accepted = event
             if stream.leaving is not None:
                 num_tokens = self._legs.demand.num_prompt_tokens
-                if stream.quiet or not self._lending.begin(decode, heir, event, num_tokens):
+                is_still = stream.stalled or stream.quiet
+                if is_still or not self._lending.begin(decode, heir, event, num_tokens):
                     raise DecodeLeftError("leaving", str(stream.leaving))
                 self._means.capacity_changed()
                 return

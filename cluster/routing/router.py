@@ -468,7 +468,8 @@ class Run:
                 self._heard()
                 self._hand_over.spoke()
                 if self._note(event):
-                    self._legs.drop_decode(abort=False)
+                    # What it lends to an heir is to be taken back: it may never be fetched.
+                    self._legs.drop_decode(abort=self._lending.is_under_way)
                 if not await self._emit(event):
                     self.is_over = True
             elif isinstance(event, KVLoaded):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import NotReadyError, QueueTimeoutError, SaturatedError
 from cluster.routing.placement import fits
+from cluster.routing.views import Column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -296,9 +297,13 @@ class SlotQueue:
     def _check_room(self) -> None:
         if len(self._waiters) < self._max_queued_requests:
             return
-        num_in_need = sum(not waiter.has_stream for waiter in self._waiters)
-        if num_in_need >= self._max_queued_requests:
+        num_waiting = sum(not waiter.has_stream for waiter in self._waiters)
+        # Who is not due and would have a slot now waits for none.
+        num_early = sum(not waiter.is_due for waiter in self._waiters)
+        empty_slots = self._pools.decode_views().column(Column.EMPTY_SLOTS)
+        num_waiting -= min(num_early, int(empty_slots.sum()))
+        if num_waiting >= self._max_queued_requests:
             raise SaturatedError(
-                f"all decode slots are taken and {num_in_need} requests wait; retry later",
+                f"all decode slots are taken and {num_waiting} requests wait; retry later",
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -63,6 +63,8 @@ class SlotWaits:
         """
         loop = asyncio.get_running_loop()
         place: asyncio.Future[Placement] = loop.create_future()
+        # Whoever has had all that it wanted before does not ask what became of it.
+        place.add_done_callback(lambda place: place.cancelled() or place.exception())
         placement = self._queue.enter(waiter, loop.time())
         if placement is None:
             self._futures[waiter] = place

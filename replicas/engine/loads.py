@@ -181,7 +181,8 @@ class KVLoads:
         """Let the connector fill the first blocks of a sequence that has just got its place."""
         assert self._connector is not None
         end = seq.num_computed_tokens + num_external
-        assert end <= seq.num_prompt_tokens, f"{num_external=} of {seq.request_id}"
+        # One that was handed over with tokens has more than its prompt to find.
+        assert end <= seq.num_tokens, f"{num_external=} of {seq.request_id}"
         seq.status = SequenceStatus.LOADING
         seq.load = KVLoad(is_under_way=True, end=end)
         self._loading[seq.request_id] = seq
@@ -292,7 +293,7 @@ class KVLoads:
         for seq in self._loading.values():
             assert seq.status is SequenceStatus.LOADING
             assert is_loading(seq)
-            assert seq.num_computed_tokens < _load_of(seq).end <= seq.num_prompt_tokens
+            assert seq.num_computed_tokens < _load_of(seq).end <= seq.num_tokens
         for seq in self._asking.values():
             assert is_loading(seq) == (seq.status is SequenceStatus.RESERVED)
             assert is_loading(seq) or seq.status is SequenceStatus.WAITING

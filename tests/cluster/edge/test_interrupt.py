@@ -1,6 +1,7 @@
 """Ending what a task does from outside."""
 
 import asyncio
+import contextlib
 import sys
 
 import pytest
@@ -105,3 +106,19 @@ def test_so_does_one_at_the_same_moment():
         return task.cancelled()
 
     assert run(body)
+
+
+def test_a_cancellation_that_somebody_swallowed_before_is_not_taken_for_another_one():
+    async def work():
+        asyncio.current_task().cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        with Interrupt() as interrupt:
+            asyncio.get_running_loop().call_soon(interrupt.end, EndedError("ours"))
+            await asyncio.Event().wait()
+
+    async def body():
+        with pytest.raises(EndedError, match="ours"):
+            await asyncio.create_task(work())
+
+    run(body)

@@ -146,6 +146,19 @@ def test_nobody_waits_for_kv_of_an_engine_that_does_not_move(why, monkeypatch):
     asyncio.run(run())
 
 
+def test_an_engine_that_stalls_already_when_it_is_to_lend_is_left_at_once():
+    async def run():
+        async with a_stream() as stream:
+            stream.lender.stalled_s = 6.0
+            await until(lambda: stream.made.pools.num_stalled == 1, "it stalls")
+            await stream.accept()
+            await stream.end(activated=[5])
+            assert not stream.lender.received(LendKV)
+            assert stream.count("recomputed") == 1
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_has_all_of_it_fetches_nothing():
     async def run():
         async with a_stream() as stream:

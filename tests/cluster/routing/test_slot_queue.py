@@ -112,17 +112,19 @@ class SlotQueueMachine(RuleBasedStateMachine):
         waiter = self.queue.new_waiter(demand)
         is_next = not self.due() or waiter.key < self.due()[0].key
         has_room = is_next and self.room() > 0
+        num_early = sum(not waiter.is_due for waiter in self.line)
+        num_waiting = len(self.line) - min(num_early, self.room())
         try:
             placement = self.queue.enter(waiter, self.now_s)
         except SaturatedError:
-            assert len(self.line) >= 3
+            assert num_waiting >= 3
             assert not has_room
             return waiter
         assert (placement is not None) == has_room
         if placement is not None:
             self.held[waiter] = placement.incarnation
         else:
-            assert len(self.line) < 3
+            assert num_waiting < 3
             self.line = sorted([*self.line, waiter], key=lambda w: w.key)
             limit_s = self.now_s + 10.0
             assert waiter.deadline_s == (
@@ -212,7 +214,7 @@ def test_who_only_keeps_a_place_is_in_nobodys_way_and_has_it_when_it_is_due():
 
 
 def test_who_only_keeps_a_place_takes_one_of_those_who_may_wait():
-    pools = one_engine()
+    pools = one_engine(num_slots=0)
     queue, _ = make(pools, max_queued_requests=1)
     queue.check_open()
     queue.enter(queue.new_waiter(asks("early"), is_promised=True, is_due=False), 0.0)
@@ -285,6 +287,24 @@ def test_full_queue_lets_nobody_in_but_those_it_has_promised_to():
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert len(queue) == 0
+
+    asyncio.run(run())
+
+
+def test_who_is_not_due_and_would_have_a_slot_now_fills_no_queue():
+    pools = one_engine(num_slots=2)
+
+    async def run():
+        queue, waits = make(pools, max_queued_requests=1)
+        early = [queue.new_waiter(asks(name), is_promised=True, is_due=False) for name in "abc"]
+        for waiter in early[:2]:
+            waits.enter(waiter)
+            queue.check_open()
+        waits.enter(early[2])
+        with pytest.raises(SaturatedError, match="1 requests wait"):
+            queue.check_open()
+        for waiter in early:
+            waits.leave(waiter)
 
     asyncio.run(run())
 
