@@ -95,9 +95,9 @@ def test_streams_that_are_handed_over_take_their_kv_along(prefill, decode, expec
             assert await drained
             assert made.lost == []
             assert count(made, "moved") == len(CASES)
-            for engine, name in ((leaving, "num_sent"), (other, "num_received")):
-                paths = (await made.engine_metrics(engine)).transfer.paths
-                assert sum(getattr(path, name) for path in paths.values()) >= len(CASES)
+            # The lender may hear that it is left before it hears that all has come.
+            paths = (await made.engine_metrics(other)).transfer.paths
+            assert sum(path.num_received for path in paths.values()) >= len(CASES)
             assert (await made.engine_metrics(other)).kv_recompute_tokens == 0
             await until_idle(made, prefill, leaving, other)
             return results
