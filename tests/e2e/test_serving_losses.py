@@ -16,7 +16,7 @@ from tiny_server import MODEL, labels_of, total, wait_idle, wait_whole
 
 pytestmark = pytest.mark.ray
 
-NUM_STREAMS, NUM_TOKENS = 32, 200
+NUM_STREAMS, NUM_TOKENS = 32, 600
 SEEDED = {"temperature": 0.9, "top_p": 0.95}
 
 
