@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import yaml
 
+from benchmarks.online_vs_peers import read_stream
 from benchmarks.ready import wait_ready
 from benchmarks.timed_engine import FOLDER, STEP_S, read_times
 from cluster.lifecycle import haproxy, supervisor
@@ -61,7 +62,6 @@ VOCABULARY = 4096
 LENGTHS = range(16, 49)
 ENGINE_ID_CHARS = 17
 """What an ingress appends to a client's id."""
-_EVENT, _END = b"data: {", b"\r\n0\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,9 @@ class Client:
             for length in lengths:
                 request_id = f"added-{next(self._ids)}"
                 request = self._request(request_id, length)
-                started_s = time.monotonic()
+                started_s = time.perf_counter()
                 writer.write(request)
-                first_s, data = 0.0, b""
-                while not data.endswith(_END):
-                    more = await reader.read(1 << 16)
-                    if not more:
-                        raise SystemExit(f"the server ended a stream early: {data[-300:]!r}")
-                    now_s = time.monotonic()
-                    data += more
-                    if not first_s and _EVENT in data:
-                        first_s = now_s
+                data, first_s, _ = await read_stream(reader)
                 if b'"finish_reason":"length"' not in data:
                     raise SystemExit(f"not a whole answer: {data[:300]!r} ... {data[-300:]!r}")
                 self.first_s[request_id] = first_s - started_s

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -160,9 +159,8 @@ def look(url: str) -> Left:
         blocks = max(blocks, abs(found.get("blocks", 0)))
         kept = ("leased blocks", "reserved blocks", "quarantined blocks", "transfers")
         leases = max(leases, sum(found.get(name, 0) for name in kept))
-        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
-        ingresses |= {s.labels["ingress"] for s in samples if "ingress" in s.labels}
-        engines = {s.labels["replica"] for s in samples if s.name == "ttserve_slots"}
+        ingresses |= labels_of(page, "ingress")
+        engines = labels_of(page, "replica", "ttserve_slots")
         is_whole &= len(engines) == num_engines
     for _ in range(_LOOKS):
         view = json.loads(_get(f"{url}/debug/slots"))
@@ -187,9 +185,15 @@ def can_lose(url: str) -> set[str]:
     # An answer through HAProxy says that one ingress serves; each in turn, that both do.
     with contextlib.suppress(OSError):
         pages = [_get(f"{url}/metrics").decode() for _ in range(NUM_INGRESSES)]
-        names = {name for page in pages for name in re.findall(r'ingress="([^"]+)"', page)}
+        names = {name for page in pages for name in labels_of(page, "ingress")}
         found |= {"ingress"} if len(names) == NUM_INGRESSES else set()
     return found
+
+
+def labels_of(page: str, label: str, family: str = "") -> set[str]:
+    """Who is named by a label on a page of metrics: anywhere, or by one metric."""
+    samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+    return {s.labels[label] for s in samples if label in s.labels and family in {"", s.name}}
 
 
 def _get(url: str) -> bytes:

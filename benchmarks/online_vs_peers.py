@@ -101,18 +101,7 @@ class Client:
         request = self._request()
         started_s = time.perf_counter()
         writer.write(request)
-        data = b""
-        first_s = last_s = 0.0
-        while not data.endswith(b"\r\n0\r\n\r\n"):
-            more = await reader.read(1 << 16)
-            if not more:
-                raise SystemExit(f"the server ended a stream early: {data[-300:]!r}")
-            now_s = time.perf_counter()
-            data += more
-            if not first_s and _EVENT in data:
-                first_s = now_s
-            if b'"text":' in more:
-                last_s = now_s
+        data, first_s, last_s = await read_stream(reader)
         if f'"completion_tokens":{OUTPUT_TOKENS}'.encode() not in data.replace(b" ", b""):
             raise SystemExit(f"not {OUTPUT_TOKENS} tokens: {data[:300]!r} ... {data[-300:]!r}")
         return first_s - started_s, last_s - first_s
@@ -139,6 +128,23 @@ class Client:
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
+
+
+async def read_stream(reader: asyncio.StreamReader) -> tuple[bytes, float, float]:
+    """An answer to its end, and when its first event and its last text came (`perf_counter`)."""
+    data = b""
+    first_s = last_s = 0.0
+    while not data.endswith(b"\r\n0\r\n\r\n"):
+        more = await reader.read(1 << 16)
+        if not more:
+            raise SystemExit(f"the server ended a stream early: {data[-300:]!r}")
+        now_s = time.perf_counter()
+        data += more
+        if not first_s and _EVENT in data:
+            first_s = now_s
+        if b'"text":' in more:
+            last_s = now_s
+    return data, first_s, last_s
 
 
 async def measure(port: int, waves: dict[int, int]) -> dict[int, Measured]:

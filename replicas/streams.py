@@ -88,6 +88,11 @@ class EngineStream:
         return self._table.quiet
 
     @property
+    def still(self) -> EngineStalledError | EngineQuietError | None:
+        """Why nothing is to be had of its engine now: it does not move, see `StreamTable`."""
+        return self._table.stalled or self._table.quiet
+
+    @property
     def away(self) -> EngineLeavingError | EngineStalledError | None:
         """Why one should go elsewhere, where there is room."""
         return self._table.leaving or self._table.stalled

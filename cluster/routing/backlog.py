@@ -132,8 +132,8 @@ class Backlog:
 
     def _free_s(self, engine: str, load: PromptEngine, now_s: float) -> float:
         ends = [*self._ends_s(engine, now_s)]
-        free_s = ends[-1][0] if ends else now_s
-        num_own = sum(n for _, n, _ in ends)
+        free_s = ends[-1][1] if ends else now_s
+        num_own = sum(n for _, _, n, _ in ends)
         # What waits there and was not asked from here came from other ingresses.
         return free_s + max(load.num_queued_tokens - num_own, 0) * self._forecast.token_s
 
@@ -141,28 +141,26 @@ class Backlog:
         """When an engine will begin each prompt that was asked from here, by request."""
         ends = list(self._ends_s(engine, now_s))
         # What others had asked before, as far as it is still there.
-        num_others = max(num_queued_tokens - sum(n for _, n, _ in ends), 0)
+        num_others = max(num_queued_tokens - sum(n for _, _, n, _ in ends), 0)
         begins_s = {}
         free_s = now_s
-        for request_id, (end_s, _, before) in zip(self.asked_of(engine), ends, strict=True):
+        for request_id, end_s, _, before in ends:
             begins_s[request_id] = free_s + min(before, num_others) * self._forecast.token_s
             free_s = end_s
         return begins_s
 
-    def asked_of(self, engine: str) -> list[str]:
-        """Whose prompts an engine was asked for and has not computed, in order."""
-        work = self._work.get(engine)
-        return [] if work is None else [*work.asked]
+    def _ends_s(self, engine: str, now_s: float) -> Iterator[tuple[str, float, int, int]]:
+        """Of each prompt of ours, by request, when it is done if nobody else has any there.
 
-    def _ends_s(self, engine: str, now_s: float) -> Iterator[tuple[float, int, int]]:
-        """When each prompt of ours is done if nobody else has any there, its tokens, and theirs."""
+        With its tokens, and those that others had asked of the engine before.
+        """
         work = self._work.get(engine)
         if work is None or not work.asked:
             return
         end_s = max(next(iter(work.asked.values()))[1], work.free_s)
-        for num_tokens, _, num_others in work.asked.values():
+        for request_id, (num_tokens, _, num_others) in work.asked.items():
             end_s = max(end_s + self._forecast.prompt_s(num_tokens), now_s)
-            yield end_s, num_tokens, num_others
+            yield request_id, end_s, num_tokens, num_others
 
     def check_empty(self) -> None:
         """Nothing is asked of anybody."""

@@ -85,9 +85,9 @@ class HandOver:
         Raises:
             DecodeLeftError: Another engine waits for KV of one that neither moves nor speaks.
         """
-        stream = self._legs.decode.stream if self._legs.decode is not None else None
-        if stream is not None and self._lending.is_under_way and (stream.stalled or stream.quiet):
-            raise DecodeLeftError("leaving", str(stream.stalled or stream.quiet))
+        decode = self._legs.decode
+        if decode is not None and self._lending.is_under_way and decode.stream.still is not None:
+            raise DecodeLeftError("leaving", str(decode.stream.still))
         if self._progress.has_tokens and self._task is None and self._num_attempts_left:
             self._task = asyncio.create_task(self._ask())
         return self._progress.has_tokens
@@ -120,7 +120,7 @@ class HandOver:
             self._accepted = event
             if stream.leaving is not None:
                 num_tokens = self._legs.demand.num_prompt_tokens
-                is_still = stream.stalled or stream.quiet
+                is_still = stream.still is not None
                 if is_still or not self._lending.begin(decode, heir, event, num_tokens):
                     raise DecodeLeftError("leaving", str(stream.leaving))
                 self._means.capacity_changed()

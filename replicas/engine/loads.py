@@ -15,8 +15,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kv_transfer.errors import TransferError
 from replicas.engine.sequence import KVLoad, SequenceStatus
 
@@ -104,12 +102,7 @@ class KVLoads:
             return
         load.epoch = epoch
         try:
-            self._connector.on_new_request(
-                msgspec.structs.replace(
-                    seq.transfer, ticket=ticket, prompt_token_ids=list(seq.token_ids)
-                ),
-                now_s,
-            )
+            self._connector.on_new_request(seq.transfer_with(ticket), now_s)
         except TransferError as error:
             load.failure = failure_word(error)
             raise

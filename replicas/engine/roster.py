@@ -164,9 +164,7 @@ class Roster(ABC):
         num_full = num_final - num_final % self._groups.block_multiple
         block_ids = tuple(map(tuple, seq.block_ids))
         self._connector.lend(
-            msgspec.structs.replace(
-                seq.transfer, ticket=ticket, prompt_token_ids=list(seq.token_ids)
-            ),
+            seq.transfer_with(ticket),
             SaveProgress(request_id, seq.dp_group, block_ids, num_full),
             now_s,
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from replicas.messages import num_pairs
 
 if TYPE_CHECKING:
@@ -128,6 +130,13 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+
+    def transfer_with(self, ticket: bytes) -> TransferRequest:
+        """What a KV connector is told of a transfer of all that it has, output too."""
+        assert self.transfer is not None, "an engine without a connector transfers nothing"
+        # A prompt stays as it is; output grows.
+        tokens = [*self.token_ids] if self.num_output_tokens else self.transfer.prompt_token_ids
+        return msgspec.structs.replace(self.transfer, ticket=ticket, prompt_token_ids=tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import added_latency
+from benchmarks import added_latency, online_vs_peers
 from benchmarks.added_latency import STREAMS, Client, Level, added_s, by_client_id, mock, result
 from benchmarks.timed_engine import FirstTokens, read_times
 from cluster.lifecycle.supervisor import free_port
@@ -63,8 +63,9 @@ async def answering(answer):
 
 def test_the_client_times_first_events_and_not_whole_answers(monkeypatch):
     clock = itertools.count()
-    looks = SimpleNamespace(monotonic=lambda: next(clock))
+    looks = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr(added_latency, "time", looks)
+    monkeypatch.setattr(online_vs_peers, "time", looks)
 
     async def answer(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n")

@@ -322,14 +322,14 @@ def attend_tile(
     found[:] = 0
     tops[:] = -np.inf
     totals[:] = 0
-    num_blocks = -(-length // block_size)
+    size, num_blocks = block_size * head_dim, -(-length // block_size)
+    soon = (tables[table] * num_kv_heads + head) * size
     for index in range(num_blocks):
-        place = tables[table + index] * num_kv_heads + head
-        at, left = place * block_size * head_dim, length - index * block_size
+        at, left = soon, length - index * block_size
         if index + 1 < num_blocks:
-            soon = (tables[table + index + 1] * num_kv_heads + head) * block_size * head_dim
-            vectors.fetch(k_plane, soon, block_size * head_dim)
-            vectors.fetch(v_plane, soon, block_size * head_dim)
+            soon = (tables[table + index + 1] * num_kv_heads + head) * size
+            vectors.fetch(k_plane, soon, size)
+            vectors.fetch(v_plane, soon, size)
         count = min(left, block_size)
         heads.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
         for row in range(num_rows):

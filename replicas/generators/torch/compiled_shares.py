@@ -13,18 +13,22 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from replicas.generators.torch import compiled
-from replicas.generators.torch.compiled import OPTIONS, TILE, attend_tile, double_of, pointer, take
+from replicas.generators.torch.compiled import OPTIONS, TILE, double_of, pointer, take
 from replicas.generators.torch.compiled_stack import (
     COLUMNS,
     PLANES,
+    add_attended,
+    add_gated,
+    attend,
+    gate,
     items,
     leave,
-    multiply_panels,
+    make_heads,
     normalise_rows,
     numbers,
+    turn_and_keep,
     wait,
 )
-from replicas.generators.torch.products import NOTHING, PANEL, PLUS, SWISH, TIMES
 
 PHASES = 7
 """Of a layer: queries, keys and values; rotation; attention; what nobody reads any more is left
@@ -46,11 +50,6 @@ def _count(_context, array, index):
     return types.void(array, index), generate
 
 
-@njit(**OPTIONS)
-def _panels_of(num_outputs):
-    return -(-num_outputs // PANEL)
-
-
 def share_layers(item, head_dim, share):
     """Some layers over all tokens; a unit is a task.
 
@@ -63,28 +62,25 @@ def share_layers(item, head_dim, share):
     kept_as = compiled.kept_as(item, head_dim)
 
     def kernel(block):
-        a = carray(block, (33,), np.int64)
+        a = carray(block, (32,), np.int64)
         first_layer, final_layer, num_tokens = a[2], a[3], a[4]
         hidden, inner, num_kv_heads, block_size, width = a[5], a[6], a[7], a[8], a[9]
         eps = np.float32(double_of(a[10]))
         x, out = items(a[11], item), items(a[12], item)
         turns = items(a[13], item), items(a[14], item), numbers(a[15]), numbers(a[16])
-        tiles, num_tiles = (numbers(a[17]), numbers(a[18]), numbers(a[19]), numbers(a[20])), a[21]
+        tiles = numbers(a[17]), numbers(a[18]), numbers(a[19]), numbers(a[20])
+        counts = numbers(a[21])
         tables, wanted, num_wanted = numbers(a[22]), numbers(a[23]), a[24]
         heads, attended, gated = items(a[25], item), items(a[26], item), items(a[27], item)
         are_alone, done = numbers(a[29]), pointer(a[30], types.int64)
         size = num_kv_heads * share * head_dim
         heads_size = size + 2 * num_kv_heads * head_dim
-        counts = (
-            _panels_of(heads_size), -(-num_tokens // ROWS), num_tiles * num_kv_heads, np.int64(1),
-            _panels_of(hidden), _panels_of(inner), _panels_of(hidden),
-        )  # fmt: skip
         shape = hidden, inner, size, num_kv_heads, head_dim, block_size, eps
         normed, normed_for = np.empty(num_tokens * hidden, np.uint16), -1
         sums = compiled.sums_for()
         few = compiled.room_for(few_rows, head_dim, block_size, np.float32(0), kept_as(0))
         many = compiled.room_for(many_rows, head_dim, block_size, np.float32(0), kept_as(0))
-        of_layer = sum(counts)
+        of_layer = a[31]
         task = take(block)
         while task < a[1]:
             nth, part = divmod(task, of_layer)
@@ -101,28 +97,22 @@ def share_layers(item, head_dim, share):
                 weight = items(layer[0 if phase == 0 else 6], item)
                 normalise_rows((into, 0), rows, weight, normed, hidden, eps)
                 normed_for = at
-            if phase < 2:
-                _make_heads(
-                    phase, part, rows, layer, shape, turns, planes, normed, heads, sums, item
-                )
+            if phase == 0:
+                panels = part, part + 1
+                make_heads(normed, rows, panels, layer, shape, heads, sums, item)
+            elif phase == 1:
+                last = min(rows, (part + 1) * ROWS)
+                turn_and_keep(heads, part * ROWS, last, 0, layer, shape, turns, planes, item)
             elif phase == 2:
                 tile, head = divmod(part, num_kv_heads)
                 token = tiles[0][tile]
                 here = tiles[1][tile], tiles[2][tile], tables, tiles[3][tile] * width
-                reads, writes = (
-                    (heads, token * heads_size, heads_size),
-                    (attended, token * size, size),
-                )
-                if are_alone[tile]:
-                    attend_tile(
-                        reads, writes, here, planes, block_size, num_kv_heads, head, few,
-                        head_dim, share, 1, few_rows,
-                    )  # fmt: skip
-                else:
-                    attend_tile(
-                        reads, writes, here, planes, block_size, num_kv_heads, head, many,
-                        head_dim, share, TILE, many_rows,
-                    )  # fmt: skip
+                reads = heads, token * heads_size, heads_size
+                writes = attended, token * size, size
+                attend(
+                    reads, writes, here, planes, block_size, num_kv_heads, head, few, many,
+                    are_alone[tile], head_dim, share, few_rows, many_rows,
+                )  # fmt: skip
             elif phase > 3:
                 _mix(phase, part, rows, layer, shape, attended, normed, gated, into, sums, item)
             elif is_final:
@@ -134,50 +124,15 @@ def share_layers(item, head_dim, share):
 
 
 @njit(inline="always")
-def _make_heads(phase, part, count, layer, shape, turns, planes, normed, heads, sums, item):
-    """Some columns of queries, keys and values of all tokens; or some tokens' rotated and kept."""
-    hidden, _, size, num_kv_heads, head_dim, block_size, eps = shape
-    cos, sin, positions, kv_positions = turns
-    heads_size = size + 2 * num_kv_heads * head_dim
-    if phase == 0:
-        multiply_panels(
-            (normed, 0), count, hidden, layer, 1, heads_size, (part, part + 1), NOTHING, (heads, 0),
-            sums, item,
-        )  # fmt: skip
-        return
-    norm = items(layer[3], item)
-    for row in range(part * ROWS, min(count, (part + 1) * ROWS)):
-        at = row * heads_size
-        compiled.turn(
-            heads, at, size // head_dim + num_kv_heads, head_dim, norm, layer[3] != 0, eps,
-            cos, sin, positions[row] * head_dim,
-        )  # fmt: skip
-        compiled.keep(
-            heads, at + size, num_kv_heads, head_dim, kv_positions[row], block_size,
-            planes[0], planes[1],
-        )  # fmt: skip
-
-
-@njit(inline="always")
 def _mix(phase, part, count, layer, shape, attended, normed, gated, into, sums, item):
     """Some columns of what attention found, or of the MLP's first or second half."""
-    hidden, inner, size, _, _, _, _ = shape
     panels = part, part + 1
     if phase == 4:
-        multiply_panels(
-            (attended, 0), count, size, layer, 4, hidden, panels, PLUS, (into, 0), sums, item
-        )  # fmt: skip
+        add_attended(attended, count, panels, layer, shape, (into, 0), sums, item)
     elif phase == 5:
-        multiply_panels(
-            (normed, 0), count, hidden, layer, 7, inner, panels, SWISH, (gated, 0), sums, item
-        )  # fmt: skip
-        multiply_panels(
-            (normed, 0), count, hidden, layer, 9, inner, panels, TIMES, (gated, 0), sums, item
-        )  # fmt: skip
+        gate(normed, count, panels, layer, shape, gated, sums, item)
     else:
-        multiply_panels(
-            (gated, 0), count, inner, layer, 11, hidden, panels, PLUS, (into, 0), sums, item
-        )  # fmt: skip
+        add_gated(gated, count, panels, layer, shape, (into, 0), sums, item)
 
 
 @njit(**OPTIONS)

@@ -24,7 +24,7 @@ from replicas.generators.torch.compiled import (
     take,
     take_from,
 )
-from replicas.generators.torch.products import NOTHING, PANEL, PLUS, SWISH, TIMES
+from replicas.generators.torch.products import NOTHING, PLUS, SWISH, TIMES, num_panels
 
 COLUMNS = 15
 """Addresses of a layer: norm, qkv, its bias, norm of heads, o, its bias, norm, gate, its bias, up,
@@ -98,8 +98,7 @@ def run_layers(item, head_dim, share):
         hidden, inner, num_kv_heads, block_size = a[7], a[8], a[9], a[10]
         eps = np.float32(double_of(a[12]))
         x, out = items(a[13], item), items(a[14], item)
-        angles = items(a[15], item), items(a[16], item)
-        places = numbers(a[17]), numbers(a[18])
+        turns = items(a[15], item), items(a[16], item), numbers(a[17]), numbers(a[18])
         starts, lengths, tables, wanted = (
             numbers(a[19]), numbers(a[20]), numbers(a[21]), numbers(a[22]),
         )  # fmt: skip
@@ -124,10 +123,10 @@ def run_layers(item, head_dim, share):
             begin, end = cuts[unit], cuts[unit + 1]
             planes = items(layer[PLANES], item), items(layer[PLANES + 1], item)
             wait(done, unit, nth)
-            _make_heads(
-                (x, begin * hidden), end - begin, layer, shape, angles, places, begin, planes,
-                normed, heads, sums, item,
-            )  # fmt: skip
+            count = end - begin
+            normalise_rows((x, begin * hidden), count, items(layer[0], item), normed, hidden, eps)
+            make_heads(normed, count, (0, num_panels(heads_size)), layer, shape, heads, sums, item)
+            turn_and_keep(heads, 0, count, begin, layer, shape, turns, planes, item)
             _publish(kept, unit, nth + 1)
             for before in range(needs[unit], unit):
                 wait(kept, before, nth + 1)
@@ -144,18 +143,12 @@ def run_layers(item, head_dim, share):
                 writes = attended, row * size, size
                 is_alone = behind - starts[request] == 1
                 for head in range(num_kv_heads):
-                    if is_alone:
-                        attend_tile(
-                            reads, writes, here, planes, block_size, num_kv_heads, head, few,
-                            head_dim, share, 1, few_rows,
-                        )  # fmt: skip
-                    else:
-                        attend_tile(
-                            reads, writes, here, planes, block_size, num_kv_heads, head, many,
-                            head_dim, share, TILE, many_rows,
-                        )  # fmt: skip
+                    attend(
+                        reads, writes, here, planes, block_size, num_kv_heads, head, few, many,
+                        is_alone, head_dim, share, few_rows, many_rows,
+                    )  # fmt: skip
                 token += num_tokens
-            count, into, place = end - begin, x, begin * hidden
+            into, place = x, begin * hidden
             if a[5] + nth == final_layer:
                 # Nothing reads the other tokens any more.
                 count, into, place = firsts[unit + 1] - firsts[unit], out, firsts[unit] * hidden
@@ -195,19 +188,52 @@ def _copy(source, at, target, to, size):
 
 
 @njit(inline="always")
-def _make_heads(
-    reads, count, layer, shape, angles, places, begin, planes, normed, heads, sums, item
-):
-    """Queries, keys and values of some tokens; keys and values also to their blocks."""
-    hidden, _, size, num_kv_heads, head_dim, block_size, eps = shape
-    heads_size = size + 2 * num_kv_heads * head_dim
-    normalise_rows(reads, count, items(layer[0], item), normed, hidden, eps)
+def _mix(x, at, count, layer, shape, attended, normed, gated, sums, item):
+    """What attention found and the MLP, added to some rows of x."""
+    hidden, inner, _, _, _, _, eps = shape
+    all_of_hidden = 0, num_panels(hidden)
+    add_attended(attended, count, all_of_hidden, layer, shape, (x, at), sums, item)
+    normalise_rows((x, at), count, items(layer[6], item), normed, hidden, eps)
+    gate(normed, count, (0, num_panels(inner)), layer, shape, gated, sums, item)
+    add_gated(gated, count, all_of_hidden, layer, shape, (x, at), sums, item)
+
+
+# --- parts of a layer, which `compiled_shares.py` is made of as well ------------------------------
+# Some rows (count) times some panels of a matrix, from the first to the one before the last; what
+# is written, or added to, is the whole product. A shape is hidden, inner and query size, KV heads,
+# D, block size, epsilon.
+
+
+@njit(inline="always")
+def make_heads(normed, count, panels, layer, shape, heads, sums, item):
+    """Columns of queries, keys and values."""
+    hidden, _, size, num_kv_heads, head_dim, _, _ = shape
+    num_outputs = size + 2 * num_kv_heads * head_dim
     _multiply(
-        (normed, 0), count, hidden, layer, 1, heads_size, NOTHING, (heads, 0), sums, item
+        normed, count, hidden, layer, 1, num_outputs, panels, NOTHING, (heads, 0), sums, item
     )  # fmt: skip
-    norm, (cos, sin), (positions, kv_positions) = items(layer[3], item), angles, places
-    for row in range(count):
-        place = row * heads_size
+
+
+@njit(inline="always")
+def turn_and_keep(heads, first, last, begin, layer, shape, turns, planes, item):
+    """Queries and keys of some rows rotated in place; keys and values also to their blocks.
+
+    Args:
+        heads: Of the rows.
+        first: Of these.
+        last: The one behind them.
+        begin: Token of row 0.
+        layer: Addresses, see `COLUMNS`.
+        shape: See above.
+        turns: cos, sin, positions, positions in the cache.
+        planes: Of keys and values.
+        item: What the numbers are stored as.
+    """
+    _, _, size, num_kv_heads, head_dim, block_size, eps = shape
+    cos, sin, positions, kv_positions = turns
+    norm = items(layer[3], item)
+    for row in range(first, last):
+        place = row * (size + 2 * num_kv_heads * head_dim)
         compiled.turn(
             heads, place, size // head_dim + num_kv_heads, head_dim, norm, layer[3] != 0, eps,
             cos, sin, positions[begin + row] * head_dim,
@@ -219,14 +245,43 @@ def _make_heads(
 
 
 @njit(inline="always")
-def _mix(x, at, count, layer, shape, attended, normed, gated, sums, item):
-    """What attention found and the MLP, added to some rows of x."""
-    hidden, inner, size, _, _, _, eps = shape
-    _multiply((attended, 0), count, size, layer, 4, hidden, PLUS, (x, at), sums, item)
-    normalise_rows((x, at), count, items(layer[6], item), normed, hidden, eps)
-    _multiply((normed, 0), count, hidden, layer, 7, inner, SWISH, (gated, 0), sums, item)
-    _multiply((normed, 0), count, hidden, layer, 9, inner, TIMES, (gated, 0), sums, item)
-    _multiply((gated, 0), count, inner, layer, 11, hidden, PLUS, (x, at), sums, item)
+def attend(
+    reads, writes, here, planes, block_size, num_kv_heads, head, few, many, is_alone,
+    head_dim, share, few_rows, many_rows,
+):  # fmt: skip
+    """`attend_tile` of a request's only token, or of a tile of tokens: each has its room."""
+    if is_alone:
+        attend_tile(
+            reads, writes, here, planes, block_size, num_kv_heads, head, few,
+            head_dim, share, 1, few_rows,
+        )  # fmt: skip
+    else:
+        attend_tile(
+            reads, writes, here, planes, block_size, num_kv_heads, head, many,
+            head_dim, share, TILE, many_rows,
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def add_attended(attended, count, panels, layer, shape, writes, sums, item):
+    """Columns of the output projection, added."""
+    hidden, _, size, _, _, _, _ = shape
+    _multiply(attended, count, size, layer, 4, hidden, panels, PLUS, writes, sums, item)
+
+
+@njit(inline="always")
+def gate(normed, count, panels, layer, shape, gated, sums, item):
+    """Columns of the MLP's first half."""
+    hidden, inner, _, _, _, _, _ = shape
+    _multiply(normed, count, hidden, layer, 7, inner, panels, SWISH, (gated, 0), sums, item)
+    _multiply(normed, count, hidden, layer, 9, inner, panels, TIMES, (gated, 0), sums, item)
+
+
+@njit(inline="always")
+def add_gated(gated, count, panels, layer, shape, writes, sums, item):
+    """Columns of the MLP's second half, added."""
+    hidden, inner, _, _, _, _, _ = shape
+    _multiply(gated, count, inner, layer, 11, hidden, panels, PLUS, writes, sums, item)
 
 
 @njit(**OPTIONS)
@@ -238,33 +293,7 @@ def normalise_rows(reads, count, weight, normed, hidden, eps):
 
 
 @njit(inline="always")
-def _multiply(reads, count, size, layer, column, num_outputs, then, writes, sums, item):
-    """Rows times a weight of the layer, into what it is added to or multiplied by."""
-    panels = 0, -(-num_outputs // PANEL)
-    multiply_panels(
-        reads, count, size, layer, column, num_outputs, panels, then, writes, sums, item
-    )  # fmt: skip
-
-
-@njit(inline="always")
-def multiply_panels(
-    reads, count, size, layer, column, num_outputs, panels, then, writes, sums, item
-):
-    """Rows times some panels of a weight of the layer, into what it is added to or multiplied by.
-
-    Args:
-        reads: Rows, where the first one is.
-        count: How many.
-        size: K.
-        layer: Addresses, see `COLUMNS`.
-        column: Which of them is the weight's, before that of its bias.
-        num_outputs: N.
-        panels: The first, and the one behind the last.
-        then: What `products.finish_rows` does.
-        writes: The whole product, where its first row is.
-        sums: Of `compiled.sums_for`.
-        item: What the numbers are stored as.
-    """
+def _multiply(rows, count, size, layer, column, num_outputs, panels, then, writes, sums, item):
     weight, bias = items(layer[column], item), items(layer[column + 1], item)
     linear = size, weight, bias, layer[column + 1] != 0, num_outputs
-    compiled.multiply(reads, count, linear, panels, then, writes, writes, sums)
+    compiled.multiply((rows, 0), count, linear, panels, then, writes, writes, sums)

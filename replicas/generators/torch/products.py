@@ -11,6 +11,7 @@ Dimensions: T rows, K features in, N features out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from replicas.generators.torch import pairs, tiles
 from replicas.generators.torch.memory import Pieces
@@ -56,6 +57,12 @@ class Panels:
     num_outputs: int
 
 
+@register_jitable
+def num_panels(num_outputs: int) -> int:
+    """How many panels so many columns are."""
+    return -(-num_outputs // PANEL)
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Panels:
     """A weight matrix as panels; columns that the last one lacks are zeros.
 
@@ -64,9 +71,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Panels:
         bias: (N,) or None.
     """
     num_outputs, size = weight.shape
-    num_panels = -(-num_outputs // PANEL)
-    shape = (num_panels, size // 2, PANEL, 2)
-    memory = _memory.take(num_panels * PANEL * size * weight.itemsize)
+    shape = (num_panels(num_outputs), size // 2, PANEL, 2)
+    memory = _memory.take(math.prod(shape) * weight.itemsize)
     packed = torch.from_numpy(memory).view(weight.dtype).view(shape)
     in_pairs = weight.view(num_outputs, size // 2, 2)
     for panel, columns in enumerate(in_pairs.split(PANEL)):

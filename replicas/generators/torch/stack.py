@@ -25,7 +25,7 @@ from replicas.generators.torch.kernels import Kernel, address, bits, place
 from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import DenseLayerWeights
 from replicas.generators.torch.panels import PanelLinear
-from replicas.generators.torch.products import PANEL
+from replicas.generators.torch.products import num_panels
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -197,10 +197,9 @@ class LayerStack:
         layers: range,
         units: Units,
     ) -> None:
-        config = self._config
         num_units = len(units.requests)
         progress = np.zeros((2, num_units), dtype=np.int64)
-        dtype, table = x.dtype, self._with(cache)
+        table = self._with(cache)
         self._kernel(
             len(layers) * num_units,
             0,
@@ -208,18 +207,7 @@ class LayerStack:
             num_units,
             layers[0],
             len(self._addresses) - 1,
-            x.shape[1],
-            config.intermediate_size,
-            config.num_key_value_heads,
-            cache.block_size,
-            batch.block_table.shape[1],
-            bits(config.rms_norm_eps),
-            address(x, dtype),
-            address(out, dtype),
-            address(self._rope[0], dtype),
-            address(self._rope[1], dtype),
-            address(batch.positions, torch.int64),
-            address(batch.kv_positions, torch.int64),
+            *self._given(x, out, batch, cache),
             place(batch.query_start_loc),
             place(batch.seq_lens),
             place(batch.block_table),
@@ -249,13 +237,14 @@ class LayerStack:
         heads, attended = x.new_empty(num_tokens, heads_size), x.new_empty(num_tokens, size)
         gated = x.new_empty(num_tokens, config.intermediate_size)
         of_hidden, of_inner, of_heads = (
-            -(-n // PANEL) for n in (x.shape[1], config.intermediate_size, heads_size)
+            num_panels(n) for n in (x.shape[1], config.intermediate_size, heads_size)
         )
-        num_tiles = shares.tiles.shape[1]
-        num_tasks = (
-            of_heads + -(-num_tokens // compiled_shares.ROWS)
-            + num_tiles * config.num_key_value_heads + 1 + 2 * of_hidden + of_inner
-        )  # fmt: skip
+        # In the order of the phases.
+        counts = np.array((
+            of_heads, -(-num_tokens // compiled_shares.ROWS),
+            shares.tiles.shape[1] * config.num_key_value_heads, 1, of_hidden, of_inner, of_hidden,
+        ))  # fmt: skip
+        num_tasks = int(counts.sum())
         done = np.zeros(compiled_shares.PHASES * len(layers), dtype=np.int64)
         dtype, table = x.dtype, self._with(cache)
         self._make_shares_kernel()(
@@ -263,6 +252,27 @@ class LayerStack:
             layers[0],
             len(self._addresses) - 1,
             num_tokens,
+            *self._given(x, out, batch, cache),
+            *(place(row) for row in shares.tiles),
+            place(counts),
+            place(batch.block_table),
+            place(shares.wanted),
+            len(shares.wanted),
+            address(heads, dtype),
+            address(attended, dtype),
+            address(gated, dtype),
+            place(table),
+            place(shares.are_alone),
+            place(done),
+            num_tasks,
+        )
+
+    def _given(
+        self, x: torch.Tensor, out: torch.Tensor, batch: PagedBatch, cache: TorchKVCache
+    ) -> tuple[int, ...]:
+        """What both kernels are given alike: sizes, the rows, their places."""
+        config, dtype = self._config, x.dtype
+        return (
             x.shape[1],
             config.intermediate_size,
             config.num_key_value_heads,
@@ -275,17 +285,6 @@ class LayerStack:
             address(self._rope[1], dtype),
             address(batch.positions, torch.int64),
             address(batch.kv_positions, torch.int64),
-            *(place(row) for row in shares.tiles),
-            num_tiles,
-            place(batch.block_table),
-            place(shares.wanted),
-            len(shares.wanted),
-            address(heads, dtype),
-            address(attended, dtype),
-            address(gated, dtype),
-            place(table),
-            place(shares.are_alone),
-            place(done),
         )
 
     def _with(self, cache: TorchKVCache) -> Int64Array:
