@@ -24,8 +24,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     from cluster.lifecycle.flip import FlipTimeoutError, flip
 
-LONG = sampling(400)
-SEEDED = sampling(400, temperature=0.8, top_p=0.9, seed=11)
+# Long enough that several run at once on a busy machine too, where prompts take their time.
+LONG = sampling(1000)
+SEEDED = sampling(1000, temperature=0.8, top_p=0.9, seed=11)
 
 
 def num_sent(metrics):
@@ -68,7 +69,7 @@ def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_r
                     await changes(made, prefill, "decode")
             await asyncio.to_thread(second.handle.drain, 20.0)
             before = await made.engine_metrics(decode)
-            assert [await made.tokens(prompt, params) for prompt, params in asked] == wanted
+            assert await asyncio.gather(*(made.tokens(*one) for one in asked)) == wanted
             after = await made.engine_metrics(decode)
             assert num_sent(after) == num_sent(before) + len(asked)
             assert made.count("ttserve_router_migrations_total", reason="leaving") > 1
