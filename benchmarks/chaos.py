@@ -66,6 +66,7 @@ def serve_file(port: int) -> dict[str, Any]:
         "model": MODEL,
         "engine": engine,
         "ingress": {"replicas": NUM_INGRESSES, "request_timeout_s": REQUEST_TIMEOUT_S},
+        "router": {"min_remote_prefill_tokens": 0},  # every request a transfer
         "pools": {
             "prefill": {"replicas": NUM_ENGINES["prefill"], "engine": {"max_batch_size": 16}},
             "decode": {

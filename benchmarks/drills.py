@@ -334,7 +334,12 @@ class Drill:
         self._trouble = trouble
         self._fleet = Fleet(functools.partial(AsyncMPClient, KEYS), KEYS)
         self._metrics = RouterMetrics("drills")
-        self._router = Router(self._fleet, RouterConfig(), self._metrics, TicketOffice(KEYS))
+        self._router = Router(
+            self._fleet,
+            RouterConfig(min_remote_prefill_tokens=0),
+            self._metrics,
+            TicketOffice(KEYS),
+        )
         self._members = [
             Member(role, f"{role}-{i}", engine.description)
             for i, (role, engine) in enumerate(zip(ROLES, engines, strict=True))

@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 Spec = dict[str, dict[str, Any]]
 
+ROUTER = RouterConfig(min_remote_prefill_tokens=0)
+"""Every prompt takes the same way in both."""
 CONFIGS = (Path("configs/single.yaml"), Path("configs/demo.yaml"))
 TARGET_BUSY = 0.55
 """Share of the time in which the busiest engine is busy, in the held-out workloads."""
@@ -219,7 +221,7 @@ class Ingress:
     def __init__(self) -> None:
         self.fleet = Fleet(partial(AsyncMPClient, KEYS), KEYS)
         metrics = RouterMetrics("fidelity")
-        self.router = Router(self.fleet, RouterConfig(), metrics, TicketOffice(KEYS))
+        self.router = Router(self.fleet, ROUTER, metrics, TicketOffice(KEYS))
 
 
 @contextlib.asynccontextmanager
@@ -333,7 +335,7 @@ class Model:
 
     def simulate(self, workload: Workload, salt: int = 0) -> SimulationResult:
         """Run a workload in the simulator; with another salt, steps have other luck."""
-        options = SimulationOptions(router=RouterConfig(), network=self.network)
+        options = SimulationOptions(router=ROUTER, network=self.network)
         pools = []
         for pool in self.pools:
             assert isinstance(pool.timing, FittedTiming)

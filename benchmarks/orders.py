@@ -94,7 +94,7 @@ def waits(events: Iterable[EventRecord]) -> Waits:
 
 def line(order: OrderName, run: Run) -> str:
     """Simulate, and reduce to a row in Markdown."""
-    router = msgspec.structs.replace(run.cluster.router, order=order)
+    router = msgspec.structs.replace(run.cluster.router, order=order, min_remote_prefill_tokens=0)
     cluster = dataclasses.replace(run.cluster, router=router)
     result = run_cluster(cluster, run.requests, keeps_events=True)
     summary, waited = summarise(result, run.slo), waits(result.events)

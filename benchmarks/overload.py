@@ -58,8 +58,8 @@ REFUSED_S = 0.05
 
 ADMISSION = "admission"
 ROUTERS = {
-    "round_robin": RouterConfig(policy="round_robin"),
-    "most_empty_slots": RouterConfig(policy="most_empty_slots"),
+    "round_robin": RouterConfig(policy="round_robin", min_remote_prefill_tokens=0),
+    "most_empty_slots": RouterConfig(policy="most_empty_slots", min_remote_prefill_tokens=0),
     ADMISSION: RouterConfig(admission=AdmissionConfig(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s)),
 }
 

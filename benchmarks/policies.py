@@ -14,16 +14,21 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cluster.lab.simulation.command import SimulateOptions, load_cluster, load_trace, run_cluster
 from cluster.lab.simulation.plots import plot_goodput
 from cluster.lab.simulation.summary import Slo, summarise
 
 if TYPE_CHECKING:
+    from cluster.config.resolve import ClusterConfig
     from cluster.lab.simulation.summary import Distribution, PoolSummary, Summary
 
 SHOWN = ("round_robin", "most_empty_slots", "least_delay")
 """Those with a row for each load in every table; of the others it is good requests alone."""
 POLICIES = (*SHOWN, "waiting_and_running", "prefix_aware", "cache_and_load")
+ALL_MOVED = "least_delay, all moved"
+"""Where prefill is apart: every prompt goes there, however long others wait."""
 HERE = Path(__file__).parent / "policies"
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -124,15 +129,26 @@ def sweep(name: str, scenario: Scenario, traces: Path) -> list[Summary]:
     """Run a scenario: every policy at every speed."""
     slo = Slo(ttft_s=scenario.ttft_s, tpot_s=scenario.tpot_s)
     summaries = []
-    for policy in POLICIES:
-        cluster = load_cluster(scenario.config, replicas=scenario.replicas, policy=policy)
+    for policy, cluster in _clusters(scenario).items():
         for speed_up in scenario.speed_ups:
             options = SimulateOptions(
                 trace=traces / scenario.trace, limit=scenario.limit, speed_up=speed_up
             )
             result = run_cluster(cluster, load_trace(options), speed_up=speed_up)
-            summaries.append(summarise(result, slo))
+            summaries.append(msgspec.structs.replace(summarise(result, slo), policy=policy))
     return summaries
+
+
+def _clusters(scenario: Scenario) -> dict[str, ClusterConfig]:
+    clusters = {
+        policy: load_cluster(scenario.config, replicas=scenario.replicas, policy=policy)
+        for policy in POLICIES
+    }
+    ours = clusters["least_delay"]
+    if "prefill" in ours.pools:
+        router = msgspec.structs.replace(ours.router, min_remote_prefill_tokens=0)
+        clusters[ALL_MOVED] = dataclasses.replace(ours, router=router)
+    return clusters
 
 
 def table(summaries: list[Summary]) -> str:
@@ -164,12 +180,11 @@ def table(summaries: list[Summary]) -> str:
 
 def comparison(summaries: list[Summary]) -> str:
     """Good requests in % of every policy, a line for each load, in Markdown."""
-    good = {
-        policy: [100 * _attainment(s) for s in summaries if s.policy == policy]
-        for policy in POLICIES
-    }
+    good: dict[str, list[float]] = {s.policy: [] for s in summaries}
+    for s in summaries:
+        good[s.policy].append(100 * _attainment(s))
     loads = [s.requests.offered_per_s or 0 for s in summaries if s.policy == POLICIES[0]]
-    lines = [f"| arrivals /s | {' | '.join(POLICIES)} |", "|---" * (len(POLICIES) + 1) + "|"]
+    lines = [f"| arrivals /s | {' | '.join(good)} |", "|---" * (len(good) + 1) + "|"]
     for i, load in enumerate(loads):
         best = max(shares[i] for shares in good.values())
         cells = [f"**{s[i]:.1f}**" if s[i] == best else f"{s[i]:.1f}" for s in good.values()]
@@ -186,7 +201,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.only or SCENARIOS:
         summaries = sweep(name, SCENARIOS[name], arguments.traces)
-        shown = [s for s in summaries if s.policy in SHOWN]
+        shown = [s for s in summaries if s.policy in (*SHOWN, ALL_MOVED)]
         print(f"\n## {name}\n\n{table(shown)}\n\n{comparison(summaries)}", flush=True)
         if arguments.plots is not None:
             _plot(name, shown, arguments.plots)

@@ -22,7 +22,7 @@ from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.resume import Rerun
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
-from cluster.routing.cost import LOOK_AT_CACHES, LOOK_AT_STEPS
+from cluster.routing.cost import LOOK_AT_CACHES
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics, render
 from cluster.routing.route_log import RouteLog
@@ -78,7 +78,6 @@ class Ingress:
             partial(AsyncMPClient, keys),
             keys,
             follows_prefixes=config.router.policy in LOOK_AT_CACHES,
-            learns_steps=config.is_scaled or config.router.policy in LOOK_AT_STEPS,
         )
         self.router = Router(
             self.fleet, config.router, self.metrics, TicketOffice(keys), secrets.randbits(63)

@@ -132,10 +132,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         queue_timeout_s: How long one may wait; then 408.
         max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself, all
-            others by the prefill pool. None goes by what either is predicted to take, where
-            `policy` looks at what steps take, see `cluster.routing.conditional_prefill`.
+            others by the prefill pool: 0 sends every prompt there. None goes by what either is
+            predicted to take, see `cluster.routing.conditional_prefill`.
         policy: Which DP group a request gets, see `cluster.routing.cost`.
-        order: Whether a decode slot or the prompt comes first, see `OrderName`.
+        order: When a decode slot is reserved for a prompt that moves, see `OrderName`.
         admission: Objectives, and tenants; None lets everybody in who finds room in the queue.
         route_log: Folder, an absolute path, in which each ingress writes a file of every placement
             and all that it was chosen among, which `python -m cluster.lab.replay` reads; None
@@ -146,7 +146,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued_requests: int = 256
     queue_timeout_s: float = 60.0
     max_attempts: int = 3
-    min_remote_prefill_tokens: int | None = 0
+    min_remote_prefill_tokens: int | None = None
     policy: PolicyName = "least_delay"
     order: OrderName = "predicted"
     admission: AdmissionConfig | None = None

@@ -396,8 +396,6 @@ PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
 
 LOOK_AT_CACHES: frozenset[PolicyName] = frozenset({"least_delay", "prefix_aware", "cache_and_load"})
 """Those whose terms ask what of a prompt is cached."""
-LOOK_AT_STEPS: frozenset[PolicyName] = frozenset({"least_delay"})
-"""Those whose terms ask what steps cost."""
 
 
 def nothing_known(demand: Demand) -> Mapping[Placement, int]:

@@ -2,8 +2,8 @@
 
 Owner: one ingress's event loop; of the requests that this ingress took lately, `KEPT` of them, and
 nothing of their text. A prediction is of one placement, from its moment on; one is made only where
-the policy learns what steps cost. Where there was one place alone nothing was weighed, and nothing
-is predicted of its first token.
+steps have shown what they cost. Where there was one place alone nothing was weighed, and nothing is
+predicted of its first token.
 """
 
 from __future__ import annotations

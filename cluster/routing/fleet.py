@@ -82,7 +82,6 @@ class Fleet(Generic[ClientT_co]):
             its prefix caches' events, which says whether it needs a listing.
         keys: The deployment's secrets, by which engines hash blocks.
         follows_prefixes: Whether anybody asks `prefixes`; otherwise no engine has to tell anything.
-        learns_steps: Whether anybody asks what steps cost.
 
     Attributes:
         client: The connections.
@@ -105,9 +104,8 @@ class Fleet(Generic[ClientT_co]):
         keys: KeyRing,
         *,
         follows_prefixes: bool = True,
-        learns_steps: bool = True,
     ) -> None:
-        self.pools = PoolState(learns_steps=learns_steps)
+        self.pools = PoolState()
         self.prefixes = Prefixes(keys, is_asked=follows_prefixes)
         self.client = make_client(
             self._take_snapshot,

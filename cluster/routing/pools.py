@@ -123,9 +123,6 @@ def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
 class PoolState:
     """Replicas, their snapshots, and the holds of this ingress.
 
-    Args:
-        learns_steps: Whether anybody asks what steps cost; otherwise nothing is fitted.
-
     Attributes:
         num_snapshots: How many snapshots were taken over so far.
         num_changes: How often there may have been more room since the start.
@@ -136,8 +133,7 @@ class PoolState:
             may tell whoever waits.
     """
 
-    def __init__(self, *, learns_steps: bool = True) -> None:
-        self._learns_steps = learns_steps
+    def __init__(self) -> None:
         self._replicas: dict[str, _Replica] = {}
         self.breakers = Breakers()
         self.on_shut: Callable[[str, float], None] = lambda _incarnation, _until_s: None
@@ -170,8 +166,7 @@ class PoolState:
         old = replica.snapshot
         if old is not None and snapshot.seq < old.seq:
             return
-        if self._learns_steps:
-            self._learn(replica, snapshot)
+        self._learn(replica, snapshot)
         if snapshot.epoch != replica.epoch:
             replica.refuses = False
         replica.snapshot = snapshot

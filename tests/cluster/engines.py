@@ -202,7 +202,8 @@ class Rig:
         self.pools = self.fleet.pools
         self.client = self.fleet.client
         self.metrics = RouterMetrics("tiny")
-        config = RouterConfig(**router)
+        # Whoever asks for nothing else sees every prompt go to a prefill engine.
+        config = RouterConfig(**{"min_remote_prefill_tokens": 0, **router})
         self.router = Router(self.fleet, config, self.metrics, TicketOffice(KEYS))
         self._ids = iter(range(10**9))
 

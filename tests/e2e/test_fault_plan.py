@@ -35,6 +35,7 @@ def server(tmp_path_factory):
         "model": "demo",
         "engine": engine,
         "ingress": {"request_timeout_s": 8},
+        "router": {"min_remote_prefill_tokens": 0},
         "pools": {"prefill": {}, "decode": {"replicas": 2}},
     }
     application = {"name": "ttserve", "import_path": "cluster.app:build", "args": args}

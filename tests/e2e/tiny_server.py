@@ -23,7 +23,7 @@ def serve_file(port):
         "model": str(model_folder()),
         "model_name": MODEL,
         "engine": engine,
-        "router": {"max_queued_requests": PLACES},
+        "router": {"max_queued_requests": PLACES, "min_remote_prefill_tokens": 0},
         "ingress": {"max_body_bytes": 100_000, "max_ongoing_requests": PLACES},
         "pools": {
             "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},

@@ -146,7 +146,7 @@ def test_nobody_knows_anything_or_takes_prompts():
     world = World(0)
     world.pools.remove("p")
     assert world.place() is None
-    pools = PoolState(learns_steps=False)
+    pools = PoolState()
     pools.add(make_member("prefill", "p"))
     pools.add(make_member("decode", "d"))
     for name, role in (("p", "prefill"), ("d", "decode")):

@@ -107,14 +107,6 @@ def tell(pools, name, count, role="both"):
         pools.take_snapshot(name, snapshot)
 
 
-def test_where_nobody_asks_what_steps_cost_nothing_is_learned():
-    pools = PoolState(learns_steps=False)
-    pools.add(make_member("both", "both"))
-    tell(pools, "both", 9)
-    [view] = pools.decode_views()
-    assert (seconds(view), view.next_step_s) == (0.0, 0.0)
-
-
 def test_what_a_replica_tells_of_its_steps_is_what_a_prompt_costs_there():
     pools = pool("both")
     tell(pools, "both", 9)

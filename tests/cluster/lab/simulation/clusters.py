@@ -145,7 +145,7 @@ def simulation(
         workload,
         SimulationOptions(
             faults=FaultPlan.parse(list(faults)),
-            router=RouterConfig(**(router or {})),
+            router=RouterConfig(**{"min_remote_prefill_tokens": 0, **(router or {})}),
             network=NetworkConfig(**fields),
             **given,
         ),
