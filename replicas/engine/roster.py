@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_transfer.connector import SaveProgress
+from replicas.engine.departed import Departed
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
 from replicas.engine.running import RunningRows
@@ -70,15 +71,12 @@ class Roster(ABC):
         self._waiting = WaitingQueue(len(self._groups))
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self._running = RunningRows(decode_kind, len(self._groups))
-        # Finished here, but another engine still reads or writes their blocks.
-        self._held: dict[str, Sequence] = {}
-        # Finished while a step that has them was under way: it still writes to their blocks.
-        self._overtaken: list[Sequence] = []
+        self._departed = Departed(self._groups)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(waiting={len(self._waiting)}, running={len(self._running)}, "
-            f"held={len(self._held)}, {self._loads!r}, {self._groups!r})"
+            f"{self._departed!r}, {self._loads!r}, {self._groups!r})"
         )
 
     # --- requests in ---------------------------------------------------------------------------
@@ -221,9 +219,7 @@ class Roster(ABC):
 
     def release_held(self, request_id: str) -> None:
         """Free blocks that another engine has fetched, or will not fetch any more."""
-        seq = self._held.pop(request_id, None)
-        if seq is not None and seq not in self._overtaken:
-            self._groups.give_back_blocks(seq)
+        self._departed.release(request_id)
 
     # --- requests out --------------------------------------------------------------------------
 
@@ -233,14 +229,14 @@ class Roster(ABC):
         if seq is not None:
             seq.is_aborted = True
             self._finish(seq, reason)
-        elif request_id in self._held and self._connector is not None:
-            self._held[request_id].is_aborted = True
+        elif request_id in self._departed.held and self._connector is not None:
+            self._departed.held[request_id].is_aborted = True
             self._connector.cancel(request_id)
 
     def abort_client(self, client: bytes) -> int:
         """Drop every sequence of a client that is gone; returns how many were live."""
         live = [s.request_id for s in self._sequences.values() if s.client == client]
-        held = [s.request_id for s in self._held.values() if s.client == client]
+        held = [s.request_id for s in self._departed.held.values() if s.client == client]
         for request_id in (*live, *held):
             self.abort(request_id)
         return len(live)
@@ -260,7 +256,7 @@ class Roster(ABC):
 
     def is_of(self, client: bytes, request_id: str) -> bool:
         """Whether a live sequence, or one whose blocks are still held, is this client's."""
-        seq = self._sequences.get(request_id) or self._held.get(request_id)
+        seq = self._sequences.get(request_id) or self._departed.held.get(request_id)
         return seq is not None and seq.client == client
 
     def next_deadline_s(self) -> float | None:
@@ -269,7 +265,7 @@ class Roster(ABC):
 
     def is_ending(self, request_id: str) -> bool:
         """Whether all that is left of this id is an aborted sequence's hold on its blocks."""
-        seq = self._held.get(request_id)
+        seq = self._departed.held.get(request_id)
         return seq is not None and seq.is_aborted
 
     @property
@@ -280,12 +276,12 @@ class Roster(ABC):
     @property
     def num_live(self) -> int:
         """Sequences that are not finished, and finished ones whose blocks are still in use."""
-        return len(self._sequences) + len(self._held) + len(self._overtaken)
+        return len(self._sequences) + len(self._departed)
 
     @property
     def awaits_connector(self) -> bool:
         """Whether a sequence cannot go on, or a block not be freed, before the connector speaks."""
-        return bool(self._held) or self._loads.awaits_connector
+        return bool(self._departed.held) or self._loads.awaits_connector
 
     @property
     def num_recompute_tokens(self) -> int:
@@ -339,8 +335,8 @@ class Roster(ABC):
 
     def check_invariants(self) -> None:
         """Every sequence is in exactly one place, and holds what that place means."""
-        ended = [s for s in self._overtaken if self._held.get(s.request_id) is not s]
-        self._groups.check_invariants([*self._sequences.values(), *self._held.values(), *ended])
+        self._groups.check_invariants([*self._sequences.values(), *self._departed])
+        self._departed.check_invariants()
         self._waiting.check_invariants()
         self._loads.check_invariants()
         self._running.check_invariants()
@@ -351,12 +347,11 @@ class Roster(ABC):
             assert (seq.slot < 0) == (seq.status is SequenceStatus.WAITING)
             assert (not seq.block_ids) == (seq.status is SequenceStatus.WAITING)
         assert not any(is_loading(s) for s in (*self._waiting, *self._running))
-        assert all(s.slot < 0 or s in self._overtaken for s in self._held.values())
 
     # --- from place to place --------------------------------------------------------------------
 
     def _refusal(self, seq: Sequence) -> RefusalReason | None:
-        is_known = seq.request_id in self._sequences or seq.request_id in self._held
+        is_known = seq.request_id in self._sequences or seq.request_id in self._departed.held
         return "duplicate" if is_known else None
 
     def _kv_ended(
@@ -408,7 +403,8 @@ class Roster(ABC):
         self._running.remove(seq)
         del self._sequences[seq.request_id]
         self._count_finished(seq, "handed_over")
-        self._retire(seq, hold=self._connector.request_finished(seq.request_id, seq.block_ids))
+        hold = self._connector.request_finished(seq.request_id, seq.block_ids)
+        self._retire(seq, hold=hold)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence for good; every path out of the engine but `_hand_over` comes here."""
@@ -428,27 +424,7 @@ class Roster(ABC):
         self._retire(seq, hold=hold)
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
-        seq.status = SequenceStatus.FINISHED
-        if hold:
-            self._held[seq.request_id] = seq
-        if self._is_under_way(seq):
-            self._overtaken.append(seq)
-        else:
-            self._give_back(seq)
-
-    def _give_back_overtaken(self) -> None:
-        """Take everything from those whose last step is over."""
-        overtaken, self._overtaken = self._overtaken, []
-        for seq in overtaken:
-            if self._is_under_way(seq):
-                self._overtaken.append(seq)
-            else:
-                self._give_back(seq)
-
-    def _give_back(self, seq: Sequence) -> None:
-        self._groups.give_back_slot(seq)
-        if self._held.get(seq.request_id) is not seq:
-            self._groups.give_back_blocks(seq)
+        self._departed.retire(seq, hold=hold, is_under_way=self._is_under_way(seq))
 
     @abstractmethod
     def _is_under_way(self, seq: Sequence) -> bool:

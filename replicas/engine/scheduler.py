@@ -220,7 +220,8 @@ class Scheduler(Roster):
             return None
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
-        if self._waiting and (ending or self._overtaken or self._groups.num_empty_slots):
+        has_room = self._departed.has_overtaken or self._groups.num_empty_slots
+        if self._waiting and (ending or has_room):
             return None
         kind = before.decodes.batch.kind
         plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
@@ -240,8 +241,8 @@ class Scheduler(Roster):
             self._update_repeats(plan, result.earlier)
         num_decodes = len(plan.decodes)
         decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
-        if self._overtaken:
-            self._give_back_overtaken()
+        if self._departed.has_overtaken:
+            self._departed.step_is_over(self._is_under_way)
         if not plan.sequences:
             if failed or result.earlier:
                 decoded = decoded._replace(failed=failed, earlier=result.earlier)
@@ -468,7 +469,7 @@ class Scheduler(Roster):
     def _update_decodes(self, plan: _StepPlan, token_ids: list[int]) -> StepOutputs:
         """Give each row its token, and look at those of which something may have changed."""
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
-        if self._overtaken:
+        if self._departed.has_overtaken:
             # Nobody wants the tokens of those.
             rows = [r for r, s in enumerate(sequences) if s.status is SequenceStatus.RUNNING]
             looks = [i for i, row in enumerate(rows) if row in plan.looks]

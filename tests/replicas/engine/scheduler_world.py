@@ -185,7 +185,7 @@ class World:
                 self._spoil(transfer, num_verified)
                 self._fail(request_id, num_verified)
             return
-        held = self.scheduler._held.get(request_id)
+        held = self.scheduler._departed.held.get(request_id)
         if ok and held is not None and not cancelled and not transfer.lent:
             # The consumer was promised the prompt's KV: it must still have been there.
             prompt = tuple(held.request.prompt_token_ids)
@@ -258,7 +258,7 @@ class World:
     def check(self) -> None:
         """The scheduler's own invariants, and reference counts against the holders."""
         self.scheduler.check_invariants()
-        holders = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
+        holders = [*self.scheduler._sequences.values(), *self.scheduler._departed.held.values()]
         for group, pools in enumerate(self.scheduler._groups._pools):
             tables = [s.block_ids for s in holders if s.dp_group == group and s.block_ids]
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
@@ -325,5 +325,5 @@ class World:
 
     @property
     def _prompts(self) -> dict[str, Prefix]:
-        live = [*self.scheduler._sequences.values(), *self.scheduler._held.values()]
+        live = [*self.scheduler._sequences.values(), *self.scheduler._departed.held.values()]
         return {s.request_id: tuple(s.request.prompt_token_ids) for s in live}
