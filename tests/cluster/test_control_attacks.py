@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -267,13 +268,15 @@ def test_secrets_are_rotated_without_an_outage():
     old, new = b"the secret of yesterday", b"the secret of tomorrow"
     stages = [(old,), (old, new), (new, old), (new,)]
     configs = [engine_config("both", keys=KeyRing(stage)) for stage in stages]
+    ids = map(str, itertools.count())
 
     async def is_served(engine, secrets):
         client = AsyncMPClient(KeyRing(secrets))
         try:
             await client.connect(engine.description)
-            request = EngineRequest("r", prompts(1)[0], sampling(3))
-            stream = client.open_stream(engine.incarnation, "r", AddRequest(request))
+            # The engine may not know yet that the client before this one is gone.
+            request = EngineRequest(next(ids), prompts(1)[0], sampling(3))
+            stream = client.open_stream(engine.incarnation, request.request_id, AddRequest(request))
             while (event := await stream.get()) and not isinstance(event, TokenOutput):
                 assert isinstance(event, Accepted)
             return True
