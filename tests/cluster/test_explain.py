@@ -125,7 +125,7 @@ def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch)
                 {
                     "model": str(model_folder()),
                     "pools": {"prefill": {"replicas": 2}, "decode": {}},
-                    "router": {"policy": "least_delay"},
+                    "router": {"policy": "least_delay", "min_remote_prefill_tokens": 0},
                 }
             )
             ingress = Ingress(config, KEYS)
