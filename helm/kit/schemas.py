@@ -17,7 +17,10 @@ def main() -> None:
     """Write `<kind>-<group>-<version>.json` for each kind, as kubeconform looks for them."""
     specification, definitions, out = map(Path, sys.argv[1:4])
     out.mkdir(parents=True, exist_ok=True)
-    for file in sorted((specification / "v3").glob("*_openapi.json")):
+    files = sorted((specification / "v3").glob("*_openapi.json"))
+    if not files:
+        sys.exit(f"schemas.py: no specification in {specification / 'v3'}")
+    for file in files:
         schemas = json.loads(file.read_text()).get("components", {}).get("schemas", {})
         for schema in schemas.values():
             for kind in schema.get("x-kubernetes-group-version-kind", []):
