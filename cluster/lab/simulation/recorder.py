@@ -132,7 +132,8 @@ class Recorder:
                 entry.prefill = host.name
             else:
                 entry.replica = host.name
-                entry.queued_s = self._loop.time() - entry.arrival_s
+                if not any(message.token_ids):
+                    entry.queued_s = self._loop.time() - entry.arrival_s
                 entry.num_sent += 1
             self.event("place", entry.request_id, message.mode, host.name, message.dp_group)
         elif isinstance(message, LendKV):

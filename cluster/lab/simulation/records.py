@@ -40,8 +40,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
         finished_s: When it ended; for `OK`, when its client got the last token.
         replica: The replica that decoded it last; None when it reached none.
         prefill_replica: The replica that prefilled it last, when that is another one.
-        queued_s: Seconds from arrival until a decode engine was asked last: with the order
-            `predicted`, waiting for a prefill engine is mostly in it.
+        queued_s: Seconds from arrival until a decode engine was asked last, for a stream that has
+            no token yet. With the order `predicted`, waiting for a prefill engine is mostly in it.
         transfer_s: Seconds from its first token until all of its KV was where it decodes: what the
             transfer adds before the second token, and prefill did not hide. None without one.
         num_retries: How often it started again after a refusal or a lost replica.
