@@ -63,7 +63,7 @@ class Tally:
 
     Attributes:
         endings: How many ended so.
-        errors: Typed errors by their type.
+        errors: Typed errors by their code, or else their type.
         wrong_after: Why the first few are wrong.
     """
 
@@ -221,7 +221,7 @@ async def ask(
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise TypedError(event["error"]["type"])
+                raise _typed(event)
             tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
     raise CutError("the stream ended without [DONE]")
 
@@ -229,9 +229,14 @@ async def ask(
 def _problem(body: bytes, status: int) -> Exception:
     """What an answer that is no 200 means."""
     try:
-        return TypedError(str(json.loads(body)["error"]["type"]))
+        return _typed(json.loads(body))
     except (ValueError, KeyError, TypeError):
         return CutError(f"status {status}: {body[:80]!r}")
+
+
+def _typed(body: dict[str, Any]) -> TypedError:
+    error = body["error"]
+    return TypedError(str(error.get("code") or error["type"]))
 
 
 async def answers_of(url: str, asks: Sequence[Ask]) -> list[list[int]]:

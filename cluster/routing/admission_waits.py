@@ -51,7 +51,7 @@ class AdmissionWaits:
             QuotaError: Its tenant has as many requests as it may.
             QueueTimeoutError: It has no objective, and was not let in within its deadline.
         """
-        if not self._pools.may_decode:
+        if self._pools.is_stranded:
             raise not_ready()
         loop = asyncio.get_running_loop()
         entry = self.admission.arrive(demand, loop.time(), self.supply())
@@ -82,7 +82,7 @@ class AdmissionWaits:
             return
         self._drop_gone()
         now_s = asyncio.get_running_loop().time()
-        if not self._pools.may_decode:
+        if self._pools.is_stranded:
             for entry in self.admission.clear(now_s):
                 self._futures.pop(entry).set_exception(not_ready())
         for entry in self.admission.assign(now_s, self.supply()):

@@ -5,6 +5,9 @@ comes over them feeds the pool state: the one place where these three meet, for 
 cluster, for the simulator and for tests. What a member does, and whether it drains, its snapshots
 say; it leaves when its connection breaks, not before: a replica that drains is listed no more, and
 still has requests to finish.
+
+An ingress that was stopped for seconds has lost every connection and no replica: until it has asked
+who is there, requests wait for what it finds instead of being told that there is nobody.
 """
 
 from __future__ import annotations
@@ -116,11 +119,14 @@ class Fleet(Generic[ClientT_co]):
         self.on_change: Callable[[], None] = lambda: None
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._is_complete = False
+        self._is_followed = False
         # Since when every question to discovery has failed, and how many have.
         self._failing_since_s: float | None = None
         self._num_failures = 0
         # Set when it is time to look who is there.
         self._look = asyncio.Event()
+        # Whether it has been asked since, in vain or not, and since somebody was lost.
+        self._has_asked = True
         # When a replica is tried again that has failed requests.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
@@ -134,6 +140,8 @@ class Fleet(Generic[ClientT_co]):
 
         A question that fails, however it does, is asked again: whoever is known serves on.
         """
+        self._is_followed = True
+        self._begin_search()
         while True:
             self._look.clear()
             try:
@@ -143,6 +151,8 @@ class Fleet(Generic[ClientT_co]):
             else:
                 self._failing_since_s, self._num_failures = None, 0
                 wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
+            self._has_asked = not self._look.is_set()
+            self._end_search()
             now_s = asyncio.get_running_loop().time()
             self.prefixes.expire(now_s)
             self._expire(now_s)
@@ -205,6 +215,7 @@ class Fleet(Generic[ClientT_co]):
             logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
         finally:
             self._connecting.pop(incarnation, None)
+            self._end_search()
 
     def close(self) -> None:
         """Connect to nobody any more; whoever made the client closes it."""
@@ -250,11 +261,22 @@ class Fleet(Generic[ClientT_co]):
     def _lose(self, incarnation: str, reason: str) -> None:
         member = self.pools.member(incarnation)
         logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
+        if self._is_followed:
+            self._begin_search()
         self._forget(incarnation)
         # Only now: where all others fail, too, it would be the one that waiting requests get.
         self.pools.failed(incarnation, asyncio.get_running_loop().time())
         self._is_complete = False
         self._look.set()
+
+    def _begin_search(self) -> None:
+        self._has_asked, self.pools.is_looked_for = False, True
+
+    def _end_search(self) -> None:
+        """Say so once everybody has been found who is there, or has not answered."""
+        if self.pools.is_looked_for and self._has_asked and not self._connecting:
+            self.pools.is_looked_for = False
+            self.on_change()
 
     def _forget(self, incarnation: str) -> None:
         self.pools.remove(incarnation)

@@ -126,6 +126,7 @@ class PoolState:
     Attributes:
         num_snapshots: How many snapshots were taken over so far.
         num_changes: How often there may have been more room since the start.
+        is_looked_for: Whether a replica was lost and who is there is being asked: nobody knows yet.
         breakers: Of replicas that fail requests.
         on_shut: Called with (incarnation, until when) each time that a breaker opens; whoever has a
             clock calls `expire` then.
@@ -145,6 +146,7 @@ class PoolState:
         self._common = StepTimeModel()
         self.num_snapshots = 0
         self.num_changes = 0
+        self.is_looked_for = False
 
     def __repr__(self) -> str:
         return f"PoolState({[(r.member.pool, i, len(r.holds)) for i, r in self._replicas.items()]})"
@@ -326,6 +328,11 @@ class PoolState:
     def may_decode(self) -> bool:
         """Whether a replica is open and decodes, though it may have to move again first."""
         return any(replica.is_one_of(DECODING) for replica in self._replicas.values())
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether nobody decodes, as far as one can find out: to wait would be in vain."""
+        return not (self.may_decode or self.is_looked_for)
 
     @property
     def can_prefill(self) -> bool:

@@ -113,9 +113,9 @@ class SlotQueue:
         return self._waiters
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a replica decodes; for one that does not move it is worth waiting its turn."""
-        return self._pools.may_decode
+    def is_stranded(self) -> bool:
+        """Whether nobody decodes; for one that does not move it is worth waiting its turn."""
+        return self._pools.is_stranded
 
     def has_room(self, demand: Demand) -> bool:
         """Whether a request that came now would be placed at once."""
@@ -291,7 +291,7 @@ class SlotQueue:
         return placement
 
     def _check_ready(self) -> None:
-        if not self.is_ready:
+        if self.is_stranded:
             raise not_ready()
 
     def _check_room(self) -> None:

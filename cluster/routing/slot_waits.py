@@ -111,7 +111,7 @@ class SlotWaits:
         self._drop_gone()
         if not self._queue:
             return
-        if not self._queue.is_ready:
+        if self._queue.is_stranded:
             for waiter in self._queue.clear():
                 self._futures.pop(waiter).set_exception(not_ready())
         self._look_who_is_due()

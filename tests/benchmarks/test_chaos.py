@@ -27,7 +27,7 @@ def event(*token_ids):
 
 
 DONE = b"data: [DONE]\n\n"
-LOST = b'data: {"error": {"type": "ReplicaLostError"}}\n\n'
+LOST = b'data: {"error": {"code": "replica_lost"}}\n\n'
 
 
 async def endings(replies, *, is_excused=False, deadline_s=0.3):
@@ -37,7 +37,7 @@ async def endings(replies, *, is_excused=False, deadline_s=0.3):
     async def answer(request):
         body = left.pop(0)
         if isinstance(body, int):
-            return aiohttp.web.json_response({"error": {"type": "SaturatedError"}}, status=body)
+            return aiohttp.web.json_response({"error": {"code": "saturated"}}, status=body)
         reply = aiohttp.web.StreamResponse()
         await reply.prepare(request)
         await reply.write(body or event(*RIGHT))

@@ -127,6 +127,32 @@ def test_a_member_that_is_lost_is_looked_for_at_once_and_as_many_as_are_wanted_t
     following(scenario, "a", "b")
 
 
+def test_whoever_has_lost_everybody_waits_until_it_is_known_who_is_there():
+    async def scenario(fleet, discovery):
+        told = []
+        fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
+        await asyncio.sleep(0)
+        assert not fleet.pools.is_stranded, "nobody has answered yet"
+        await until_complete(fleet)
+        assert not fleet.pools.is_looked_for
+        # As after a stop of the whole process: all connections are gone, and both are found again.
+        told.clear()
+        fleet.client.lose("a")
+        fleet.client.lose("b")
+        assert not fleet.pools.may_decode
+        await until_complete(fleet)
+        assert not any(told), "it could have waited"
+        # And now they are gone.
+        discovery.members = []
+        fleet.client.lose("a")
+        fleet.client.lose("b")
+        assert not fleet.pools.is_stranded
+        await until(lambda: fleet.pools.is_stranded, "it asked")
+        assert told[-1], "and those who wait are told"
+
+    following(scenario, "a", "b")
+
+
 def test_a_member_that_drains_does_not_count_as_there():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
@@ -209,6 +235,16 @@ def test_whoever_is_known_stays_and_whoever_comes_is_found_after_any_failure(
         assert known(fleet) == ["a", "b"]
 
     following(scenario, "a", "b")
+
+
+def test_whoever_cannot_ask_who_is_there_lets_nobody_wait_for_it(failing):
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        discovery.error = OSError()
+        fleet.client.lose("a")
+        await until(lambda: fleet.pools.is_stranded, "it asked")
+
+    following(scenario, "a")
 
 
 def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing, monkeypatch):

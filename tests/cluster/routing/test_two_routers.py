@@ -188,7 +188,7 @@ class Ingress:
 
     def settle(self) -> None:
         """What `SlotWaits` does when something has changed."""
-        if not self.queue.is_ready:
+        if self.queue.is_stranded:
             for waiter in self.queue.clear():
                 self.end(self.requests[waiter.demand.request_id])
         for waiter, placement in self.queue.assign():
