@@ -309,8 +309,11 @@ class PoolDirectory:
 
     async def _find_in_pool(self, pool: str, handle: DeploymentHandle[Any]) -> list[Member]:
         try:
-            answers = await handle.broadcast("describe").results_async(
-                timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True
+            # In a thread: `results_async` gives nothing at all if one replica does not answer.
+            answers = await asyncio.to_thread(
+                handle.broadcast("describe").results,
+                timeout_s=DESCRIBE_TIMEOUT_S,
+                return_exceptions=True,
             )
             descriptions = [
                 msgspec.convert(answer, EngineDescription)

@@ -9,10 +9,13 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import harness
 import pytest
 from tiny_server import MODEL, labels_of, total, wait_idle, wait_whole
+
+from replicas.dealer import SILENCE_S
 
 pytestmark = pytest.mark.ray
 
@@ -143,6 +146,30 @@ def test_a_client_of_a_killed_ingress_gets_every_token_once_from_the_next_one(se
         got += token_ids(data)
     assert got == [token for _, data in expected for token in token_ids(data)]
     assert (len(got), rest[-1][1]) == (NUM_TOKENS, "[DONE]")
+    wait_idle(server)
+
+
+def test_an_ingress_that_was_stopped_refuses_nobody_while_a_replica_says_nothing(server):
+    wait_whole(server)
+    engines = decode_engines(server)
+    # Its engine serves on, and nobody who has lost the connection can ask where it is.
+    silent = harness.process_table()[engines[0]].parent_id
+    stopped = ingress(server)
+    body = {"model": MODEL, "prompt": "wait", "max_tokens": 12, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as threads:
+        try:
+            os.kill(silent, signal.SIGSTOP)
+            os.kill(stopped, signal.SIGSTOP)
+            url = f"{server.url}/v1/completions"
+            answers = [threads.submit(harness.post_json, url, body) for _ in range(8)]
+            time.sleep(SILENCE_S + 1.5)
+            os.kill(stopped, signal.SIGCONT)
+            assert [answer.result()[0] for answer in answers] == [200] * len(answers)
+        finally:
+            for process_id in (stopped, silent):
+                os.kill(process_id, signal.SIGCONT)
+    wait_whole(server)
+    assert set(decode_engines(server)) == set(engines)
     wait_idle(server)
 
 
