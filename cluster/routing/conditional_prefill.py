@@ -14,7 +14,7 @@ but that is soon known better, and never would be if it were feared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from cluster.routing.linear import Linear
 from cluster.routing.views import Column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
 
     from cluster.routing.cost import CachedTokens
     from cluster.routing.demand import Demand
@@ -32,34 +34,27 @@ if TYPE_CHECKING:
     from cluster.routing.traffic import Traffic
     from cluster.routing.views import Views
 
-MOST_PLACES = 32
-"""DP groups of decode engines that are looked at: those where a prompt holds up the least."""
+    Numbers = npt.NDArray[np.float64]
+
 _DELAY = Linear((1.0, FIRST_TOKEN_S), (1.0, PROMPT_HARM_S))
 """Of the request, and of everybody who stands still for its prompt."""
 
 
-class Given(NamedTuple):
-    """A prompt that a decode engine was given.
+class _Engine:
+    """Prompts that one decode engine was given; it has begun some and does the others next.
 
     Attributes:
-        dp_group: Where it is there.
-        seconds: What it was expected to take.
+        begun: By request the DP group and what it was expected to take, in seconds.
+        waiting: Likewise.
     """
-
-    dp_group: int
-    seconds: float
-
-
-class _Engine:
-    """Prompts that one decode engine was given; it has begun some and does the others next."""
 
     def __init__(self) -> None:
         self.began_s = 0.0
-        self.begun: dict[str, Given] = {}
-        self.waiting: dict[str, Given] = {}
+        self.begun: dict[str, tuple[int, float]] = {}
+        self.waiting: dict[str, tuple[int, float]] = {}
 
-    def give(self, request_id: str, given: Given, now_s: float) -> None:
-        self.waiting[request_id] = given
+    def give(self, request_id: str, dp_group: int, seconds: float, now_s: float) -> None:
+        self.waiting[request_id] = dp_group, seconds
         self._begin(now_s)
 
     def drop(self, request_id: str, now_s: float) -> None:
@@ -69,14 +64,18 @@ class _Engine:
 
     def left_s(self, now_s: float) -> float:
         """How long what it has begun takes yet."""
-        return max(self.began_s + _together_s(self.begun.values()) - now_s, 0.0)
+        return max(self.began_s + _together_s(self.begun) - now_s, 0.0)
+
+    def waiting_s(self, num_groups: int) -> Numbers:
+        """What waits in each DP group."""
+        seconds = np.zeros(num_groups)
+        for dp_group, prompt_s in self.waiting.values():
+            seconds[dp_group] += prompt_s
+        return seconds
 
     def _begin(self, now_s: float) -> None:
         if not self.begun:
             self.begun, self.waiting, self.began_s = self.waiting, {}, now_s
-
-
-_IDLE = _Engine()
 
 
 class ConditionalPrefill:
@@ -94,6 +93,8 @@ class ConditionalPrefill:
         self._cached_tokens = cached_tokens
         self._engines: dict[str, _Engine] = {}
         self._asked: dict[str, str] = {}
+        # Views of engines whose pools have all shown what prompts take; they never forget it.
+        self._known: Views | None = None
 
     def __repr__(self) -> str:
         return f"ConditionalPrefill({self._asked})"
@@ -105,10 +106,13 @@ class ConditionalPrefill:
             return None
         away = Scene(demand, views, views.fitting(demand), self._cached_tokens)
         costs = away.product(_DELAY).total()
-        here = min(self._weighed(demand, now_s), default=None)
-        if here is None or here[0] >= costs.min():
+        here = self._delays_s(demand, now_s)
+        if not len(here):
             return None
-        return self._pools.decode_views().placements[here[1]]
+        index = int(here.argmin())
+        if here[index] >= costs.min():
+            return None
+        return self._pools.decode_views().placements[index]
 
     def give(self, demand: Demand, placement: Placement, now_s: float) -> None:
         """A decode engine is asked to compute a prompt."""
@@ -116,10 +120,10 @@ class ConditionalPrefill:
         index = views.index_of(placement)
         if index is not None:
             scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-            given = Given(placement.dp_group, self._prompt_s(scene, index))
+            prompt_s = float(_prompts_s(scene)[index])
             self._asked[demand.request_id] = placement.incarnation
             engine = self._engines.setdefault(placement.incarnation, _Engine())
-            engine.give(demand.request_id, given, now_s)
+            engine.give(demand.request_id, placement.dp_group, prompt_s, now_s)
 
     def drop(self, request_id: str, now_s: float) -> None:
         """It has computed the prompt, or will not any more. Idempotent."""
@@ -135,59 +139,76 @@ class ConditionalPrefill:
         assert not self._asked, f"{self!r}"
         assert not self._engines, f"{self!r}"
 
-    def _weighed(self, demand: Demand, now_s: float) -> Iterator[tuple[float, int]]:
-        """What a prompt costs on decode engines, and the index of the place."""
+    def _delays_s(self, demand: Demand, now_s: float) -> Numbers:
+        """What a prompt costs in each place of decode engines; infinity where it is not to be."""
         views = self._pools.decode_views()
         scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-        rows, queue_s = views.column(Column.ROWS), views.column(Column.QUEUE_S)
-        output_s = self._mean_output * views.column(Column.STEP_S)
-        is_long = demand.num_prompt_tokens * self._traffic.came > self._traffic.came_tokens
-        for index in _nearest(scene, views):
-            incarnation, dp_group = views.placements[index]
-            prompt_s = self._prompt_s(scene, index)
-            if not prompt_s or (is_long and not self._pools.knows_prompts(incarnation)):
+        prompt_s = _prompts_s(scene)
+        wait_s, stop_s, after_s = (
+            views.column(Column.QUEUE_S).copy(),
+            prompt_s.copy(),
+            prompt_s.copy(),
+        )
+        for incarnation, engine in self._engines.items():
+            first, snapshot = views.engines.get(incarnation), self._pools.snapshot(incarnation)
+            if first is None or snapshot is None:
                 continue
-            engine = self._engines.get(incarnation, _IDLE)
-            before_s = _together_s(engine.waiting.values())
-            after_s = _together_s([*engine.waiting.values(), Given(dp_group, prompt_s)])
+            places = slice(first, first + len(snapshot.groups))
+            waiting_s = engine.waiting_s(len(snapshot.groups))
+            before_s = float(waiting_s.max())
             # What its snapshot says of prompts and was not asked from here came from others.
-            own_s = _together_s(engine.begun.values()) + before_s
-            wait_s = engine.left_s(now_s) + max(float(queue_s[index]) - own_s, 0.0)
-            harm_s = float(rows[index]) * _harm_s(after_s - before_s, output_s[index])
-            yield wait_s + after_s + harm_s, index
+            others_s = wait_s[places] - (_together_s(engine.begun) + before_s)
+            wait_s[places] = engine.left_s(now_s) + np.maximum(others_s, 0.0)
+            after_s[places] = np.maximum(waiting_s + prompt_s[places], before_s)
+            stop_s[places] = after_s[places] - before_s
+        output_s = self._mean_output * views.column(Column.STEP_S)
+        delays_s = wait_s + after_s + views.column(Column.ROWS) * _harm_s(stop_s, output_s)
+        delays_s[~scene.fitting | (prompt_s == 0.0)] = np.inf
+        if demand.num_prompt_tokens * self._traffic.came > self._traffic.came_tokens:
+            delays_s[self._unknown(views)] = np.inf
+        return delays_s
+
+    def _unknown(self, views: Views) -> list[int]:
+        """Places whose engines' pools have not shown yet what prompts take there."""
+        if views is self._known:
+            return []
+        unknown = [
+            index
+            for index, placement in enumerate(views.placements)
+            if not self._pools.knows_prompts(placement.incarnation)
+        ]
+        if not unknown:
+            self._known = views
+        return unknown
 
     @property
     def _mean_output(self) -> float:
         """Tokens of an answer; what is missing in one that has not ended is not known."""
         return self._traffic.output_tokens / max(self._traffic.ended, 1.0)
 
-    def _prompt_s(self, scene: Scene, index: int) -> float:
-        """What a prompt takes a decode engine."""
-        missed = scene.missed_tokens
-        num_tokens = missed if isinstance(missed, float) else float(missed[index])
-        num_pairs = (scene.demand.num_prompt_tokens - 0.5 * num_tokens) * num_tokens
-        costs = self._pools.costs(scene.views.placements[index].incarnation)
-        return costs.prompts_s(1, num_tokens, num_pairs)
+
+def _prompts_s(scene: Scene) -> Numbers:
+    """What a prompt takes each decode engine."""
+    column, missed = scene.views.column, scene.missed_tokens
+    num_pairs = (scene.demand.num_prompt_tokens - 0.5 * missed) * missed
+    seconds: Numbers = (
+        column(Column.OWN_PROMPT_S)
+        + missed * column(Column.OWN_PROMPT_TOKEN_S)
+        + num_pairs * column(Column.OWN_PROMPT_PAIR_S)
+    )
+    return seconds
 
 
-def _harm_s(stop_s: float, output_s: float) -> float:
+def _harm_s(stop_s: Numbers, output_s: Numbers) -> Numbers:
     """What it is worth to a sequence not to stand still, in seconds before a first token."""
-    share = stop_s / output_s if output_s else 1.0
-    return min(max(share, OUTPUT_WEIGHT), 1.0) * stop_s
+    share = np.divide(stop_s, output_s, out=np.ones_like(stop_s), where=output_s > 0.0)
+    harm_s: Numbers = np.minimum(np.maximum(share, OUTPUT_WEIGHT), 1.0) * stop_s
+    return harm_s
 
 
-def _nearest(scene: Scene, views: Views) -> list[int]:
-    """Places with room: those first where fewer rows wait for fewer tokens, or more are free."""
-    fitting = np.flatnonzero(scene.fitting)
-    harm = (views.column(Column.ROWS) + 1.0) * scene.missed_tokens
-    order = np.lexsort((-views.column(Column.EMPTY_SLOTS)[fitting], harm[fitting]))
-    nearest: list[int] = fitting[order[:MOST_PLACES]].tolist()
-    return nearest
-
-
-def _together_s(prompts: Iterable[Given]) -> float:
+def _together_s(prompts: Mapping[str, tuple[int, float]]) -> float:
     """Seconds of prompts of one engine: those of one DP group one after the other."""
     each_s: dict[int, float] = {}
-    for dp_group, seconds in prompts:
+    for dp_group, seconds in prompts.values():
         each_s[dp_group] = each_s.get(dp_group, 0.0) + seconds
     return max(each_s.values(), default=0.0)

@@ -59,12 +59,15 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         max_context_tokens: The longest context of any DP group of its engine.
         num_rows: Sequences of its engine that hold a slot or are to get one.
         num_queued_tokens: Prompt tokens that its engine has not started on.
+        own_prompt_s: Seconds of a prompt that its engine computes itself, whoever usually does.
+        own_prompt_token_s: Of each of its tokens.
+        own_prompt_pair_s: Of each (token, token that it attends to).
         row_s: Seconds by which a step becomes longer with a row more than the most.
         context_token_s: With a KV token more.
         longest_token_s: With a longest context that is a token longer.
-        prompt_s: Seconds of a prompt; this and the next two are 0 where none is computed.
-        prompt_token_s: Of each of its tokens.
-        prompt_pair_s: Of each (token, token that it attends to).
+        prompt_s: As `own_prompt_s`; this and the next two are 0 where others compute prompts.
+        prompt_token_s: As `own_prompt_token_s`.
+        prompt_pair_s: As `own_prompt_pair_s`.
         transfer_token_s: Of each token of a prompt whose KV comes from elsewhere.
         queue_s: Seconds of the prompts that are before a new one.
         next_step_s: Seconds of the next step of decodes.
@@ -87,6 +90,9 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
     max_context_tokens: float
     num_rows: float
     num_queued_tokens: float
+    own_prompt_s: float
+    own_prompt_token_s: float
+    own_prompt_pair_s: float
     row_s: float
     context_token_s: float
     longest_token_s: float

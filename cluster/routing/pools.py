@@ -584,6 +584,7 @@ def _of_engine(
         load.max_context_tokens,
         sum(load.rows),
         num_queued_tokens,
+        *costs[4:],
         *costs[1:4],
         *prompt_costs,
         load.queue_s,

@@ -1,10 +1,12 @@
 """Which decode engine computes a prompt itself: by what either way takes, and from whom."""
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.conditional_prefill import ConditionalPrefill
-from cluster.routing.cost import nothing_known
+from cluster.routing.cost import OUTPUT_WEIGHT, nothing_known
 from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
@@ -122,6 +124,55 @@ def test_a_prompt_that_joins_others_harms_nobody_more():
         joined.core.give(asks(name), Placement("d0", 0), 0.0)
     place = joined.place(now_s=1.9)
     assert place == Placement("d0", 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3000)), max_size=12),
+    st.integers(1, 4000),
+    st.floats(0.0, 9.0),
+    st.sampled_from([1, 60, 2000]),
+)
+def test_each_place_is_weighed_as_the_formula_says(engines, asked, num_tokens, now_s, output):
+    """One after the other in Python's floats, and all at once."""
+    world = World(*(rows for rows, _ in engines), output=output)
+    for i, (name, (_, num_others)) in enumerate(zip(world.engines, engines, strict=True)):
+        for j in range(num_others):
+            world.pools.hold(asks(f"other{i}.{j}"), Placement(name, j % 2))
+    own = {}
+    for i, (number, length) in enumerate(asked):
+        place = Placement(world.engines[number % len(engines)], number % 2)
+        world.core.give(asks(f"own{i}", length), place, 0.1 * i)
+        own.setdefault(place.incarnation, []).append((place.dp_group, length))
+    demand = asks("r", num_tokens)
+    weighed = world.core._delays_s(demand, now_s).tolist()
+    views = world.pools.decode_views()
+    assert len(weighed) == len(views)
+    for view, delay_s in zip(views, weighed, strict=True):
+        if not view.num_empty_slots or view.num_free_tokens < num_tokens:
+            assert delay_s == math.inf
+            continue
+
+        def prompt_s(length, view=view):
+            return view.own_prompt_s + length * view.own_prompt_token_s + (
+                length * length / 2 * view.own_prompt_pair_s
+            )  # fmt: skip
+
+        # The first of an engine is begun at once, the others wait for it.
+        begun, *waiting = own.get(view.incarnation, [(0, 0)])
+        begun_s = prompt_s(begun[1]) if begun[1] else 0.0
+        lanes = [sum(prompt_s(n) for lane, n in waiting if lane == group) for group in (0, 1)]
+        began_s = 0.1 * next(
+            (i for i, (n, _) in enumerate(asked)
+             if world.engines[n % len(engines)] == view.incarnation), 0
+        )  # fmt: skip
+        left_s = max(began_s + begun_s - now_s, 0.0) if begun[1] else 0.0
+        wait_s = left_s + max(view.queue_s - begun_s - max(lanes), 0.0)
+        after_s = max(*lanes, lanes[view.dp_group] + prompt_s(num_tokens))
+        stop_s = after_s - max(lanes)
+        share = stop_s / (output * view.next_step_s)
+        harm_s = view.num_rows * min(max(share, OUTPUT_WEIGHT), 1.0) * stop_s
+        assert math.isclose(delay_s, wait_s + after_s + harm_s, rel_tol=1e-9)
 
 
 def test_what_a_decode_engine_has_cached_it_computes_itself():

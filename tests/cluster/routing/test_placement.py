@@ -43,7 +43,7 @@ def a_view(placement, index, blocks, slots, room, active, waiting, queued, load)
     return GroupView(
         *placement, *TOLD[:-1], index, blocks, slots, *room, active, waiting,
         load.spare_rows, load.spare_context_tokens, load.max_context_tokens, load.num_rows, queued,
-        *load.costs[1:], load.transfer_token_s, load.queue_s, load.step_s,
+        *load.costs[4:], *load.costs[1:], load.transfer_token_s, load.queue_s, load.step_s,
     )  # fmt: skip
 
 

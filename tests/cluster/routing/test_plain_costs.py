@@ -21,8 +21,8 @@ COUNTS = st.integers(0, 3)
 SECONDS = st.sampled_from([0.0, 0.1, 0.3]) | st.floats(0.0, 1.0)
 OF_PLACE = [*[COUNTS] * 2, *[COUNTS] * 3, st.integers(0, 4), st.integers(0, 40)]
 OF_ENGINE = [
-    st.integers(0, 40), st.integers(0, 40), COUNTS, *[SECONDS] * 3, *[SECONDS] * 3, SECONDS,
-    SECONDS, SECONDS,
+    st.integers(0, 40), st.integers(0, 40), COUNTS, *[SECONDS] * 3, *[SECONDS] * 3, *[SECONDS] * 3,
+    SECONDS, SECONDS, SECONDS,
 ]  # fmt: skip
 
 
@@ -181,7 +181,8 @@ def drawn(dice, num_places):
     ranges = [(0, 32), (0, 40_000), (0, 40_000), (0, 32), (0, 9), (0, 32), (0, 40_000)]
     of_places = [dice.randrange(*ends) for ends in ranges for _ in range(num_places)]
     of_engine = [
-        dice.randrange(9000), dice.randrange(200), dice.randrange(9000), 1e-4 * dice.random(),
+        dice.randrange(9000), dice.randrange(200), dice.randrange(9000),
+        *[1e-3 * dice.random() for _ in range(3)], 1e-4 * dice.random(),
         1e-7 * dice.random(), 1e-6 * dice.random(), 1e-2 * dice.random(), 1e-4 * dice.random(),
         1e-8 * dice.random(), 1e-6 * dice.random(), dice.random(), 0.05 * dice.random(),
     ]  # fmt: skip
