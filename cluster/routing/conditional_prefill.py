@@ -144,11 +144,8 @@ class ConditionalPrefill:
         views = self._pools.decode_views()
         scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
         prompt_s = _prompts_s(scene)
-        wait_s, stop_s, after_s = (
-            views.column(Column.QUEUE_S).copy(),
-            prompt_s.copy(),
-            prompt_s.copy(),
-        )
+        wait_s = views.column(Column.QUEUE_S).copy()
+        after_s, stop_s = prompt_s.copy(), prompt_s.copy()
         for incarnation, engine in self._engines.items():
             first, snapshot = views.engines.get(incarnation), self._pools.snapshot(incarnation)
             if first is None or snapshot is None:
