@@ -229,6 +229,7 @@ class Fleet(Generic[ClientT_co]):
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
+        self._end_search()
         self.on_change()
 
     def _set_moves(self, incarnation: str, moves: bool) -> None:
@@ -274,7 +275,11 @@ class Fleet(Generic[ClientT_co]):
 
     def _end_search(self) -> None:
         """Say so once everybody has been found who is there, or has not answered."""
-        if self.pools.is_looked_for and self._has_asked and not self._connecting:
+        if not self.pools.is_looked_for or not self._has_asked or self._connecting:
+            return
+        # Whoever is connected may have said no more than that it lives.
+        known = (member.description.incarnation for member in self.pools.members())
+        if all(self.pools.snapshot(incarnation) is not None for incarnation in known):
             self.pools.is_looked_for = False
             self.on_change()
 

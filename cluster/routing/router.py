@@ -38,6 +38,7 @@ from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, Leg
 from cluster.routing.lending import Lending
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
+from cluster.routing.prompt_side import PromptSide
 from cluster.routing.slot_moments import SlotMoments
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
 from cluster.routing.slot_waits import SlotWaits
@@ -232,18 +233,19 @@ class Run:
         self._pools = router.fleet.pools
         self._request = request
         self._emit = emit
-        self._demand = Demand.of(request, asyncio.get_running_loop().time())
+        demand = Demand.of(request, asyncio.get_running_loop().time())
         self._legs = Legs(
             router.fleet.client,
             router.fleet.pools,
             router.metrics,
             router.stalls,
-            self._demand,
+            demand,
             max_leaves=router.config.max_attempts - 1,
         )
-        self._prompt = Prompt(router, self._pools, request, self._demand, self._legs)
+        self._prompt = Prompt(router, self._pools, request, demand, self._legs)
         self._standing = Standing(router.queue, self._pools)
         self.progress = Progress(request.sampling.n)
+        self._side = PromptSide(router, self._pools, self._legs, self.progress)
         self._lending = Lending(router, self._pools, request, self._prompt.new_epoch)
         self._hand_over = HandOver(
             router, self._legs, self.progress, self._lending, self._heir_waiter,
@@ -252,10 +254,6 @@ class Run:
         self.is_over = False
         self.num_lost = 0
         self._pass: Pass | None = None
-        # The place that was looked for to have the prompt computed there.
-        self._here: Placement | None = None
-        # Whether prefill engines were asked before there was a slot, and gave nothing.
-        self._is_refused = False
         self._slot_s: float | None = None
 
     def __repr__(self) -> str:
@@ -274,29 +272,7 @@ class Run:
         if self.has_tokens or self._prompt.is_under_way:
             return False
         is_early = self._router.moments is not None or self._router.config.order == "prefill_first"
-        return is_early and self.is_remote
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the prompt goes to a prefill engine, which no decode engine does better."""
-        return self._may_move and self._best_here() is None
-
-    @property
-    def _may_move(self) -> bool:
-        """Whether a prefill engine takes prompts, and this one is long enough to move."""
-        fewest = self._router.config.min_remote_prefill_tokens or 0
-        return self._demand.num_prompt_tokens >= fewest and self._pools.can_prefill
-
-    def _best_here(self) -> Placement | None:
-        """Where a decode engine should compute the prompt, though a prefill engine could."""
-        if self._pass is not None:
-            return self._pass.helper
-        conditional = self._router.conditional
-        if conditional is None or self.has_tokens or self._legs.prefill is not None:
-            return None
-        if not self._may_move:
-            return None
-        return conditional.place(self._demand, asyncio.get_running_loop().time())
+        return is_early and self._side.is_remote
 
     async def enter(self) -> None:
         """Wait to be let in, where there is somebody who decides that.
@@ -305,8 +281,9 @@ class Run:
             ServingError: See `AdmissionWaits.enter`.
         """
         if self._router.admission is not None:
-            self._pass = await self._router.admission.enter(self._demand)
+            self._pass = await self._router.admission.enter(self._legs.demand)
             self._legs.on_prompt = self._pass.asked
+            self._side.entry = self._pass
 
     def check_open(self) -> None:
         """Raise, before any work is done, if there will be no decode slot.
@@ -390,21 +367,15 @@ class Run:
 
     async def _give_prompt(self, outputs: list[TokenOutput]) -> None:
         """Pass on what prefill gave before there was a slot; nothing: the decode engine has to."""
-        self._is_refused = not outputs
+        self._side.is_refused = not outputs
         await self.deliver(outputs)
 
     def _new_waiter(self, *, has_stream: bool = False) -> Waiter:
         """Its place in the slot queue, which it keeps."""
-        here = self._here = self._best_here()
-        if self._pass is not None:
-            spared = self._pass.to_spare()
-        elif here is not None:
-            spared = {place for place in self._pools.decode_views().placements if place != here}
-        else:
-            spared = set()
+        spared = self._side.look()
         is_under_way = self._prompt.is_under_way
         return self._standing.new_waiter(
-            self._demand,
+            self._legs.demand,
             spared,
             is_promised=self.has_tokens or is_under_way,
             has_stream=has_stream,
@@ -510,7 +481,7 @@ class Run:
         kv = self._lending.kv
         if not self._hand_over.is_accepted:
             self._hand_over.stop()
-        self._is_refused = False
+        self._side.is_refused = False
         self._drop_decode(abort=True)
         if not decode.has_tokens:
             self._router.metrics.retries.labels(f"decode_{reason}").inc()
@@ -520,33 +491,28 @@ class Run:
 
     def _grow(self) -> None:
         """Whoever goes on with it computes its output too."""
-        demand = self._demand.with_output(self._request, self.progress.longest)
-        self._demand = self._legs.demand = demand
+        demand = self._legs.demand
+        self._legs.demand = demand.with_output(self._request, self.progress.longest)
 
     def _drop_decode(self, *, abort: bool) -> None:
         """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
         self._legs.drop_decode(abort=abort)
         self._prompt.drop()
-        self._prompt_over()
-
-    def _prompt_over(self) -> None:
-        """No decode engine has the prompt to compute any more. Idempotent."""
-        if self._router.conditional is not None:
-            now_s = asyncio.get_running_loop().time()
-            self._router.conditional.drop(self._demand.request_id, now_s)
+        self._side.over()
 
     def parts(self) -> Iterator[Part]:
         """What engines do for it now."""
         for leg in (self._legs.prefill, self._legs.decode, self._legs.heir):
             if leg is not None:
-                yield Part(self._demand, leg.incarnation, leg.mode, leg.state.value, leg.asked_s)
+                demand = self._legs.demand
+                yield Part(demand, leg.incarnation, leg.mode, leg.state.value, leg.asked_s)
 
     def close(self) -> None:
         """Abort what is still open, drop every hold, and be under way no more. Idempotent."""
         self._hand_over.stop()
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
         self._prompt.stop()
-        self._prompt_over()
+        self._side.over()
         now_s = asyncio.get_running_loop().time()
         if self._router.moments is not None and self._slot_s is not None and self.is_over:
             self._router.moments.saw_slot(now_s - self._slot_s, len(self.progress.longest))
@@ -554,14 +520,14 @@ class Run:
             # What another engine went on with says nothing of how fast they are.
             is_usual = self.is_over and not self._standing.left
             self._pass.end(len(self.progress.tokens[0]) if is_usual else 0)
-        self._router.prefixes.end(self._demand)
+        self._router.prefixes.end(self._legs.demand)
 
     async def _ask_to_decode(self, placement: Placement) -> Leg | Refused | Exception:
         """Send the request to a decode engine, and wait for its answer: or why there is none.
 
         A prompt that it leaves to others is asked for meanwhile.
         """
-        mode = self._mode(placement)
+        mode = self._side.mode_at(placement)
         if mode == "local":
             self._prompt.stop()
         elif not self.has_tokens and not self._prompt.is_under_way:
@@ -570,9 +536,7 @@ class Run:
         try:
             message = AddRequest(self._request, mode, placement.dp_group)
             leg = self._legs.ask_to_decode(placement, message)
-            conditional = self._router.conditional if self._pass is None else None
-            if conditional is not None and mode == "local" and self._may_move:
-                conditional.give(self._demand, placement, asyncio.get_running_loop().time())
+            self._side.asked(placement, mode)
             answer = await self._legs.answer_of(leg)
         except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
             if not isinstance(error, EngineDeadError):  # the others took their time
@@ -594,26 +558,9 @@ class Run:
         now_s = asyncio.get_running_loop().time()
         self._slot_s = self._slot_s or now_s
         self._router.prefixes.note_routed(
-            self._demand, placement._replace(dp_group=dp_group), now_s
+            self._legs.demand, placement._replace(dp_group=dp_group), now_s
         )
         self._router.capacity_changed()
-
-    def _mode(self, placement: Placement) -> RequestMode:
-        """Whether a decode engine waits to be activated or computes the prompt at once."""
-        if self.has_tokens:
-            return "decode"
-        if self._is_best_here(placement):
-            return "local"
-        snapshot = self._pools.snapshot(placement.incarnation)
-        is_decode = snapshot is not None and snapshot.role == "decode"
-        return "decode" if is_decode and not self._is_refused and self._may_move else "local"
-
-    def _is_best_here(self, placement: Placement) -> bool:
-        """Whether the prompt should be computed where it got a slot; things may have changed."""
-        if placement == self._here or self._pass is not None:
-            return placement == self._here
-        here = self._best_here()
-        return here is not None and here.incarnation == placement.incarnation
 
     def _heard(self) -> None:
         """The decode engine has given tokens; of one that goes on with a stream, the first."""
@@ -625,8 +572,9 @@ class Run:
     def _note(self, output: TokenOutput) -> bool:
         """Keep what the client gets; says whether that was all."""
         if output.token_ids and not self.has_tokens:
-            self._router.traffic.begin(self._demand.num_prompt_tokens, output.num_cached_tokens)
-            self._prompt_over()
+            num_prompt_tokens = len(self._request.prompt_token_ids)
+            self._router.traffic.begin(num_prompt_tokens, output.num_cached_tokens)
+            self._side.over()
             self._prompt.began()
             self._route.began(output.num_cached_tokens, asyncio.get_running_loop().time())
         self.progress.note(output)

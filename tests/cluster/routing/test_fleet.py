@@ -13,13 +13,14 @@ from tests.cluster.engines import KEYS, make_member, until
 
 
 class Connections:
-    """Connects to whoever is not in `dead`, and says one snapshot of each."""
+    """Connects to whoever is not in `dead`, and says one snapshot of each not in `silent`."""
 
     def __init__(self, on_snapshot, on_dead, on_moves, on_kv_events):
         self.on_snapshot, self.on_dead, self.on_moves = on_snapshot, on_dead, on_moves
         self.on_kv_events = on_kv_events
         self.incarnations = frozenset()
         self.dead = {}
+        self.silent = set()
 
     async def connect(self, description):
         name = description.incarnation
@@ -27,7 +28,8 @@ class Connections:
         if name in self.dead:
             raise self.dead[name]
         self.incarnations |= {name}
-        self.say(name)
+        if name not in self.silent:
+            self.say(name)
 
     def say(self, name, seq=0, *, draining=False):
         groups = [GroupSnapshot(4, [64], 0, 0, 0)]
@@ -235,6 +237,22 @@ def test_whoever_is_known_stays_and_whoever_comes_is_found_after_any_failure(
         assert known(fleet) == ["a", "b"]
 
     following(scenario, "a", "b")
+
+
+def test_whoever_is_connected_and_has_said_nothing_yet_is_waited_for():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        fleet.client.silent.add("a")
+        looks = discovery.num_looks
+        fleet.client.lose("a")
+        await until(lambda: discovery.num_looks > looks + 3, "it is connected, and looked for")
+        assert not fleet.pools.may_decode
+        assert not fleet.pools.is_stranded
+        fleet.client.say("a")
+        assert fleet.pools.may_decode
+        assert not fleet.pools.is_looked_for
+
+    following(scenario, "a")
 
 
 def test_whoever_cannot_ask_who_is_there_lets_nobody_wait_for_it(failing):

@@ -528,14 +528,15 @@ def test_a_replica_that_was_frozen_for_two_seconds_goes_on_where_it_was():
 def test_a_replica_that_was_cut_off_for_two_seconds_is_connected_anew():
     """What it sent meanwhile is lost, and its clients notice that when they hear of it again.
 
-    Whoever asked it meanwhile what it is waits for that answer before it asks again.
+    Whoever asked it meanwhile what it is waits for that answer before it asks again, and requests
+    wait for what it finds.
     """
     at_s, back_s = 0.25, 2.25
     faults = [fault(at_s, "both/0", "partition", 2.0)]
     workload = requests((0.0, 16, 160), (1.0, 16, 4), (back_s + DESCRIBE_TIMEOUT_S, 16, 4))
     result = simulate(pool(), workload, faults=faults)
-    assert outcomes(result) == [OK, "NotReadyError", OK]
-    assert result.records[1].finished_s == back_s
+    assert outcomes(result) == [OK, OK, OK]
+    assert back_s < result.records[1].token_times_s[0] < back_s + DESCRIBE_TIMEOUT_S
     assert not any(at_s + LATENCY_S <= t <= back_s for t in times(result, 0))
     assert events_of(result, "lost") == [(back_s, "ingress/0")]
     assert len(result.replicas) == 1, "the same start of it"
@@ -546,11 +547,15 @@ def test_after_ten_seconds_it_was_given_up_and_is_found_again(kind):
     at_s, duration_s = 0.25, 10.0
     lost_s, back_s = at_s + SILENCE_S, at_s + duration_s
     workload = requests(
-        (0.0, 16, 60), (1.0, 16, 4), (6.0, 16, 4), (back_s + 2 * DISCOVERY_S, 16, 4)
+        (0.0, 16, 60), (1.0, 16, 4), (6.0, 16, 4), (9.0, 16, 4), (back_s + 2 * DISCOVERY_S, 16, 4)
     )
     result = simulate(pool(), workload, faults=[fault(at_s, "both/0", kind, duration_s)])
-    assert outcomes(result) == [OK, "NotReadyError", "NotReadyError", OK]
-    assert [r.finished_s for r in result.records[1:3]] == [lost_s, 6.0]
+    if kind == "freeze":  # its actor says that it is there, so that it is waited for
+        assert outcomes(result) == [OK] * 5
+    else:  # nobody says so
+        assert outcomes(result) == [OK, *["NotReadyError"] * 3, OK]
+        asked_s = lost_s + DESCRIBE_TIMEOUT_S
+        assert [r.finished_s for r in result.records[1:4]] == [asked_s, asked_s, 9.0]
     assert result.records[0].finished_s > back_s, "who has tokens waits for it to come back"
     assert events_of(result, "lost") == [(lost_s, "ingress/0")]
     assert len(result.replicas) == 1, "the same start of it"

@@ -1,0 +1,116 @@
+"""Who computes the prompt of one request: a prefill engine, or the decode engine that it is on.
+
+Owner: the request's `Run`. What either way takes is predicted by `ConditionalPrefill`, or decided
+at the door where there is one; here is what has become of that for one request. It is looked at
+when a slot is wanted, and again for the slot that there is: things may have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from cluster.config.schema import RouterConfig
+    from cluster.routing.admission_waits import Pass
+    from cluster.routing.conditional_prefill import ConditionalPrefill
+    from cluster.routing.leg import Legs
+    from cluster.routing.placement import Placement
+    from cluster.routing.pools import PoolState
+    from cluster.routing.progress import Progress
+    from replicas.messages import RequestMode
+
+
+class Means(Protocol):
+    """What it needs of the router that places its request."""
+
+    config: RouterConfig
+    conditional: ConditionalPrefill | None
+
+
+class PromptSide:
+    """See the module docstring.
+
+    Args:
+        means: What this ingress places requests with.
+        pools: Who computes prompts there.
+        legs: Of the request, and its demand.
+        progress: Says whether the prompt has been computed.
+
+    Attributes:
+        entry: What the request is at the door, which has decided; None without a door.
+        is_refused: Whether prefill engines were asked before there was a slot, and gave nothing.
+    """
+
+    def __init__(self, means: Means, pools: PoolState, legs: Legs, progress: Progress) -> None:
+        self._means = means
+        self._pools = pools
+        self._legs = legs
+        self._progress = progress
+        self.entry: Pass | None = None
+        self.is_refused = False
+        # The place that was looked for to have the prompt computed there.
+        self._here: Placement | None = None
+
+    def __repr__(self) -> str:
+        return f"PromptSide({self._here}, {self.is_refused=})"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the prompt goes to a prefill engine, which no decode engine does better."""
+        return self._may_move and self._best_here() is None
+
+    def look(self) -> set[Placement]:
+        """Look who does better; the places that a slot should not be on while there are others."""
+        here = self._here = self._best_here()
+        if self.entry is not None:
+            return self.entry.to_spare()
+        if here is None:
+            return set()
+        return {place for place in self._pools.decode_views().placements if place != here}
+
+    def mode_at(self, placement: Placement) -> RequestMode:
+        """Whether a decode engine waits to be activated or computes the prompt at once."""
+        if self._progress.has_tokens:
+            return "decode"
+        if self._is_best_here(placement):
+            return "local"
+        snapshot = self._pools.snapshot(placement.incarnation)
+        is_decode = snapshot is not None and snapshot.role == "decode"
+        return "decode" if is_decode and not self.is_refused and self._may_move else "local"
+
+    def asked(self, placement: Placement, mode: RequestMode) -> None:
+        """A decode engine is asked to run the request."""
+        conditional = self._means.conditional if self.entry is None else None
+        if conditional is not None and mode == "local" and self._may_move:
+            conditional.give(self._legs.demand, placement, asyncio.get_running_loop().time())
+
+    def over(self) -> None:
+        """No decode engine has the prompt to compute any more. Idempotent."""
+        if self._means.conditional is not None:
+            now_s = asyncio.get_running_loop().time()
+            self._means.conditional.drop(self._legs.demand.request_id, now_s)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether a prefill engine takes prompts, and this one is long enough to move."""
+        fewest = self._means.config.min_remote_prefill_tokens or 0
+        return self._legs.demand.num_prompt_tokens >= fewest and self._pools.can_prefill
+
+    def _best_here(self) -> Placement | None:
+        """Where a decode engine should compute the prompt, though a prefill engine could."""
+        if self.entry is not None:
+            return self.entry.helper
+        conditional = self._means.conditional
+        if conditional is None or self._progress.has_tokens or self._legs.prefill is not None:
+            return None
+        if not self._may_move:
+            return None
+        return conditional.place(self._legs.demand, asyncio.get_running_loop().time())
+
+    def _is_best_here(self, placement: Placement) -> bool:
+        """Whether the prompt should be computed where it got a slot."""
+        if placement == self._here or self.entry is not None:
+            return placement == self._here
+        here = self._best_here()
+        return here is not None and here.incarnation == placement.incarnation
