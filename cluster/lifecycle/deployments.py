@@ -315,18 +315,25 @@ class PoolDirectory:
                 timeout_s=DESCRIBE_TIMEOUT_S,
                 return_exceptions=True,
             )
-            descriptions = [
-                msgspec.convert(answer, EngineDescription)
-                for answer in answers
-                if not isinstance(answer, BaseException)
-            ]
-        except (
-            RayServeException, RayError, TimeoutError, asyncio.TimeoutError,
-            msgspec.ValidationError,
-        ) as error:  # fmt: skip
+        except (RayServeException, RayError, TimeoutError, asyncio.TimeoutError) as error:
             logger.info("pool %s has no replica that answers: %s", pool, error)
             return []
-        return [Member(pool, f"{pool}-{d.incarnation}", d) for d in descriptions]
+        return [
+            Member(pool, f"{pool}-{description.incarnation}", description)
+            for description in map(_read, answers)
+            if description is not None
+        ]
+
+
+def _read(answer: object) -> EngineDescription | None:
+    """What a replica says of itself; None if it does not, or not as this version does."""
+    if isinstance(answer, BaseException):
+        return None
+    try:
+        return msgspec.convert(answer, EngineDescription)
+    except msgspec.ValidationError as error:
+        logger.warning("a replica says of itself what this version cannot read: %s", error)
+        return None
 
 
 def lose_log_lines() -> None:

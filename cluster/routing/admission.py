@@ -110,7 +110,8 @@ class Admission:
             raise self.saturated(now_s, supply)
         wait_s = self._wait_s(entry, now_s, supply)
         prompt_s = self._prompt_s(entry)
-        entry.predicted_s = wait_s + prompt_s
+        # Nobody is there yet who could keep a promise, or be judged by it.
+        entry.predicted_s = wait_s + prompt_s if supply.prompts else 0.0
         spare_s = ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
         if math.isinf(ttft_s):
             entry.latest_s = now_s + self._timeout_s

@@ -45,7 +45,7 @@ class AdmissionWaits:
         """Wait to be let in; whoever is has to `end` the pass.
 
         Raises:
-            NotReadyError: No replica can decode now.
+            NotReadyError: No replica decodes, nor is looked for.
             SaturatedError: Too many wait.
             OverloadedError: It would miss its objective.
             QuotaError: Its tenant has as many requests as it may.
@@ -128,6 +128,8 @@ class AdmissionWaits:
         self.capacity_changed()
 
     def _late(self, entry: Entry, now_s: float) -> Exception:
+        if not self._pools.may_decode:
+            return not_ready()
         if not math.isinf(entry.ttft_s):
             return self.admission.refusal(entry, now_s, self.supply())
         return QueueTimeoutError(

@@ -93,8 +93,9 @@ class ConditionalPrefill:
         self._cached_tokens = cached_tokens
         self._engines: dict[str, _Engine] = {}
         self._asked: dict[str, str] = {}
-        # Views of engines whose pools have all shown what prompts take; they never forget it.
-        self._known: Views | None = None
+        # Of which views, and how many pools that had shown what prompts take: `_unknown`.
+        self._asked_of: tuple[Views | None, int] = None, 0
+        self._unknown: list[int] = []
 
     def __repr__(self) -> str:
         return f"ConditionalPrefill({self._asked})"
@@ -162,21 +163,20 @@ class ConditionalPrefill:
         delays_s = wait_s + after_s + views.column(Column.ROWS) * _harm_s(stop_s, output_s)
         delays_s[~scene.fitting | (prompt_s == 0.0)] = np.inf
         if demand.num_prompt_tokens * self._traffic.came > self._traffic.came_tokens:
-            delays_s[self._unknown(views)] = np.inf
+            delays_s[self._places_unknown(views)] = np.inf
         return delays_s
 
-    def _unknown(self, views: Views) -> list[int]:
+    def _places_unknown(self, views: Views) -> list[int]:
         """Places whose engines' pools have not shown yet what prompts take there."""
-        if views is self._known:
-            return []
-        unknown = [
-            index
-            for index, placement in enumerate(views.placements)
-            if not self._pools.knows_prompts(placement.incarnation)
-        ]
-        if not unknown:
-            self._known = views
-        return unknown
+        num_known = self._pools.num_pools_that_know_prompts
+        if self._asked_of[0] is not views or self._asked_of[1] != num_known:
+            self._asked_of = views, num_known
+            self._unknown = [
+                index
+                for index, placement in enumerate(views.placements)
+                if not self._pools.knows_prompts(placement.incarnation)
+            ]
+        return self._unknown
 
     @property
     def _mean_output(self) -> float:

@@ -125,8 +125,9 @@ class Fleet(Generic[ClientT_co]):
         self._num_failures = 0
         # Set when it is time to look who is there.
         self._look = asyncio.Event()
-        # Whether it has been asked since, in vain or not, and since somebody was lost.
-        self._has_asked = True
+        # While lost ones are looked for: found ones that have yet to say what they have, or not to
+        # answer; None before discovery has said who is there.
+        self._sought: set[str] | None = None
         # When a replica is tried again that has failed requests.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
@@ -148,11 +149,10 @@ class Fleet(Generic[ClientT_co]):
                 await self._find(discovery)
             except Exception:  # noqa: BLE001 - nothing that others answer may end a healthy ingress
                 wait_s = self._note_failure()
+                self._seek()
             else:
                 self._failing_since_s, self._num_failures = None, 0
                 wait_s = DISCOVERY_IDLE_S if self._is_complete else DISCOVERY_S
-            self._has_asked = not self._look.is_set()
-            self._end_search()
             now_s = asyncio.get_running_loop().time()
             self.prefixes.expire(now_s)
             self._expire(now_s)
@@ -177,7 +177,9 @@ class Fleet(Generic[ClientT_co]):
 
     async def _find(self, discovery: Discovery) -> None:
         """Ask once who is there, and how many there should be where that may have changed."""
-        if self.add(await discovery.find()) or not self._is_complete:
+        num_new = self.add(await discovery.find())
+        self._seek()
+        if num_new or not self._is_complete:
             num_wanted = await discovery.num_wanted()
             self._is_complete = num_wanted is not None and self.pools.num_open >= num_wanted
 
@@ -209,13 +211,13 @@ class Fleet(Generic[ClientT_co]):
             logger.info("connected replica=%s", member.replica_id)
         except BaseException as error:
             self._forget(incarnation)
+            self._found(incarnation)
             self._is_complete = False
             if not isinstance(error, EngineDeadError):
                 raise
             logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
         finally:
             self._connecting.pop(incarnation, None)
-            self._end_search()
 
     def close(self) -> None:
         """Connect to nobody any more; whoever made the client closes it."""
@@ -229,7 +231,7 @@ class Fleet(Generic[ClientT_co]):
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
-        self._end_search()
+        self._found(incarnation)
         self.on_change()
 
     def _set_moves(self, incarnation: str, moves: bool) -> None:
@@ -271,15 +273,22 @@ class Fleet(Generic[ClientT_co]):
         self._look.set()
 
     def _begin_search(self) -> None:
-        self._has_asked, self.pools.is_looked_for = False, True
+        self._sought, self.pools.is_looked_for = None, True
+
+    def _seek(self) -> None:
+        """Discovery has said who is there, or failed: wait for each of them once, if for any."""
+        if self.pools.is_looked_for and self._sought is None and not self._look.is_set():
+            self._sought = set(self._connecting)
+            self._end_search()
+
+    def _found(self, incarnation: str) -> None:
+        """Somebody has said what it has, or does not answer: it is tried again, and not sought."""
+        if self._sought is not None:
+            self._sought.discard(incarnation)
+            self._end_search()
 
     def _end_search(self) -> None:
-        """Say so once everybody has been found who is there, or has not answered."""
-        if not self.pools.is_looked_for or not self._has_asked or self._connecting:
-            return
-        # Whoever is connected may have said no more than that it lives.
-        known = (member.description.incarnation for member in self.pools.members())
-        if all(self.pools.snapshot(incarnation) is not None for incarnation in known):
+        if self.pools.is_looked_for and not self._sought:
             self.pools.is_looked_for = False
             self.on_change()
 

@@ -126,7 +126,8 @@ class PoolState:
     Attributes:
         num_snapshots: How many snapshots were taken over so far.
         num_changes: How often there may have been more room since the start.
-        is_looked_for: Whether a replica was lost and who is there is being asked: nobody knows yet.
+        is_looked_for: Whether it is not known yet who is there: at the start, and since one was
+            lost.
         breakers: Of replicas that fail requests.
         on_shut: Called with (incarnation, until when) each time that a breaker opens; whoever has a
             clock calls `expire` then.
@@ -260,6 +261,11 @@ class PoolState:
         """What parts of a replica's steps cost, as far as one knows; nothing where one does not."""
         replica = self._replicas.get(incarnation)
         return StepCosts() if replica is None else replica.costs
+
+    @property
+    def num_pools_that_know_prompts(self) -> int:
+        """How many pools there are of which `knows_prompts` is true."""
+        return sum(fit.model.knows_prompts for fit in self._fits.values())
 
     def knows_prompts(self, incarnation: str) -> bool:
         """Whether replicas of its pool have shown what prompts cost there."""

@@ -38,7 +38,7 @@ class PromptSide:
         progress: Says whether the prompt has been computed.
 
     Attributes:
-        entry: What the request is at the door, which has decided; None without a door.
+        let_in: As what the door has let it in, which has decided; None without a door.
         is_refused: Whether prefill engines were asked before there was a slot, and gave nothing.
     """
 
@@ -47,7 +47,7 @@ class PromptSide:
         self._pools = pools
         self._legs = legs
         self._progress = progress
-        self.entry: Pass | None = None
+        self.let_in: Pass | None = None
         self.is_refused = False
         # The place that was looked for to have the prompt computed there.
         self._here: Placement | None = None
@@ -63,8 +63,8 @@ class PromptSide:
     def look(self) -> set[Placement]:
         """Look who does better; the places that a slot should not be on while there are others."""
         here = self._here = self._best_here()
-        if self.entry is not None:
-            return self.entry.to_spare()
+        if self.let_in is not None:
+            return self.let_in.to_spare()
         if here is None:
             return set()
         return {place for place in self._pools.decode_views().placements if place != here}
@@ -81,7 +81,7 @@ class PromptSide:
 
     def asked(self, placement: Placement, mode: RequestMode) -> None:
         """A decode engine is asked to run the request."""
-        conditional = self._means.conditional if self.entry is None else None
+        conditional = self._means.conditional if self.let_in is None else None
         if conditional is not None and mode == "local" and self._may_move:
             conditional.give(self._legs.demand, placement, asyncio.get_running_loop().time())
 
@@ -99,8 +99,8 @@ class PromptSide:
 
     def _best_here(self) -> Placement | None:
         """Where a decode engine should compute the prompt, though a prefill engine could."""
-        if self.entry is not None:
-            return self.entry.helper
+        if self.let_in is not None:
+            return self.let_in.helper
         conditional = self._means.conditional
         if conditional is None or self._progress.has_tokens or self._legs.prefill is not None:
             return None
@@ -110,7 +110,7 @@ class PromptSide:
 
     def _is_best_here(self, placement: Placement) -> bool:
         """Whether the prompt should be computed where it got a slot."""
-        if placement == self._here or self.entry is not None:
+        if placement == self._here or self.let_in is not None:
             return placement == self._here
         here = self._best_here()
         return here is not None and here.incarnation == placement.incarnation

@@ -269,7 +269,7 @@ class Run:
     @property
     def is_early(self) -> bool:
         """Whether the prompt is to be asked for before the slot."""
-        if self.has_tokens or self._prompt.is_under_way:
+        if self.has_tokens or self._prompt.is_under_way or not self._pools.may_decode:
             return False
         is_early = self._router.moments is not None or self._router.config.order == "prefill_first"
         return is_early and self._side.is_remote
@@ -283,7 +283,7 @@ class Run:
         if self._router.admission is not None:
             self._pass = await self._router.admission.enter(self._legs.demand)
             self._legs.on_prompt = self._pass.asked
-            self._side.entry = self._pass
+            self._side.let_in = self._pass
 
     def check_open(self) -> None:
         """Raise, before any work is done, if there will be no decode slot.

@@ -31,7 +31,7 @@ RETRY_AFTER_S = 1
 
 
 def not_ready() -> NotReadyError:
-    """What everybody is told who wants a slot while nobody decodes."""
+    """What everybody is told who wants a slot while nobody decodes, nor is looked for."""
     return NotReadyError("no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S)
 
 
@@ -114,7 +114,7 @@ class SlotQueue:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether nobody decodes; for one that does not move it is worth waiting its turn."""
+        """Whether to wait is in vain; for one that does not move, or is looked for, it is not."""
         return self._pools.is_stranded
 
     def has_room(self, demand: Demand) -> bool:
@@ -127,7 +127,7 @@ class SlotQueue:
         """Whether a request that will want a slot later should be let in.
 
         Raises:
-            NotReadyError: No replica can decode now.
+            NotReadyError: No replica decodes, nor is looked for.
             SaturatedError: The queue is full.
         """
         self._check_ready()
@@ -159,7 +159,7 @@ class SlotQueue:
         """Place a request at once if it is due, its turn, and there is room, else let it wait.
 
         Raises:
-            NotReadyError: No replica can decode now, and it was promised nothing.
+            NotReadyError: No replica decodes, nor is looked for, and it was promised nothing.
             SaturatedError: The queue is full.
         """
         is_new = waiter.deadline_s is None

@@ -44,7 +44,7 @@ class SlotWaits:
         """Wait, in order, for a DP group with room; it is held for the request from then on.
 
         Raises:
-            NotReadyError: No replica can decode now, and it was promised nothing.
+            NotReadyError: No replica decodes, nor is looked for, and it was promised nothing.
             SaturatedError: The queue is full.
             QueueTimeoutError: No room within the deadline.
         """

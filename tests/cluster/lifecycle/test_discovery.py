@@ -3,6 +3,7 @@
 import asyncio
 import warnings
 
+import msgspec
 import pytest
 
 from cluster.routing import fleet
@@ -79,6 +80,30 @@ class Pools:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+class Handle:
+    """A pool's handle whose replicas give these answers to a broadcast."""
+
+    def __init__(self, *answers):
+        self._answers = answers
+
+    def broadcast(self, method):
+        assert method == "describe"
+        return self
+
+    def results(self, *, timeout_s, return_exceptions):
+        assert timeout_s
+        assert return_exceptions
+        return self._answers
+
+
+def test_a_replica_that_says_nothing_or_what_nobody_can_read_does_not_hide_the_others():
+    description = make_member("decode", "d").description
+    answers = TimeoutError(), {"incarnation": 7}, msgspec.to_builtins(description)
+    directory = deployments.PoolDirectory({"decode": Handle(*answers)})
+    found = asyncio.run(directory.find())
+    assert [(member.pool, member.description) for member in found] == [("decode", description)]
 
 
 def test_a_pool_that_fails_does_not_hide_the_others():

@@ -4,6 +4,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import OUTPUT_WEIGHT, nothing_known
@@ -11,7 +12,7 @@ from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
 from cluster.routing.traffic import Traffic
-from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork
+from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork, num_pairs
 from tests.cluster.engines import make_member
 
 TOKEN_S = 1e-3
@@ -127,48 +128,71 @@ def test_a_prompt_that_joins_others_harms_nobody_more():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 900), st.integers(0, 2)),
+        min_size=2, max_size=5,
+    ),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3000)), max_size=12),
     st.integers(1, 4000),
     st.floats(0.0, 9.0),
     st.sampled_from([1, 60, 2000]),
-)
-def test_each_place_is_weighed_as_the_formula_says(engines, asked, num_tokens, now_s, output):
+    st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_each_place_is_weighed_as_the_formula_says(
+    engines, asked, num_tokens, now_s, output, is_cached, is_one_gone
+):
     """One after the other in Python's floats, and all at once."""
-    world = World(*(rows for rows, _ in engines), output=output)
-    for i, (name, (_, num_others)) in enumerate(zip(world.engines, engines, strict=True)):
-        for j in range(num_others):
-            world.pools.hold(asks(f"other{i}.{j}"), Placement(name, j % 2))
+    cached = {Placement("d1", 1): num_tokens // 2} if is_cached else {}
+    world = World(*(rows for rows, *_ in engines), output=output, cached=lambda _demand: cached)
     own = {}
     for i, (number, length) in enumerate(asked):
         place = Placement(world.engines[number % len(engines)], number % 2)
         world.core.give(asks(f"own{i}", length), place, 0.1 * i)
         own.setdefault(place.incarnation, []).append((place.dp_group, length))
-    demand = asks("r", num_tokens)
-    weighed = world.core._delays_s(demand, now_s).tolist()
+    for name, (rows, num_others, num_empty) in zip(world.engines, engines, strict=True):
+        # With prompts that others asked for, and steps by which pairs of tokens are not free.
+        lane = GroupSnapshot(
+            num_empty, [2000], rows, 0, 0, 0, 0, num_others, num_pairs(0, num_others),
+            int(num_others > 0),
+        )  # fmt: skip
+        for seq in range(4):
+            step = prompt_step(1000 * (seq + 1), SLOWER * TOKEN_S)
+            pairs = num_pairs(0, step.num_prompt_tokens)
+            step = replace(step, num_prompt_pairs=pairs, device_s=step.device_s + 1e-7 * pairs)
+            world.tell(name, 9 + seq, "decode", [lane, group()], step)
+    if is_one_gone:
+        world.pools.set_moves("d0", False)
+    # What an engine was asked is what it was expected to take then.
+    given = {
+        incarnation: [*engine.begun.values(), *engine.waiting.values()]
+        for incarnation, engine in world.core._engines.items()
+    }
+    began_s = {incarnation: engine.began_s for incarnation, engine in world.core._engines.items()}
+    weighed = world.core._delays_s(asks("r", num_tokens), now_s).tolist()
     views = world.pools.decode_views()
-    assert len(weighed) == len(views)
+    assert len(weighed) == len(views) == 2 * (len(engines) - is_one_gone)
+    assert {name: len(asked) for name, asked in own.items()} == {
+        name: len(prompts) for name, prompts in given.items()
+    }
     for view, delay_s in zip(views, weighed, strict=True):
-        if not view.num_empty_slots or view.num_free_tokens < num_tokens:
+        if not view.num_empty_slots:
             assert delay_s == math.inf
             continue
-
-        def prompt_s(length, view=view):
-            return view.own_prompt_s + length * view.own_prompt_token_s + (
-                length * length / 2 * view.own_prompt_pair_s
-            )  # fmt: skip
-
-        # The first of an engine is begun at once, the others wait for it.
-        begun, *waiting = own.get(view.incarnation, [(0, 0)])
-        begun_s = prompt_s(begun[1]) if begun[1] else 0.0
-        lanes = [sum(prompt_s(n) for lane, n in waiting if lane == group) for group in (0, 1)]
-        began_s = 0.1 * next(
-            (i for i, (n, _) in enumerate(asked)
-             if world.engines[n % len(engines)] == view.incarnation), 0
+        missed = num_tokens - cached.get(view.placement, 0)
+        pairs = (num_tokens - missed / 2) * missed
+        prompt_s = (
+            view.own_prompt_s
+            + missed * view.own_prompt_token_s
+            + pairs * view.own_prompt_pair_s
         )  # fmt: skip
-        left_s = max(began_s + begun_s - now_s, 0.0) if begun[1] else 0.0
-        wait_s = left_s + max(view.queue_s - begun_s - max(lanes), 0.0)
-        after_s = max(*lanes, lanes[view.dp_group] + prompt_s(num_tokens))
+        assert view.own_prompt_pair_s > 0
+        # The first of an engine is begun at once, the others wait for it.
+        begun, *waiting = given.get(view.incarnation, [(0, 0.0)])
+        lanes = [sum(s for lane, s in waiting if lane == dp_group) for dp_group in (0, 1)]
+        left_s = max(began_s.get(view.incarnation, 0.0) + begun[1] - now_s, 0.0)
+        wait_s = left_s + max(view.queue_s - begun[1] - max(lanes), 0.0)
+        after_s = max(*lanes, lanes[view.dp_group] + prompt_s)
         stop_s = after_s - max(lanes)
         share = stop_s / (output * view.next_step_s)
         harm_s = view.num_rows * min(max(share, OUTPUT_WEIGHT), 1.0) * stop_s

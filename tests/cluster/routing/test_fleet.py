@@ -21,10 +21,11 @@ class Connections:
         self.incarnations = frozenset()
         self.dead = {}
         self.silent = set()
+        self.answer_s = 0.0
 
     async def connect(self, description):
         name = description.incarnation
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.answer_s)
         if name in self.dead:
             raise self.dead[name]
         self.incarnations |= {name}
@@ -237,6 +238,50 @@ def test_whoever_is_known_stays_and_whoever_comes_is_found_after_any_failure(
         assert known(fleet) == ["a", "b"]
 
     following(scenario, "a", "b")
+
+
+def test_nobody_is_told_that_nobody_is_there_in_the_moment_of_a_loss():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        told = []
+        fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
+        fleet.client.lose("a")
+        await until_complete(fleet)
+        assert not any(told)
+
+    following(scenario, "a")
+
+
+def test_who_is_lost_while_it_is_asked_who_is_there_is_asked_for_again():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        discovery.members = []
+        fleet.client.lose("a")
+        await asyncio.sleep(0)
+        fleet.client.lose("b")
+        looks = discovery.num_looks
+        await until(lambda: fleet.pools.is_stranded, "it asked")
+        assert discovery.num_looks > looks
+
+    following(scenario, "a", "b")
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.003, 0.03])
+def test_engines_that_do_not_answer_are_waited_for_once_however_far_apart_they_were_lost(apart_s):
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        fleet.client.answer_s = 0.05
+        for name in "abcd":
+            fleet.client.dead[name] = EngineDeadError("gone")
+        for name in "abcd":
+            fleet.client.lose(name)
+            await asyncio.sleep(apart_s)
+        await until(lambda: fleet.pools.is_stranded, "nobody is waited for any more")
+        for _ in range(100):
+            await asyncio.sleep(0.002)
+            assert fleet.pools.is_stranded, "nor when they are tried again"
+
+    following(scenario, *"abcd")
 
 
 def test_whoever_is_connected_and_has_said_nothing_yet_is_waited_for():

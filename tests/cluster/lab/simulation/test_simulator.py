@@ -561,6 +561,16 @@ def test_after_ten_seconds_it_was_given_up_and_is_found_again(kind):
     assert len(result.replicas) == 1, "the same start of it"
 
 
+def test_no_prompt_is_computed_for_whoever_waits_for_lost_replicas_to_be_found():
+    """Its client would have a first token, and then nothing, of nobody."""
+    faults = [fault(0.25, "decode/0", "freeze", 60.0)]
+    workload = requests((0.25 + SILENCE_S + 1.0, 16, 4))
+    result = simulate(disaggregated(1, 1), workload, faults=faults)
+    assert outcomes(result) == ["NotReadyError"]
+    assert not len(result.records[0].token_times_s)
+    assert not any(event.kind == "place" for event in result.events)
+
+
 @pytest.mark.parametrize("kind", ["freeze", "partition"])
 def test_another_replica_takes_what_a_silent_one_had_not_begun(kind):
     workload = requests((0.5, 16, 4), (0.5, 16, 4))
