@@ -315,7 +315,7 @@ class PoolDirectory:
                 timeout_s=DESCRIBE_TIMEOUT_S,
                 return_exceptions=True,
             )
-        except (RayServeException, RayError, TimeoutError, asyncio.TimeoutError) as error:
+        except (RayServeException, RayError, TimeoutError) as error:
             logger.info("pool %s has no replica that answers: %s", pool, error)
             return []
         return [

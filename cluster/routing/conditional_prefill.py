@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.routing.cost import FIRST_TOKEN_S, OUTPUT_WEIGHT, PROMPT_HARM_S, Scene
-from cluster.routing.linear import Linear
+from cluster.routing.linear import Linear, num_missed_pairs
 from cluster.routing.views import Column
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class ConditionalPrefill:
 def _prompts_s(scene: Scene) -> Numbers:
     """What a prompt takes each decode engine."""
     column, missed = scene.views.column, scene.missed_tokens
-    num_pairs = (scene.demand.num_prompt_tokens - 0.5 * missed) * missed
+    num_pairs = num_missed_pairs(scene.demand.num_prompt_tokens, missed)
     seconds: Numbers = (
         column(Column.OWN_PROMPT_S)
         + missed * column(Column.OWN_PROMPT_TOKEN_S)

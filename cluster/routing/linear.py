@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.float64]
 
-_Number = TypeVar("_Number", "Numbers", float)
+_Number = TypeVar("_Number", "Numbers", float, "Numbers | float")
 
 
 class Times(IntEnum):
@@ -100,11 +100,11 @@ class Product(NamedTuple):
         length, missed = self.num_prompt_tokens, self.missed
         # No product of BLAS over places: it would wake threads, and equal ones not stay equal.
         if isinstance(missed, float):
-            per = np.array((1.0, missed, _num_pairs(length, missed)))
+            per = np.array((1.0, missed, num_missed_pairs(length, missed)))
             same: Numbers = np.einsum("r,rp->p", per.dot(weights), self.rates)
             return same
         seconds, token_s, pair_s = np.einsum("mr,rp->mp", weights, self.rates)
-        total: Numbers = seconds + token_s * missed + pair_s * _num_pairs(length, missed)
+        total: Numbers = seconds + token_s * missed + pair_s * num_missed_pairs(length, missed)
         return total
 
     def at(self, places: npt.NDArray[np.int64]) -> Product:
@@ -121,6 +121,6 @@ class Product(NamedTuple):
         }
 
 
-def _num_pairs(length: int, missed: _Number) -> _Number:
+def num_missed_pairs(length: int, missed: _Number) -> _Number:
     """Each missing token attends to those before it, cached ones too, and half of the others."""
     return (length - 0.5 * missed) * missed

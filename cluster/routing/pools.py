@@ -257,11 +257,6 @@ class PoolState:
         replica = self._replicas.get(incarnation)
         return replica.snapshot if replica is not None else None
 
-    def costs(self, incarnation: str) -> StepCosts:
-        """What parts of a replica's steps cost, as far as one knows; nothing where one does not."""
-        replica = self._replicas.get(incarnation)
-        return StepCosts() if replica is None else replica.costs
-
     @property
     def num_pools_that_know_prompts(self) -> int:
         """How many pools there are of which `knows_prompts` is true."""
