@@ -68,6 +68,7 @@ class Prompt:
         legs: Where the prefill leg is.
 
     Attributes:
+        request: See there.
         epoch: Of the last transfer: news of an earlier one must not end the one under way.
     """
 
@@ -76,7 +77,7 @@ class Prompt:
     ) -> None:
         self._means = means
         self._pools = pools
-        self._request = request
+        self.request = request
         self._demand = demand
         self._legs = legs
         self._asked: _Asked | None = None
@@ -118,13 +119,13 @@ class Prompt:
         """The first token has come."""
         if self._means.moments is not None:
             now_s = asyncio.get_running_loop().time()
-            self._means.moments.computed(self._request.request_id, now_s)
+            self._means.moments.computed(self.request.request_id, now_s)
 
     def _drop_leg(self) -> None:
         """Let go of an engine that is not to compute it any more."""
         self._legs.drop_prefill(abort=True)
         if self._means.moments is not None:
-            self._means.moments.dropped(self._request.request_id)
+            self._means.moments.dropped(self.request.request_id)
 
     def passes_over_unheard(self) -> None:
         """Prefer others, from now on, to an engine that has not answered, or not in time."""
@@ -170,9 +171,9 @@ class Prompt:
         if member is None or not member.description.kv_endpoints:
             return asked
         tickets = self._means.tickets
-        transfer = tickets.begin(self._request, self.new_epoch(), member.description)
+        transfer = tickets.begin(self.request, self.new_epoch(), member.description)
         asked.ticket = tickets.seal(transfer, consumer)
-        message = AddRequest(self._request, "prefill", ANY_GROUP, asked.ticket)
+        message = AddRequest(self.request, "prefill", ANY_GROUP, asked.ticket)
         self._pools.hold(self._demand, placement)
         offer = None if consumer else transfer
         with contextlib.suppress(EngineDeadError):
@@ -215,7 +216,7 @@ class Prompt:
 
     async def _first_tokens(self, leg: Leg, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Wait for the first tokens of every choice; none if the engine refuses."""
-        while len({output.choice for output in outputs}) < self._request.sampling.n:
+        while len({output.choice for output in outputs}) < self.request.sampling.n:
             event = await self._legs.next_of(leg)
             leg.answered()
             if isinstance(event, Refused):

@@ -19,12 +19,10 @@ its configuration forbids that.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.errors import (
-    BadRequestError,
     ReplicaLostError,
-    SaturatedError,
     ServingError,
 )
 from cluster.routing.admission import Admission
@@ -41,15 +39,12 @@ from cluster.routing.prompt import Prompt
 from cluster.routing.prompt_side import PromptSide
 from cluster.routing.slot_moments import SlotMoments
 from cluster.routing.slot_queue import RETRY_AFTER_S, SlotQueue
+from cluster.routing.slot_search import SlotSearch
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
-from cluster.routing.standing import Standing
 from cluster.routing.traffic import Traffic
-from replicas.errors import EngineDeadError
 from replicas.messages import (
-    AddRequest,
     KVLoaded,
-    Refused,
     TokenOutput,
 )
 
@@ -57,24 +52,16 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from cluster.config.schema import RouterConfig
-    from cluster.routing.admission_waits import Pass
     from cluster.routing.explain import Route
     from cluster.routing.fleet import Connections, Fleet
     from cluster.routing.metrics import RouterMetrics
-    from cluster.routing.placement import Placement
     from cluster.routing.progress import Seam
     from cluster.routing.slot_queue import Waiter
     from cluster.routing.tickets import TicketOffice
-    from replicas.messages import Accepted, EngineRequest, RequestMode
+    from replicas.messages import EngineRequest, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
     """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
-
-_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full", "draining"})
-"""Refusals that mean that somebody else was faster: the request waits on, where it stood.
-
-A replica that drains says so once: nobody asks it again.
-"""
 
 
 class Part(NamedTuple):
@@ -243,9 +230,11 @@ class Run:
             max_leaves=router.config.max_attempts - 1,
         )
         self._prompt = Prompt(router, self._pools, request, demand, self._legs)
-        self._standing = Standing(router.queue, self._pools)
         self.progress = Progress(request.sampling.n)
         self._side = PromptSide(router, self._pools, self._legs, self.progress)
+        self._search = SlotSearch(
+            router, self._pools, self._legs, self._prompt, self._side, self.progress
+        )
         self._lending = Lending(router, self._pools, request, self._prompt.new_epoch)
         self._hand_over = HandOver(
             router, self._legs, self.progress, self._lending, self._heir_waiter,
@@ -253,8 +242,6 @@ class Run:
         )  # fmt: skip
         self.is_over = False
         self.num_lost = 0
-        self._pass: Pass | None = None
-        self._slot_s: float | None = None
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -281,9 +268,9 @@ class Run:
             ServingError: See `AdmissionWaits.enter`.
         """
         if self._router.admission is not None:
-            self._pass = await self._router.admission.enter(self._legs.demand)
-            self._legs.on_prompt = self._pass.asked
-            self._side.let_in = self._pass
+            let_in = await self._router.admission.enter(self._legs.demand)
+            self._legs.on_prompt = let_in.asked
+            self._side.let_in = let_in
 
     def check_open(self) -> None:
         """Raise, before any work is done, if there will be no decode slot.
@@ -309,83 +296,16 @@ class Run:
             ServingError: There is none to be had.
         """
         taken = self._hand_over.take()
-        if taken is not None:
-            heir, its_place, accepted = taken
-            self._note_accepted(its_place, accepted)
-            return heir
-        now_s = asyncio.get_running_loop().time
-        waiter = self._new_waiter()
-        num_failures = 0
-        while True:
-            placement = await self._wait_for_place(waiter)
-            if placement is None:
-                return None
-            if self._pass is not None:
-                self._pass.placed()
-            answer = await self._ask_to_decode(placement)
-            if isinstance(answer, Leg):
-                if not self._standing.left:  # Whoever migrates has waited before.
-                    self._router.metrics.queue_time.observe(now_s() - waiter.due_s)
-                return answer
-            self._router.queue.refuse(waiter, placement)
-            if not _costs_nothing(self._router, answer, waiter):
-                num_failures += 1
-                if num_failures == self._router.config.max_attempts:
-                    raise _no_place(num_failures, answer)
-
-    async def _wait_for_place(self, waiter: Waiter) -> Placement | None:
-        """Wait for a slot; if the prompt comes before, pass it on. None: that was all."""
-        waits = self._router.waits
-        if not self._prompt.is_under_way:
-            return await waits.wait(waiter)
-        if self._router.moments is None:
-            await self._give_prompt(await self.prefill(None))
-            return None if self.is_over else await waits.wait(waiter)
-        place = waits.enter(waiter)
-        try:
-            if not place.done():
-                await self._compute_until(place, waiter)
-                if self.is_over:
-                    return None
-            return waits.take(waiter, await place)
-        finally:
-            waits.leave(waiter)
-
-    async def _compute_until(self, place: asyncio.Future[Placement], waiter: Waiter) -> None:
-        """Wait for the prompt until there is a slot; if it comes before, pass it on."""
-        computing = asyncio.create_task(self.prefill(None))
-        try:
-            both: set[asyncio.Future[Any]] = {place, computing}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if computing.done():
-                await self._give_prompt(computing.result())
-                self._router.waits.hurry(waiter)
-        finally:
-            # What prefill says from now on is for whoever waits for the slot's answer.
-            computing.cancel()
-            await asyncio.wait({computing})
-
-    async def _give_prompt(self, outputs: list[TokenOutput]) -> None:
-        """Pass on what prefill gave before there was a slot; nothing: the decode engine has to."""
-        self._side.is_refused = not outputs
-        await self.deliver(outputs)
-
-    def _new_waiter(self, *, has_stream: bool = False) -> Waiter:
-        """Its place in the slot queue, which it keeps."""
-        spared = self._side.look()
-        is_under_way = self._prompt.is_under_way
-        return self._standing.new_waiter(
-            self._legs.demand,
-            spared,
-            is_promised=self.has_tokens or is_under_way,
-            has_stream=has_stream,
-            is_due=not is_under_way or self._router.moments is None,
-        )
+        if taken is None:
+            return await self._search.slot(self)
+        heir, its_place, accepted = taken
+        self._search.has_slot(its_place, accepted)
+        return heir
 
     def _heir_waiter(self) -> Waiter:
-        """The same for whoever goes on with it while it still runs."""
+        """The place in the slot queue of whoever goes on with it while it still runs."""
         self._grow()
-        return self._new_waiter(has_stream=True)
+        return self._search.new_waiter(has_stream=True)
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
         """Have the prompt computed by the prefill pool; see `Prompt.tokens`."""
@@ -477,12 +397,10 @@ class Run:
         """Drop the decode engine, and the transfer that only it could fetch."""
         decode = self._legs.decode
         assert decode is not None, "only an engine that was asked can be left"
-        self._standing.left.add(decode.incarnation)
         kv = self._lending.kv
         if not self._hand_over.is_accepted:
             self._hand_over.stop()
-        self._side.is_refused = False
-        self._drop_decode(abort=True)
+        self._search.leave(decode)
         if not decode.has_tokens:
             self._router.metrics.retries.labels(f"decode_{reason}").inc()
             return
@@ -493,12 +411,6 @@ class Run:
         """Whoever goes on with it computes its output too."""
         demand = self._legs.demand
         self._legs.demand = demand.with_output(self._request, self.progress.longest)
-
-    def _drop_decode(self, *, abort: bool) -> None:
-        """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
-        self._legs.drop_decode(abort=abort)
-        self._prompt.drop()
-        self._side.over()
 
     def parts(self) -> Iterator[Part]:
         """What engines do for it now."""
@@ -513,54 +425,13 @@ class Run:
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
         self._prompt.stop()
         self._side.over()
-        now_s = asyncio.get_running_loop().time()
-        if self._router.moments is not None and self._slot_s is not None and self.is_over:
-            self._router.moments.saw_slot(now_s - self._slot_s, len(self.progress.longest))
-        if self._pass is not None:
+        if self.is_over:
+            self._search.over()
+        if self._side.let_in is not None:
             # What another engine went on with says nothing of how fast they are.
-            is_usual = self.is_over and not self._standing.left
-            self._pass.end(len(self.progress.tokens[0]) if is_usual else 0)
+            is_usual = self.is_over and not self._search.has_left
+            self._side.let_in.end(len(self.progress.tokens[0]) if is_usual else 0)
         self._router.prefixes.end(self._legs.demand)
-
-    async def _ask_to_decode(self, placement: Placement) -> Leg | Refused | Exception:
-        """Send the request to a decode engine, and wait for its answer: or why there is none.
-
-        A prompt that it leaves to others is asked for meanwhile.
-        """
-        mode = self._side.mode_at(placement)
-        if mode == "local":
-            self._prompt.stop()
-        elif not self.has_tokens and not self._prompt.is_under_way:
-            # First: the client waits for the prompt.
-            self._prompt.ask(placement.incarnation)
-        try:
-            message = AddRequest(self._request, mode, placement.dp_group)
-            leg = self._legs.ask_to_decode(placement, message)
-            self._side.asked(placement, mode)
-            answer = await self._legs.answer_of(leg)
-        except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
-            if not isinstance(error, EngineDeadError):  # the others took their time
-                self._prompt.passes_over_unheard()
-            # It may still live, and get on some time.
-            self._drop_decode(abort=True)
-            return error
-        if isinstance(answer, Refused):
-            # It may be the answer to a question before it was left, and this one be taken yet.
-            self._drop_decode(abort=True)
-            return answer
-        leg.answered()
-        self._note_accepted(placement, answer)
-        return leg
-
-    def _note_accepted(self, placement: Placement, answer: Accepted) -> None:
-        """A decode engine has given it a slot."""
-        dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
-        now_s = asyncio.get_running_loop().time()
-        self._slot_s = self._slot_s or now_s
-        self._router.prefixes.note_routed(
-            self._legs.demand, placement._replace(dp_group=dp_group), now_s
-        )
-        self._router.capacity_changed()
 
     def _heard(self) -> None:
         """The decode engine has given tokens; of one that goes on with a stream, the first."""
@@ -578,41 +449,15 @@ class Run:
             self._prompt.began()
             self._route.began(output.num_cached_tokens, asyncio.get_running_loop().time())
         self.progress.note(output)
-        if self._pass is not None:
-            self._pass.saw_token()
+        if self._side.let_in is not None:
+            self._side.let_in.saw_token()
         self.is_over = self.progress.is_finished
         return self.is_over
-
-
-def _costs_nothing(router: Router, answer: Refused | Exception, waiter: Waiter) -> bool:
-    """Whether an engine that does not take a request leaves it as many attempts as it had.
-
-    Raises:
-        ServingError: There is no use in another one.
-    """
-    if isinstance(answer, Refused):
-        router.metrics.refusals.labels(answer.reason).inc()
-        if answer.reason == "invalid":
-            raise BadRequestError(answer.message, param="prompt")
-        if answer.reason in _NO_ROOM:
-            router.queue.check_time(waiter, asyncio.get_running_loop().time())
-            return True
-    return isinstance(answer, DecodeLeftError)
 
 
 def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
     """What a stream ends with that broke off."""
     return ReplicaLostError(
         f"the decode replica was lost mid-request ({seam.why}), and nobody can go on: {error}",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:
-    """What a request ends with that so many decode engines did not take."""
-    kind = SaturatedError if isinstance(last, Refused) else ReplicaLostError
-    why = last.message if isinstance(last, Refused) else last
-    return kind(
-        f"{num_failures} placements were refused or lost; the last: {why}",
         retry_after_s=RETRY_AFTER_S,
     )

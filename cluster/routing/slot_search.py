@@ -1,0 +1,262 @@
+"""How one request comes by its decode slot: its wait, and what engines answer.
+
+Owner: the request's `Run`; of when it got its first slot. Its prompt may be under way meanwhile: if
+the first token comes before the slot does, the client has it before. An engine that refuses because
+somebody was faster costs no attempt: the request waits on, where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.errors import BadRequestError, ReplicaLostError, SaturatedError, ServingError
+from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg
+from cluster.routing.slot_queue import RETRY_AFTER_S
+from cluster.routing.standing import Standing
+from replicas.errors import EngineDeadError
+from replicas.messages import AddRequest, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.config.schema import RouterConfig
+    from cluster.routing.leg import Legs
+    from cluster.routing.metrics import RouterMetrics
+    from cluster.routing.placement import Placement
+    from cluster.routing.pools import PoolState
+    from cluster.routing.prefixes import Prefixes
+    from cluster.routing.progress import Progress
+    from cluster.routing.prompt import Prompt
+    from cluster.routing.prompt_side import PromptSide
+    from cluster.routing.slot_moments import SlotMoments
+    from cluster.routing.slot_queue import SlotQueue, Waiter
+    from cluster.routing.slot_waits import SlotWaits
+    from replicas.messages import Accepted, TokenOutput
+
+_NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full", "draining"})
+"""Refusals that mean that somebody else was faster.
+
+A replica that drains says so once: nobody asks it again.
+"""
+
+
+class Means(Protocol):
+    """What a search needs of the router that places its request."""
+
+    config: RouterConfig
+    metrics: RouterMetrics
+    moments: SlotMoments | None
+    prefixes: Prefixes
+    queue: SlotQueue
+    waits: SlotWaits
+
+    def capacity_changed(self) -> None:
+        """See `Router.capacity_changed`."""
+
+
+class Story(Protocol):
+    """The words of a request's story that are told before there is a slot."""
+
+    is_over: bool
+
+    async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
+        """See `Run.prefill`."""
+
+    async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """See `Run.deliver`."""
+
+
+class SlotSearch:
+    """See the module docstring.
+
+    Args:
+        means: What this ingress places requests with.
+        pools: Where the engines are.
+        legs: Its engines, and its demand.
+        prompt: Is asked for together with the slot, at the latest.
+        side: Who computes it.
+        progress: What its client has.
+    """
+
+    def __init__(
+        self,
+        means: Means,
+        pools: PoolState,
+        legs: Legs,
+        prompt: Prompt,
+        side: PromptSide,
+        progress: Progress,
+    ) -> None:
+        self._means = means
+        self._legs = legs
+        self._prompt = prompt
+        self._side = side
+        self._progress = progress
+        self._standing = Standing(means.queue, pools)
+        self._slot_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"SlotSearch({self._legs.demand.request_id}, left={self._standing.left})"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether an engine that it had was lost or left."""
+        return bool(self._standing.left)
+
+    def new_waiter(self, *, has_stream: bool = False) -> Waiter:
+        """Its place in the slot queue, which it keeps."""
+        spared = self._side.look()
+        is_under_way = self._prompt.is_under_way
+        return self._standing.new_waiter(
+            self._legs.demand,
+            spared,
+            is_promised=self._progress.has_tokens or is_under_way,
+            has_stream=has_stream,
+            is_due=not is_under_way or self._means.moments is None,
+        )
+
+    async def slot(self, story: Story) -> Leg | None:
+        """Get a slot, and ask for the prompt: see `Run.reserve`."""
+        now_s = asyncio.get_running_loop().time
+        waiter = self.new_waiter()
+        num_failures = 0
+        while True:
+            placement = await self._wait_for_place(waiter, story)
+            if placement is None:
+                return None
+            if self._side.let_in is not None:
+                self._side.let_in.placed()
+            answer = await self._ask(placement)
+            if isinstance(answer, Leg):
+                if not self.has_left:  # Whoever migrates has waited before.
+                    self._means.metrics.queue_time.observe(now_s() - waiter.due_s)
+                return answer
+            self._means.queue.refuse(waiter, placement)
+            if not _costs_nothing(self._means, answer, waiter):
+                num_failures += 1
+                if num_failures == self._means.config.max_attempts:
+                    raise _no_place(num_failures, answer)
+
+    def has_slot(self, placement: Placement, answer: Accepted) -> None:
+        """A decode engine has given it one."""
+        dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
+        now_s = asyncio.get_running_loop().time()
+        self._slot_s = self._slot_s or now_s
+        self._means.prefixes.note_routed(
+            self._legs.demand, placement._replace(dp_group=dp_group), now_s
+        )
+        self._means.capacity_changed()
+
+    def leave(self, decode: Leg) -> None:
+        """Let go of an engine that was lost or is left: the last resort of the next search."""
+        self._standing.left.add(decode.incarnation)
+        self._side.is_refused = False
+        self._drop_decode()
+
+    def over(self) -> None:
+        """The request has ended as it should: learn how long slots are held."""
+        if self._means.moments is not None and self._slot_s is not None:
+            held_s = asyncio.get_running_loop().time() - self._slot_s
+            self._means.moments.saw_slot(held_s, len(self._progress.longest))
+
+    async def _wait_for_place(self, waiter: Waiter, story: Story) -> Placement | None:
+        """Wait for a slot; if the prompt comes before, pass it on. None: that was all."""
+        waits = self._means.waits
+        if not self._prompt.is_under_way:
+            return await waits.wait(waiter)
+        if self._means.moments is None:
+            await self._give_prompt(await story.prefill(None), story)
+            return None if story.is_over else await waits.wait(waiter)
+        place = waits.enter(waiter)
+        try:
+            if not place.done():
+                await self._compute_until(place, waiter, story)
+                if story.is_over:
+                    return None
+            return waits.take(waiter, await place)
+        finally:
+            waits.leave(waiter)
+
+    async def _compute_until(
+        self, place: asyncio.Future[Placement], waiter: Waiter, story: Story
+    ) -> None:
+        """Wait for the prompt until there is a slot; if it comes before, pass it on."""
+        computing = asyncio.ensure_future(story.prefill(None))
+        try:
+            both: set[asyncio.Future[Any]] = {place, computing}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                await self._give_prompt(computing.result(), story)
+                self._means.waits.hurry(waiter)
+        finally:
+            # What prefill says from now on is for whoever waits for the slot's answer.
+            computing.cancel()
+            await asyncio.wait({computing})
+
+    async def _give_prompt(self, outputs: list[TokenOutput], story: Story) -> None:
+        """Pass on what prefill gave before there was a slot; nothing: the decode engine has to."""
+        self._side.is_refused = not outputs
+        await story.deliver(outputs)
+
+    async def _ask(self, placement: Placement) -> Leg | Refused | Exception:
+        """Send the request to a decode engine, and wait for its answer: or why there is none.
+
+        A prompt that it leaves to others is asked for meanwhile.
+        """
+        mode = self._side.mode_at(placement)
+        if mode == "local":
+            self._prompt.stop()
+        elif not self._progress.has_tokens and not self._prompt.is_under_way:
+            # First: the client waits for the prompt.
+            self._prompt.ask(placement.incarnation)
+        try:
+            message = AddRequest(self._prompt.request, mode, placement.dp_group)
+            leg = self._legs.ask_to_decode(placement, message)
+            self._side.asked(placement, mode)
+            answer = await self._legs.answer_of(leg)
+        except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
+            if not isinstance(error, EngineDeadError):  # the others took their time
+                self._prompt.passes_over_unheard()
+            # It may still live, and get on some time.
+            self._drop_decode()
+            return error
+        if isinstance(answer, Refused):
+            # It may be the answer to a question before it was left, and this one be taken yet.
+            self._drop_decode()
+            return answer
+        leg.answered()
+        self.has_slot(placement, answer)
+        return leg
+
+    def _drop_decode(self) -> None:
+        """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
+        self._legs.drop_decode(abort=True)
+        self._prompt.drop()
+        self._side.over()
+
+
+def _costs_nothing(means: Means, answer: Refused | Exception, waiter: Waiter) -> bool:
+    """Whether an engine that does not take a request leaves it as many attempts as it had.
+
+    Raises:
+        ServingError: There is no use in another one.
+    """
+    if isinstance(answer, Refused):
+        means.metrics.refusals.labels(answer.reason).inc()
+        if answer.reason == "invalid":
+            raise BadRequestError(answer.message, param="prompt")
+        if answer.reason in _NO_ROOM:
+            means.queue.check_time(waiter, asyncio.get_running_loop().time())
+            return True
+    return isinstance(answer, DecodeLeftError)
+
+
+def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:
+    """What a request ends with that so many decode engines did not take."""
+    kind = SaturatedError if isinstance(last, Refused) else ReplicaLostError
+    why = last.message if isinstance(last, Refused) else last
+    return kind(
+        f"{num_failures} placements were refused or lost; the last: {why}",
+        retry_after_s=RETRY_AFTER_S,
+    )
