@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.routing.cost import FIRST_TOKEN_S, OUTPUT_WEIGHT, PROMPT_HARM_S, Scene
-from cluster.routing.linear import Linear, num_missed_pairs
-from cluster.routing.views import Column
+from cluster.routing.linear import Linear
+from cluster.routing.views import Column, num_missed_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -108,10 +108,12 @@ class Scene:
     def product(self, level: Linear) -> Product:
         """A linear level, and what all places are weighed by."""
         demand, views = self.demand, self.views
+        if level.asks_for_prompts:
+            views.add_prompt(demand.num_prompt_tokens, self.missed_tokens)
         if level.asks_what_is_added:
             views.add(demand.num_choices, demand.num_first_tokens)
         times = 1.0, views.mean_rows, float(self.num_output_tokens)
-        return Product(level, times, demand.num_prompt_tokens, self.missed_tokens, views.rates)
+        return Product(level, times, views.rates)
 
     @property
     def missed_if_asked(self) -> Numbers | float | None:
@@ -312,20 +314,19 @@ def _away(scene: Scene) -> Numbers | float:
     return 1.0 - affinities(scene.demand.session, scene.views.keys)
 
 
-_PROMPT = (Rate.PROMPT_S, Rate.PROMPT_TOKEN_S, Rate.PROMPT_PAIR_S)
-_ROWS_PROMPT = (Rate.ROWS_PROMPT_S, Rate.ROWS_PROMPT_TOKEN_S, Rate.ROWS_PROMPT_PAIR_S)
 _ADDED = (Rate.ADDED_ROWS_S, Rate.ADDED_CONTEXT_S, Rate.ADDED_LENGTH_S)
 
-FIRST_TOKEN_S = Sum("first_token_s", Times.ONCE, (Rate.QUEUE_S, *_PROMPT))
-"""Seconds to its first token there: of the prompts before it, and of its own."""
-_TRANSFER_S = Sum("transfer_s", Times.ONCE, (Rate.TRANSFER_TOKEN_S,))
+FIRST_TOKEN_S = Sum("first_token_s", Times.ONCE, (Rate.QUEUE_S, Rate.ADDED_PROMPT_S))
+"""Seconds to its first token there: of the prompts before it, and those that its own adds."""
+_TRANSFER_S = Sum("transfer_s", Times.ONCE, (Rate.TRANSFER_S,))
 """Seconds of the KV that has to come there from a prefill engine."""
-PROMPT_HARM_S = Sum("prompt_harm_s", Times.ONCE, _ROWS_PROMPT)
+PROMPT_HARM_S = Sum("prompt_harm_s", Times.ONCE, (Rate.ROWS_ADDED_PROMPT_S,))
 """Seconds for which its prompt keeps the sequences there from decoding, all together."""
-_WORK_S = Sum("work_s", Times.MEAN_ROWS, _PROMPT)
+_WORK_S = Sum("work_s", Times.MEAN_ROWS, (Rate.WHOLE_PROMPT_S,))
 """Seconds that its prompt takes from those who will come, who are as many as are there now.
 
-They find the engine before whom it is: it is everybody's time, wherever it is spent.
+They find the engine before whom it is: it is everybody's time, wherever it is spent. All of it,
+also where it is computed beside others: one of them could have had that place.
 """
 _OUTPUT_S = Sum("output_s", Times.OUTPUT_TOKENS, (Rate.STEP_S, *_ADDED))
 """Seconds of its output there, and those that this adds to the sequences there, together."""

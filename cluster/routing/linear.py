@@ -7,7 +7,7 @@ added up for each `Rate` first. What a term alone says is worked out for a few p
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Numbers = npt.NDArray[np.float64]
-
-_Number = TypeVar("_Number", "Numbers", float, "Numbers | float")
 
 
 class Times(IntEnum):
@@ -35,8 +33,7 @@ class Sum(NamedTuple):
     Attributes:
         name: What it is called.
         times: How often all of its rates count.
-        rates: What a place takes; of each token of the prompt that is missing there, or each pair
-            of tokens, where the rate is one of these.
+        rates: What a place takes.
     """
 
     name: str
@@ -44,9 +41,8 @@ class Sum(NamedTuple):
     rates: tuple[Rate, ...]
 
 
-_PER_TOKEN = frozenset({Rate.PROMPT_TOKEN_S, Rate.TRANSFER_TOKEN_S, Rate.ROWS_PROMPT_TOKEN_S})
-_PER_PAIR = frozenset({Rate.PROMPT_PAIR_S, Rate.ROWS_PROMPT_PAIR_S})
-_ADDED = frozenset({Rate.ADDED_ROWS_S, Rate.ADDED_CONTEXT_S, Rate.ADDED_LENGTH_S})
+_OF_PROMPT = frozenset(range(Rate.WHOLE_PROMPT_S, Rate.ADDED_ROWS_S))
+_ADDED = frozenset(range(Rate.ADDED_ROWS_S, len(Rate)))
 
 
 class Linear:
@@ -57,20 +53,20 @@ class Linear:
 
     Attributes:
         terms: As given.
-        asks_what_is_added: Whether they look at what a request adds to steps.
-        weights: Of all terms together, [times, (of the whole prompt, of its missing tokens, of
-            their pairs) by rates].
+        asks_for_prompts: Whether they look at what a prompt takes.
+        asks_what_is_added: Whether they look at what a request adds to steps of decodes.
+        weights: Of all terms together, [times, rates].
     """
 
     def __init__(self, *terms: tuple[float, Sum]) -> None:
         self.terms = terms
-        self.asks_what_is_added = any(not _ADDED.isdisjoint(term.rates) for _, term in terms)
-        weights = np.zeros((len(Times), 3, len(Rate)))
+        rates = frozenset(rate for _, term in terms for rate in term.rates)
+        self.asks_for_prompts = not _OF_PROMPT.isdisjoint(rates)
+        self.asks_what_is_added = not _ADDED.isdisjoint(rates)
+        self.weights = np.zeros((len(Times), len(Rate)))
         for weight, term in terms:
             for rate in term.rates:
-                of = 1 if rate in _PER_TOKEN else 2 if rate in _PER_PAIR else 0
-                weights[term.times, of, rate] += weight
-        self.weights = weights.reshape(len(Times), -1)
+                self.weights[term.times, rate] += weight
 
     def __repr__(self) -> str:
         return f"Linear{self.terms}"
@@ -82,36 +78,23 @@ class Product(NamedTuple):
     Attributes:
         level: It.
         times: Of each `Times` how often.
-        num_prompt_tokens: Of the request.
-        missed: Prompt tokens that each place has to compute; one number where that is the same.
         rates: Of each `Rate` what the places have, [rates, places].
     """
 
     level: Linear
     times: tuple[float, float, float]
-    num_prompt_tokens: int
-    missed: Numbers | float
     rates: Numbers
 
     def total(self) -> Numbers:
         """What the terms say together of each place."""
-        # [of the whole prompt, of its missing tokens, of their pairs; rates]
-        weights: Numbers = np.dot(self.times, self.level.weights).reshape(3, len(Rate))
-        length, missed = self.num_prompt_tokens, self.missed
+        weights = np.dot(self.times, self.level.weights)
         # No product of BLAS over places: it would wake threads, and equal ones not stay equal.
-        if isinstance(missed, float):
-            per = np.array((1.0, missed, num_missed_pairs(length, missed)))
-            same: Numbers = np.einsum("r,rp->p", per.dot(weights), self.rates)
-            return same
-        seconds, token_s, pair_s = np.einsum("mr,rp->mp", weights, self.rates)
-        total: Numbers = seconds + token_s * missed + pair_s * num_missed_pairs(length, missed)
+        total: Numbers = np.einsum("r,rp->p", weights, self.rates)
         return total
 
     def at(self, places: npt.NDArray[np.int64]) -> Product:
         """See `choice.Weighed`."""
-        missed = self.missed if isinstance(self.missed, float) else self.missed[places]
-        rates = self.rates.take(places, axis=1)
-        return Product(self.level, self.times, self.num_prompt_tokens, missed, rates)
+        return self._replace(rates=self.rates.take(places, axis=1))
 
     def parts(self, rank: int) -> dict[str, float]:
         """See `choice.Weighed`."""
@@ -119,8 +102,3 @@ class Product(NamedTuple):
             term.name: float(self._replace(level=Linear((weight, term))).total()[rank])
             for weight, term in self.level.terms
         }
-
-
-def num_missed_pairs(length: int, missed: _Number) -> _Number:
-    """Each missing token attends to those before it, cached ones too, and half of the others."""
-    return (length - 0.5 * missed) * missed

@@ -34,6 +34,7 @@ class Load(NamedTuple):
         max_context_tokens: The longest context of any group.
         spare_rows: Rows that each group has less than the one that has most.
         spare_context_tokens: KV tokens likewise.
+        spare_prompt_s: Seconds of prompts that no step can have begun yet, likewise.
     """
 
     queue_s: float
@@ -42,6 +43,7 @@ class Load(NamedTuple):
     max_context_tokens: int
     spare_rows: list[int]
     spare_context_tokens: list[int]
+    spare_prompt_s: list[float]
 
 
 def told_by(groups: Iterable[GroupSnapshot]) -> Columns:
@@ -73,6 +75,8 @@ def engine_load(
     longest = max(told["max_context_tokens"])
     counts, lengths = list(told["num_prompts"]), list(told["num_prompt_tokens"])
     pairs = list(told["num_prompt_pairs"])
+    # A snapshot comes before the step that begins what it tells of.
+    waiting_s = [0.0] * len(rows)
     for dp_group, demand in sent:
         if dp_group >= 0:
             length = demand.num_prompt_tokens
@@ -83,7 +87,8 @@ def engine_load(
                 counts[dp_group] += 1
                 lengths[dp_group] += length
                 pairs[dp_group] += num_pairs(0, length)
-    most_rows, most_tokens = max(rows), max(tokens)
+                waiting_s[dp_group] += costs.prompts_s(1, length, num_pairs(0, length))
+    most_rows, most_tokens, most_s = max(rows), max(tokens), max(waiting_s)
     return Load(
         _queue_s((counts, lengths, pairs), costs, max_step_tokens) if any(counts) else 0.0,
         costs.decode_step_s(most_rows, most_tokens, longest),
@@ -91,6 +96,7 @@ def engine_load(
         longest,
         [most_rows - num_rows for num_rows in rows],
         [most_tokens - num_tokens for num_tokens in tokens],
+        [most_s - seconds for seconds in waiting_s],
     )
 
 

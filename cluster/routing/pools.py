@@ -535,6 +535,7 @@ def _groups(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Plac
         *_room(description.kv_groups, free_blocks, 1),
         *load.rows,
         *waiting,
+        *load.spare_prompt_s,
         *load.spare_rows,
         *load.spare_context_tokens,
     ]
@@ -568,6 +569,7 @@ def _whole(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Place
         *_room(description.kv_groups, free_blocks, len(groups)),
         sum(group.num_running for group in groups) + num_waiting,
         num_waiting,
+        0.0,  # Beside which prompts it will be computed is the engine's to say.
         max(load.spare_rows),
         max(load.spare_context_tokens),
     ]

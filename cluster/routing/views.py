@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from enum import IntEnum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from cluster.routing.demand import Demand
 
 
+_Number = TypeVar("_Number", "npt.NDArray[np.float64]", float, "npt.NDArray[np.float64] | float")
+
+
+def num_missed_pairs(length: int, missed: _Number) -> _Number:
+    """Each missing token attends to those before it, cached ones too, and half of the others."""
+    return (length - 0.5 * missed) * missed
+
+
 class Column(IntEnum):
     """What places are weighed by; `GroupView` says what each is, in the same order."""
 
@@ -33,6 +41,7 @@ class Column(IntEnum):
     HELD_TOKENS = auto()
     ACTIVE = auto()
     WAITING = auto()
+    SPARE_PROMPT_S = auto()
     SPARE_ROWS = auto()
     SPARE_CONTEXT_TOKENS = auto()
     # Of its engine, the same in all of that engine's places.
@@ -56,20 +65,18 @@ class Column(IntEnum):
 class Rate(IntEnum):
     """Seconds that a place takes for something of a request: what costs are sums of.
 
-    The first are columns as well. All but the last follow from columns of the engine, and are
-    worked out when these are written.
+    The first are columns as well; the others are worked out for a request.
     """
 
-    PROMPT_S = 0
-    PROMPT_TOKEN_S = auto()
-    PROMPT_PAIR_S = auto()
-    TRANSFER_TOKEN_S = auto()
-    QUEUE_S = auto()
+    QUEUE_S = 0
     STEP_S = auto()
-    # Of a prompt, for all sequences of the engine together, which stand still meanwhile.
-    ROWS_PROMPT_S = auto()
-    ROWS_PROMPT_TOKEN_S = auto()
-    ROWS_PROMPT_PAIR_S = auto()
+    # Of the whole prompt; of the KV that comes from elsewhere; by which the prompt makes the step
+    # longer that it will be in; for all sequences of the engine together, which stand still
+    # meanwhile: see `Views.add_prompt`.
+    WHOLE_PROMPT_S = auto()
+    TRANSFER_S = auto()
+    ADDED_PROMPT_S = auto()
+    ROWS_ADDED_PROMPT_S = auto()
     # By which each step becomes longer, for all of them and the new one together: see `Views.add`.
     ADDED_ROWS_S = auto()
     ADDED_CONTEXT_S = auto()
@@ -81,15 +88,18 @@ NUM_OF_PLACE = int(Column.MAX_CONTEXT_TOKENS)
 _SPARES = slice(Column.SPARE_ROWS, Column.MAX_CONTEXT_TOKENS + 1)
 """What a request may have of rows, KV tokens and length before steps become longer."""
 _COLUMNS = slice(len(Column))
-_RATES = slice(Column.PROMPT_S, Column.PROMPT_S + len(Rate))
+_PROMPTS = slice(Column.PROMPT_S, Column.QUEUE_S)
+"""What a prompt takes, and the KV of one."""
+_RATES = slice(Column.QUEUE_S, Column.QUEUE_S + len(Rate))
+_OF_PROMPT = slice(Rate.WHOLE_PROMPT_S, Rate.ADDED_ROWS_S)
 ADDED = slice(Rate.ADDED_ROWS_S, len(Rate))
 """Rates that `Views.add` works out."""
+_NUM_ADDED = len(Rate) - Rate.WHOLE_PROMPT_S
 _GROWTHS = slice(_RATES.stop, _RATES.stop + 3)
 """What more than the spares costs all sequences of the engine and the new one together."""
 # Of what all places of an engine have.
 _ROWS = Column.ROWS - NUM_OF_PLACE
 _OF_STEPS = slice(Column.ROW_S - NUM_OF_PLACE, Column.PROMPT_S - NUM_OF_PLACE)
-_OF_PROMPTS = slice(Column.PROMPT_S - NUM_OF_PLACE, Column.TRANSFER_TOKEN_S - NUM_OF_PLACE)
 _LEAST = np.array(0.0)
 """Beside a few hundred numbers numpy takes an array of one in half the time of a Python number."""
 
@@ -124,10 +134,9 @@ class Places(NamedTuple):
     ) -> Places:
         """Of its columns as plain numbers, column by column."""
         num_rows = of_engine[_ROWS]
-        standing = [num_rows * seconds for seconds in of_engine[_OF_PROMPTS]]
         growths = [(num_rows + 1.0) * seconds for seconds in of_engine[_OF_STEPS]]
-        added = 0.0, 0.0, 0.0  # before anybody asks
-        table = array("d", (*of_places, *of_engine, *standing, *added, *growths))
+        added = [0.0] * _NUM_ADDED  # before anybody asks
+        table = array("d", (*of_places, *of_engine, *added, *growths))
         values, num_of_places = np.frombuffer(table), len(of_places)
         return cls(
             told,
@@ -158,6 +167,7 @@ class Views:
         self._table = np.zeros((_GROWTHS.stop, len(self.placements)))
         self._columns: list[npt.NDArray[np.float64]] = list(self._table)
         self.rates: npt.NDArray[np.float64] = self._table[_RATES]
+        self._prompts, self._of_prompt = self._table[_PROMPTS], self.rates[_OF_PROMPT]
         self._spares, self._added = self._table[_SPARES], self.rates[ADDED]
         self._growths = self._table[_GROWTHS]
         self._sum_rows = 0.0
@@ -214,6 +224,22 @@ class Views:
     def column(self, column: Column) -> npt.NDArray[np.float64]:
         """What all places have of one thing; not to be changed."""
         return self._columns[column]
+
+    def add_prompt(self, num_tokens: int, missed: npt.NDArray[np.float64] | float) -> None:
+        """Work out the rates of a prompt that has so many tokens, and misses so many in each place.
+
+        DP groups compute prompts side by side: a step becomes longer by what one has more than the
+        spare of its group.
+        """
+        prompt_s, token_s, pair_s, transfer_token_s = self._prompts
+        whole, transfer, added, standing = self._of_prompt
+        np.multiply(token_s, missed, out=whole)
+        whole += pair_s * num_missed_pairs(num_tokens, missed)
+        whole += prompt_s
+        np.multiply(transfer_token_s, missed, out=transfer)
+        np.subtract(whole, self._columns[Column.SPARE_PROMPT_S], out=added)
+        np.maximum(added, _LEAST, out=added)
+        np.multiply(added, self._columns[Column.ROWS], out=standing)
 
     def add(self, num_rows: int, num_tokens: int) -> None:
         """Work out the `ADDED` rates for a request of so many sequences of so many tokens each."""

@@ -54,7 +54,10 @@ def test_a_request_finds_the_whole_engine_and_what_its_group_has_to_spare(groups
     prompts_s = [
         g.num_prompts + 0.5 * g.num_prompt_tokens + 0.25 * g.num_prompt_pairs for g in groups
     ]
-    prompts_s[0] += computes * sum(1.0 + 0.5 * n + 0.25 * (n * n // 2) for n in here)
+    # What was said may have begun by now, what was sent since has not.
+    sent_s = computes * sum(1.0 + 0.5 * n + 0.25 * (n * n // 2) for n in here)
+    prompts_s[0] += sent_s
+    assert load.spare_prompt_s == pytest.approx([0.0, *[sent_s] * (len(groups) - 1)])
     if any(g.num_prompts for g in groups) or (computes and here):
         most_s = max(prompts_s)  # A step has room for the prompts of all groups.
         assert load.queue_s == pytest.approx(most_s)

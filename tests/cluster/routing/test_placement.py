@@ -27,11 +27,12 @@ def needs(num_blocks):
 
 
 class Load(NamedTuple):
-    """What a request finds at a place; `spare_rows` and `spare_context_tokens` are of its group."""
+    """What a request finds at a place; what it has to spare is of its group."""
 
     queue_s: float = 0.0
     step_s: float = 0.0
     num_rows: int = 0
+    spare_prompt_s: float = 0.0
     spare_rows: int = 0
     spare_context_tokens: int = 0
     max_context_tokens: int = 0
@@ -42,7 +43,8 @@ class Load(NamedTuple):
 def a_view(placement, index, blocks, slots, room, active, waiting, queued, load):
     return GroupView(
         *placement, *TOLD[:-1], index, blocks, slots, *room, active, waiting,
-        load.spare_rows, load.spare_context_tokens, load.max_context_tokens, load.num_rows, queued,
+        load.spare_prompt_s, load.spare_rows, load.spare_context_tokens, load.max_context_tokens,
+        load.num_rows, queued,
         *load.costs[4:], *load.costs[1:], load.transfer_token_s, load.queue_s, load.step_s,
     )  # fmt: skip
 
@@ -269,7 +271,7 @@ def loaded_views(draw):
     keys = draw(st.lists(st.tuples(INCARNATIONS, st.integers(0, 2)), unique=True, max_size=9))
     count, cost = st.integers(0, 200), st.sampled_from([0.0, 0.25, 0.5, 2.0])
     costs = st.builds(StepCosts, *[cost] * 7)
-    load = st.builds(Load, cost, cost, *[count] * 4, costs, cost)
+    load = st.builds(Load, cost, cost, count, cost, *[count] * 3, costs, cost)
     return [
         group_view(
             *key, draw(COUNTS), draw(st.integers(0, 8)), draw(count), i,
@@ -331,8 +333,9 @@ def added_seconds(demand, view, cached, crowd):
         + view.longest_token_s * max(length + 1 - view.max_context_tokens, 0)
     )
     output_s = demand.expected_output_tokens * (view.next_step_s + longer_s)
-    harm_s = view.num_rows * (prompt_s + demand.expected_output_tokens * longer_s)
-    first_token_s = view.queue_s + prompt_s + missing * view.transfer_token_s
+    more_s = max(prompt_s - view.spare_prompt_s, 0.0)
+    harm_s = view.num_rows * (more_s + demand.expected_output_tokens * longer_s)
+    first_token_s = view.queue_s + more_s + missing * view.transfer_token_s
     return first_token_s + 0.1 * (output_s + harm_s) + 0.3 * crowd * prompt_s
 
 
@@ -416,7 +419,7 @@ COSTS = StepCosts(0.04, 0.0, 1e-6, 0.0, 0.02, 2e-4, 0.0)
 
 
 def loaded(queue_s=0.0, num_rows=0, spare=0, step_s=0.04):
-    return Load(queue_s, step_s, num_rows, 0, spare, 0, COSTS)
+    return Load(queue_s, step_s, num_rows, 0.0, 0, spare, 0, COSTS)
 
 
 def test_a_request_goes_to_the_lane_that_makes_no_step_longer():
@@ -429,6 +432,19 @@ def test_a_request_goes_to_the_lane_that_makes_no_step_longer():
     demand = Demand("r", [7] * 7, expected_output_tokens=100)
     assert place(make_policies("least_delay").decode, demand, views) == Placement("e", 1)
     assert place(most_empty_slots(), demand, views) == Placement("e", 0)
+
+
+def test_a_prompt_goes_beside_one_that_waits_and_not_behind_it():
+    """Lanes compute prompts side by side: it makes the step that comes no longer."""
+    behind, beside = loaded(queue_s=0.5, num_rows=9), loaded(queue_s=0.5, num_rows=9)
+    beside = beside._replace(spare_prompt_s=0.5)
+    views = [
+        group_view("busy", 0, 30, 8, 4, 0, load=behind),
+        group_view("busy", 1, 30, 8, 5, 1, load=beside),
+        group_view("far", 0, 30, 8, 5, 2, load=loaded(queue_s=0.5, num_rows=9)),
+    ]
+    demand = Demand("r", [7] * 7, expected_output_tokens=100)
+    assert place(make_policies("least_delay").decode, demand, views) == Placement("busy", 1)
 
 
 def test_slots_are_not_work():
@@ -521,7 +537,7 @@ def test_every_choice_takes_a_slot():
 def test_the_default_alone_looks_at_steps(name):
     """Nobody else places otherwise where prompts, queues and steps cost something."""
     costs = StepCosts(*[0.5] * 7)
-    slow, fast = (Load(s, s, 3, 0, 0, 0, costs) for s in (9.0, 1.0))
+    slow, fast = (Load(s, s, 3, 0.0, 0, 0, 0, costs) for s in (9.0, 1.0))
 
     def chosen(*loads):
         policy = make_policies(name).decode

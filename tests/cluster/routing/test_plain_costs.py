@@ -19,7 +19,7 @@ from cluster.routing.views import Column, Places, Views
 
 COUNTS = st.integers(0, 3)
 SECONDS = st.sampled_from([0.0, 0.1, 0.3]) | st.floats(0.0, 1.0)
-OF_PLACE = [*[COUNTS] * 2, *[COUNTS] * 3, st.integers(0, 4), st.integers(0, 40)]
+OF_PLACE = [*[COUNTS] * 2, *[COUNTS] * 3, SECONDS, st.integers(0, 4), st.integers(0, 40)]
 OF_ENGINE = [
     st.integers(0, 40), st.integers(0, 40), COUNTS, *[SECONDS] * 3, *[SECONDS] * 3, *[SECONDS] * 3,
     SECONDS, SECONDS, SECONDS,
@@ -49,7 +49,8 @@ def engines(draw, num_groups):
         columns[Column.FREE_TOKENS] = [20 * n for n in columns[Column.FREE_TOKENS]]
         for column in (Column.EMPTY_SLOTS, Column.FREE_TOKENS) if has_room else ():
             columns[column] = [99] * len(columns[column])
-        for column in (Column.SPARE_ROWS, Column.SPARE_CONTEXT_TOKENS) if is_even else ():
+        spares = Column.SPARE_PROMPT_S, Column.SPARE_ROWS, Column.SPARE_CONTEXT_TOKENS
+        for column in spares if is_even else ():
             columns[column] = [0] * len(columns[column])
         written.append((columns, draw(st.sampled_from(of_engines))))
     views, first = Views(placements), 0
@@ -71,7 +72,8 @@ def plain_parts(view, demand, missed, mean_rows, side):
     length, rows = demand.num_prompt_tokens, demand.num_choices
     pairs = (length - 0.5 * missed) * missed
     prompt_s = view.prompt_s + missed * view.prompt_token_s + pairs * view.prompt_pair_s
-    first_token_s, harm_s = view.queue_s + prompt_s, view.num_rows * prompt_s
+    more_s = max(prompt_s - view.spare_prompt_s, 0.0)
+    first_token_s, harm_s = view.queue_s + more_s, view.num_rows * more_s
     if side == "prefill":
         return {
             "first_token_s": first_token_s,
@@ -178,7 +180,7 @@ def test_thousands_of_placements_are_those_of_the_formula_while_views_change():
 
 def drawn(dice, num_places):
     """What an engine has that is somewhere between idle and full."""
-    ranges = [(0, 32), (0, 40_000), (0, 40_000), (0, 32), (0, 9), (0, 32), (0, 40_000)]
+    ranges = [(0, 32), (0, 40_000), (0, 40_000), (0, 32), (0, 9), (0, 2), (0, 32), (0, 40_000)]
     of_places = [dice.randrange(*ends) for ends in ranges for _ in range(num_places)]
     of_engine = [
         dice.randrange(9000), dice.randrange(200), dice.randrange(9000),
