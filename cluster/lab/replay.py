@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from cluster.routing.route_log import LoggedChoice
 
 
+_COLUMNS = frozenset(column.name.lower() for column in Column)
+
+
 class Again(NamedTuple):
     """One placement, chosen again.
 
@@ -79,7 +82,10 @@ def read(paths: Iterable[Path]) -> tuple[list[LoggedRoute], int]:
 
 def _read_line(decoder: msgspec.json.Decoder[LoggedRoute], line: bytes) -> LoggedRoute | None:
     with contextlib.suppress(msgspec.DecodeError):
-        return decoder.decode(line)
+        route = decoder.decode(line)
+        # An older version may have looked at less.
+        if all(choice.columns.keys() >= _COLUMNS for choice in route.choices):
+            return route
     return None
 
 

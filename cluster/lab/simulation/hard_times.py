@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from cluster.lab.simulation.scenario import drawn_scenario
+from cluster.lab.simulation.drawn import drawn_scenario
 from replicas.faults import Fault
 from replicas.launch import HAND_OVER_SHARE
 

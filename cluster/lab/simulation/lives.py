@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from replicas.config import Role
+    from replicas.faults import ReplicaFaults
 
 KEYS = KeyRing((b"one secret for all that is virtual",))
 """What every ticket of a simulated cluster is sealed with."""
@@ -225,29 +226,11 @@ class Lives:
         """Bring up an engine in a place; it is ready at once."""
         if place.given_back_s is not None:
             return
-        spec, options = place.spec, self._options
-        faults = options.faults.for_target(place.name)
-        run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
-        config = msgspec.structs.replace(spec.engine, keys=KEYS, role=spec.role)
-        host = VirtualHost(
-            name=place.name,
-            role=spec.role,
-            incarnation=f"{place.name.replace('/', '-')}.{next(self._incarnations)}",
-            config=config,
-            device=VirtualDevice(
-                timing=spec.timing,
-                facts=spec.facts,
-                faults=faults,
-                models_kv=options.models_kv,
-                run_ahead=run_ahead,
-                transfer=spec.transfer,
-                seed=options.seed,
-            ),
-            faults=faults,
-            network=self._network,
-        )
+        faults = self._options.faults.for_target(place.name)
+        host = _new_host(place, next(self._incarnations), faults, self._options, self._network)
+        end = functools.partial(self._end, place)
         place.host = host
-        place.parent = VirtualParent(host, self._network, spec, functools.partial(self._end, place))
+        place.parent = VirtualParent(host, self._network, place.spec, end)
         for window in (*faults.freezes(), *faults.hangs()):
             if window.holds(self._loop.time()):
                 place.parent.watch(window.end_s)
@@ -375,6 +358,35 @@ class Lives:
         if host.is_frozen:
             # The heartbeats of its KV connections have stopped as well.
             self._network.break_kv_connections(host)
+
+
+def _new_host(
+    place: _Place,
+    number: int,
+    faults: ReplicaFaults,
+    options: SimulationOptions,
+    network: Network,
+) -> VirtualHost:
+    """Who is to fill a place: the start of that number."""
+    spec = place.spec
+    run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
+    return VirtualHost(
+        name=place.name,
+        role=spec.role,
+        incarnation=f"{place.name.replace('/', '-')}.{number}",
+        config=msgspec.structs.replace(spec.engine, keys=KEYS, role=spec.role),
+        device=VirtualDevice(
+            timing=spec.timing,
+            facts=spec.facts,
+            faults=faults,
+            models_kv=options.models_kv,
+            run_ahead=run_ahead,
+            transfer=spec.transfer,
+            seed=options.seed,
+        ),
+        faults=faults,
+        network=network,
+    )
 
 
 def _num_requests(place: _Place) -> int:

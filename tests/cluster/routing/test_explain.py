@@ -183,6 +183,20 @@ def test_a_line_that_cannot_be_made_costs_itself_alone_and_one_that_is_torn_too(
     assert num_unreadable == 2
 
 
+def test_what_another_version_logged_that_looked_at_less_is_counted_and_left_out(tmp_path):
+    _, made = choose("least_delay", 2)
+    routes = [Route(name, 1000, 0.0) for name in ("new", "old")]
+    for route, choice in zip(routes, made, strict=True):
+        route.made = [choice]
+    new, old = (logged(route, "least_delay") for route in routes)
+    del old.choices[0].columns["spare_prompt_s"]
+    path = tmp_path / "routes.jsonl"
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, (new, old))))
+    routes, num_unreadable = read([path])
+    assert len(replay(routes, "least_delay")) == 1
+    assert num_unreadable == 1
+
+
 def test_a_route_of_a_stream_that_moved_has_no_time_of_a_token():
     _, [first, second] = choose("least_delay", 2)
     route = Route("r", 1000, 0.0)
