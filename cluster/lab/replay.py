@@ -67,10 +67,11 @@ def replay(routes: Iterable[LoggedRoute], policy: PolicyName, seed: int = 0) -> 
 
 
 def read(paths: Iterable[Path]) -> tuple[list[LoggedRoute], int]:
-    """What files say, line by line, and how many lines say nothing.
+    """What files say, line by line, and how many lines are left out.
 
     A process that is killed, or a disk that is full, leaves part of a line, to which the next one
-    is then joined; of a file that is still written, the last line may be such a part.
+    is then joined; of a file that is still written, the last line may be such a part. And an older
+    version may have looked at less than policies ask now.
     """
     decoder = msgspec.json.Decoder(LoggedRoute)
     routes = [

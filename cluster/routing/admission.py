@@ -288,8 +288,8 @@ class Admission:
         """Whether an engine is nearly free, and there will be a slot."""
         if self._num_free_slots(entry, supply) < entry.demand.num_choices:
             return False
-        free = self._backlog.num_nearly_free(supply.prompts, entry.num_tokens, now_s)
-        return free > len(self._unasked)
+        num_free = self._backlog.num_nearly_free(supply.prompts, entry.num_tokens, now_s)
+        return num_free > len(self._unasked)
 
     def _next(self) -> Entry | None:
         """Who is next for an engine that prompts are for: those last that another is to help."""

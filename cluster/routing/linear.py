@@ -41,8 +41,8 @@ class Sum(NamedTuple):
     rates: tuple[Rate, ...]
 
 
-_OF_PROMPT = frozenset(range(Rate.WHOLE_PROMPT_S, Rate.ADDED_ROWS_S))
-_ADDED = frozenset(range(Rate.ADDED_ROWS_S, len(Rate)))
+_RATES_OF_PROMPTS = frozenset(range(Rate.WHOLE_PROMPT_S, Rate.ADDED_ROWS_S))
+_RATES_OF_STEPS = frozenset(range(Rate.ADDED_ROWS_S, len(Rate)))
 
 
 class Linear:
@@ -61,8 +61,8 @@ class Linear:
     def __init__(self, *terms: tuple[float, Sum]) -> None:
         self.terms = terms
         rates = frozenset(rate for _, term in terms for rate in term.rates)
-        self.asks_for_prompts = not _OF_PROMPT.isdisjoint(rates)
-        self.asks_what_is_added = not _ADDED.isdisjoint(rates)
+        self.asks_for_prompts = not _RATES_OF_PROMPTS.isdisjoint(rates)
+        self.asks_what_is_added = not _RATES_OF_STEPS.isdisjoint(rates)
         self.weights = np.zeros((len(Times), len(Rate)))
         for weight, term in terms:
             for rate in term.rates:
@@ -78,7 +78,8 @@ class Product(NamedTuple):
     Attributes:
         level: It.
         times: Of each `Times` how often.
-        rates: Of each `Rate` what the places have, [rates, places].
+        rates: Of each `Rate` what the places have, [rates, places]: those of the views, which the
+            next request that they are weighed for writes anew. Whoever keeps it keeps `at`.
     """
 
     level: Linear

@@ -34,7 +34,8 @@ class Load(NamedTuple):
         max_context_tokens: The longest context of any group.
         spare_rows: Rows that each group has less than the one that has most.
         spare_context_tokens: KV tokens likewise.
-        spare_prompt_s: Seconds of prompts that no step can have begun yet, likewise.
+        spare_prompt_s: Seconds of prompts that the next step computes in each group beside those of
+            the one that has most, and grows no longer by.
     """
 
     queue_s: float
@@ -75,8 +76,7 @@ def engine_load(
     longest = max(told["max_context_tokens"])
     counts, lengths = list(told["num_prompts"]), list(told["num_prompt_tokens"])
     pairs = list(told["num_prompt_pairs"])
-    # A snapshot comes before the step that begins what it tells of.
-    waiting_s = [0.0] * len(rows)
+    sent_s, num_sent_tokens = [0.0] * len(rows), 0
     for dp_group, demand in sent:
         if dp_group >= 0:
             length = demand.num_prompt_tokens
@@ -87,16 +87,23 @@ def engine_load(
                 counts[dp_group] += 1
                 lengths[dp_group] += length
                 pairs[dp_group] += num_pairs(0, length)
-                waiting_s[dp_group] += costs.prompts_s(1, length, num_pairs(0, length))
-    most_rows, most_tokens, most_s = max(rows), max(tokens), max(waiting_s)
+                sent_s[dp_group] += costs.prompts_s(1, length, num_pairs(0, length))
+                num_sent_tokens += length
+    most_rows, most_tokens = max(rows), max(tokens)
+    each_s = _each_s((counts, lengths, pairs), costs)
     return Load(
-        _queue_s((counts, lengths, pairs), costs, max_step_tokens) if any(counts) else 0.0,
+        _queue_s(each_s, sum(counts), sum(lengths), max_step_tokens),
         costs.decode_step_s(most_rows, most_tokens, longest),
         rows,
         longest,
         [most_rows - num_rows for num_rows in rows],
         [most_tokens - num_tokens for num_tokens in tokens],
-        [most_s - seconds for seconds in waiting_s],
+        _spares_s(
+            sent_s,
+            each_s,
+            max(1.0 - max_step_tokens / max(sum(told["num_prompt_tokens"]), 1), 0.0),
+            max(max_step_tokens / max(num_sent_tokens, 1) - 1.0, 0.0) * sum(sent_s),
+        ),
     )
 
 
@@ -105,14 +112,41 @@ def spread(num_groups: int, sent: Iterable[Demand]) -> list[tuple[int, Demand]]:
     return [(i % num_groups, demand) for i, demand in enumerate(sent)]
 
 
-def _queue_s(prompts: Prompts, costs: StepCosts, max_step_tokens: int) -> float:
-    """Seconds of all prompts: groups side by side, as far as a step's tokens feed them."""
-    counts, tokens, _ = prompts
+def _each_s(prompts: Prompts, costs: StepCosts) -> list[float]:
+    """Seconds of the prompts of each DP group."""
     *_, prompt_s, token_s, pair_s = costs
-    each_s = [n * prompt_s + t * token_s + p * pair_s for n, t, p in zip(*prompts, strict=True)]
-    longest_s: float = max(each_s)
+    return [n * prompt_s + t * token_s + p * pair_s for n, t, p in zip(*prompts, strict=True)]
+
+
+def _queue_s(each_s: list[float], num_prompts: int, num_tokens: int, max_step_tokens: int) -> float:
+    """Seconds of all prompts: groups side by side, as far as a step's tokens feed them."""
+    if not num_prompts:
+        return 0.0
+    longest_s = max(each_s)
     if len(each_s) == 1:
         return longest_s
-    num_fed = min(max(max_step_tokens * sum(counts) / max(sum(tokens), 1), 1.0), len(each_s))
-    together_s: float = sum(each_s) / num_fed
-    return max(longest_s, together_s)
+    num_fed = min(max(max_step_tokens * num_prompts / max(num_tokens, 1), 1.0), len(each_s))
+    return max(longest_s, sum(each_s) / num_fed)
+
+
+def _spares_s(
+    sent_s: list[float], each_s: list[float], share_late: float, left_s: float
+) -> list[float]:
+    """Seconds that each group has room for beside the prompts of the others.
+
+    A snapshot comes before the step that begins what it tells of, as far as the step's tokens go:
+    only beside what was sent since can a prompt be computed, and not before what its own group has
+    yet to begin.
+
+    Args:
+        sent_s: Seconds of what was sent to each.
+        each_s: Of all that it has to compute.
+        share_late: How much of what was told no step can have begun.
+        left_s: Of as many tokens as the step has left, if they take what those take that were sent.
+    """
+    late_s = [s + share_late * (all_s - s) for s, all_s in zip(sent_s, each_s, strict=True)]
+    most_sent_s, most_late_s = max(sent_s), max(late_s)
+    return [
+        max(min(most_sent_s - its_sent_s, most_late_s - its_late_s, left_s), 0.0)
+        for its_sent_s, its_late_s in zip(sent_s, late_s, strict=True)
+    ]

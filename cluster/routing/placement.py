@@ -54,8 +54,8 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
         num_held_tokens: KV that sequences hold here, in tokens of the first KV group's blocks.
         num_active: Requests that it holds or was sent.
         num_waiting: Those of them that have not begun, as far as is known.
-        spare_prompt_s: Seconds of prompts, of those that no step can have begun yet, that it has
-            less than the DP group of its engine that has most.
+        spare_prompt_s: Seconds of a prompt that its engine computes beside those that it was sent
+            for another DP group; of these, what is cached counts as well.
         spare_rows: Rows that it has less than the DP group of its engine that has most.
         spare_context_tokens: KV tokens likewise.
         max_context_tokens: The longest context of any DP group of its engine.

@@ -68,7 +68,7 @@ class Prompt:
         legs: Where the prefill leg is.
 
     Attributes:
-        request: See there.
+        request: As given.
         epoch: Of the last transfer: news of an earlier one must not end the one under way.
     """
 

@@ -21,10 +21,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.errors import (
-    ReplicaLostError,
-    ServingError,
-)
+from cluster.errors import ReplicaLostError, ServingError
 from cluster.routing.admission import Admission
 from cluster.routing.admission_waits import AdmissionWaits
 from cluster.routing.conditional_prefill import ConditionalPrefill
@@ -43,10 +40,7 @@ from cluster.routing.slot_search import SlotSearch
 from cluster.routing.slot_waits import SlotWaits
 from cluster.routing.stalls import Stalls
 from cluster.routing.traffic import Traffic
-from replicas.messages import (
-    KVLoaded,
-    TokenOutput,
-)
+from replicas.messages import KVLoaded, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """Where one request stands among those who wait for a decode slot, and which engines it has left.
 
-Owner: the request's `Run`. Whoever loses a slot comes back to the place that it had.
+Owner: the request's `SlotSearch`. Whoever loses a slot comes back to the place that it had.
 """
 
 from __future__ import annotations

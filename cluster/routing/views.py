@@ -148,7 +148,7 @@ class Places(NamedTuple):
 
 
 class Views:
-    """See the module docstring; changed by `write` alone.
+    """See the module docstring; what places have is changed by `write` alone.
 
     Args:
         placements: The places, in order; an engine as a whole takes everybody.
@@ -157,7 +157,8 @@ class Views:
         placements: As given.
         num_free_blocks: Of each place, for each KV group.
         told: Of each place, what its engine says; none before the first `write`.
-        rates: Of each `Rate` what all places have, [rates, places]; not to be changed.
+        rates: Of each `Rate` what all places have, [rates, places]; those that are worked out for a
+            request are good until the next one is looked at.
     """
 
     def __init__(self, placements: Iterable[Placement] = ()) -> None:

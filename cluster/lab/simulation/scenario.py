@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cluster.config.schema import (
-    RouterConfig,
-)
+from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import PoolSpec, SimulationOptions
 from cluster.lab.simulation.simulator import Simulation

@@ -54,7 +54,7 @@ def test_a_request_finds_the_whole_engine_and_what_its_group_has_to_spare(groups
     prompts_s = [
         g.num_prompts + 0.5 * g.num_prompt_tokens + 0.25 * g.num_prompt_pairs for g in groups
     ]
-    # What was said may have begun by now, what was sent since has not.
+    # What was said may have begun by now, what was sent since has not: a step has room for all.
     sent_s = computes * sum(1.0 + 0.5 * n + 0.25 * (n * n // 2) for n in here)
     prompts_s[0] += sent_s
     assert load.spare_prompt_s == pytest.approx([0.0, *[sent_s] * (len(groups) - 1)])
@@ -71,6 +71,32 @@ def test_groups_that_a_step_cannot_feed_at_once_wait_for_each_other():
     for max_step_tokens, queue_s in ((4096, 8.192), (8192, 4.096)):
         load = engine_load(told_by([group] * 2), [], costs, max_step_tokens, computes_prompts=True)
         assert load.queue_s == pytest.approx(queue_s)
+
+
+def spares_s(told_tokens, sent, max_step_tokens):
+    """Of two groups of which so many tokens wait, at a millisecond each."""
+    groups = [GroupSnapshot(9, [9], 0, 0, 1, 0, 0, n, 0, 1) for n in told_tokens]
+    demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
+    costs = StepCosts(prompt_token_s=0.001)
+    told_by_them = told_by(groups)
+    load = engine_load(told_by_them, demands, costs, max_step_tokens, computes_prompts=True)
+    return load.spare_prompt_s
+
+
+def test_a_prompt_has_room_beside_what_no_step_can_have_begun():
+    assert spares_s((900, 0), [], 8192) == [0.0, 0.0]
+    assert spares_s((900, 0), [(1, 500)], 8192) == pytest.approx([0.5, 0.0])
+    assert spares_s((0, 0), [(1, 500), (0, 200)], 8192) == pytest.approx([0.3, 0.0])
+
+
+def test_a_prompt_has_no_room_before_those_of_its_own_group():
+    assert spares_s((9000, 0), [(1, 50)], 4096) == [0.0, 0.0], "half of them wait for one more step"
+    assert spares_s((0, 9000), [(1, 500)], 4096) == pytest.approx([0.5, 0.0])
+
+
+def test_a_prompt_has_room_only_for_the_tokens_that_the_step_has_left():
+    assert spares_s((0, 0), [(1, 4000)], 4096) == pytest.approx([0.096, 0.0])
+    assert spares_s((0, 0), [(1, 5000)], 4096) == [0.0, 0.0]
 
 
 def test_what_is_left_to_an_engine_goes_all_around():
@@ -121,6 +147,28 @@ def test_what_a_replica_tells_of_its_steps_is_what_a_prompt_costs_there():
     assert view.queue_s == pytest.approx(4.0, rel=0.01)
     assert (view.num_rows, view.max_context_tokens) == (1, 10_000)
     pools.check_invariants()
+
+
+def test_a_prompt_that_was_sent_leaves_room_beside_it_where_an_engine_has_more_groups():
+    pools = pool("both", "prefill")
+    groups = [GroupSnapshot(9, [60], 0, 0, 0)] * 2
+    for seq in range(40):
+        prompt = msgspec.structs.replace(PROMPT, num_prompt_pairs=5 * 10**7 + seq % 2)
+        pools.take_snapshot("both", told(groups, seq, prompt_step=prompt))
+        snapshot = EngineSnapshot(seq, False, 0, 0, 0, groups, "prefill", prompt_step=prompt)
+        pools.take_snapshot("prefill", snapshot)
+    pools.set_moves("prefill", False)  # so that the other one computes its own
+    pools.hold(demand(0, 50), Placement("both", 1))
+    beside, behind = pools.decode_views()
+    sent_s = beside.prompt_s + 50 * beside.prompt_token_s + 1250 * beside.prompt_pair_s
+    assert sent_s > 0.0, "its pool has shown what a prompt takes"
+    assert (beside.spare_prompt_s, beside.spare_rows) == (pytest.approx(sent_s), 1)
+    assert (behind.spare_prompt_s, behind.spare_rows) == (0.0, 0)
+    pools.set_moves("prefill", True)
+    pools.hold(demand(1, 100), Placement("prefill", ANY_GROUP))
+    [whole] = pools.prefill_views()
+    assert whole.spare_prompt_s == 0.0, "which group it will be is the engine's to say"
+    assert [view.spare_prompt_s for view in pools.decode_views()] == [0.0, 0.0]
 
 
 def test_a_step_that_two_snapshots_tell_of_is_learned_once():

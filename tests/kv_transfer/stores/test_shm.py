@@ -285,7 +285,8 @@ def test_a_frozen_server_is_a_miss_and_is_not_waited_for_each_time() -> None:
             assert store.get([b"a"]) == []
             assert store.put(b"b", value(1)) == "dropped"
         assert not lease.release()
-        assert 1 <= store.counters().errors <= 5
+        # Now and then one is, as it may be back: of 600 calls that is few, however slow the host.
+        assert 1 <= store.counters().errors <= 60
         server.send_signal(signal.SIGCONT)
         eventually(lambda: store.num_present([b"a"]) == 1)
         assert store.put(b"b", value(1)) == "stored"

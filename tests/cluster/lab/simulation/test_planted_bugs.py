@@ -408,6 +408,7 @@ def first_failing(most_events):
     raise AssertionError
 
 
+@pytest.mark.timeout(1500)  # A slow host takes minutes for the events that the rarest need.
 @pytest.mark.parametrize(
     "plant",
     [*EARLY, *(pytest.param(plant, marks=pytest.mark.slow) for plant in LATE)],
