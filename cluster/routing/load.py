@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Columns = dict[str, tuple[Any, ...]]
 """Of each field of a `GroupSnapshot` what all DP groups of an engine say, in their order."""
-Prompts = tuple[list[int], list[int], list[int]]
-"""How many there are, their tokens and their pairs of tokens; of each DP group."""
 
 
 class Load(NamedTuple):
@@ -86,11 +84,12 @@ def engine_load(
             if computes_prompts:
                 counts[dp_group] += 1
                 lengths[dp_group] += length
-                pairs[dp_group] += num_pairs(0, length)
-                sent_s[dp_group] += costs.prompts_s(1, length, num_pairs(0, length))
+                its_pairs = num_pairs(0, length)
+                pairs[dp_group] += its_pairs
+                sent_s[dp_group] += costs.prompts_s(1, length, its_pairs)
                 num_sent_tokens += length
     most_rows, most_tokens = max(rows), max(tokens)
-    each_s = _each_s((counts, lengths, pairs), costs)
+    each_s = [costs.prompts_s(*its) for its in zip(counts, lengths, pairs, strict=True)]
     return Load(
         _queue_s(each_s, sum(counts), sum(lengths), max_step_tokens),
         costs.decode_step_s(most_rows, most_tokens, longest),
@@ -110,12 +109,6 @@ def engine_load(
 def spread(num_groups: int, sent: Iterable[Demand]) -> list[tuple[int, Demand]]:
     """Where an engine puts what it was sent that left the DP group to it: all around."""
     return [(i % num_groups, demand) for i, demand in enumerate(sent)]
-
-
-def _each_s(prompts: Prompts, costs: StepCosts) -> list[float]:
-    """Seconds of the prompts of each DP group."""
-    *_, prompt_s, token_s, pair_s = costs
-    return [n * prompt_s + t * token_s + p * pair_s for n, t, p in zip(*prompts, strict=True)]
 
 
 def _queue_s(each_s: list[float], num_prompts: int, num_tokens: int, max_step_tokens: int) -> float:
