@@ -20,7 +20,7 @@ import numpy as np
 
 from cluster.routing.cost import FIRST_TOKEN_S, OUTPUT_WEIGHT, PROMPT_HARM_S, Scene
 from cluster.routing.linear import Linear
-from cluster.routing.views import Column, num_missed_pairs
+from cluster.routing.views import Column
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +121,9 @@ class ConditionalPrefill:
         index = views.index_of(placement)
         if index is not None:
             scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-            prompt_s = float(_prompts_s(scene)[index])
+            prompt_s = float(
+                views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)[index]
+            )
             self._asked[demand.request_id] = placement.incarnation
             engine = self._engines.setdefault(placement.incarnation, _Engine())
             engine.give(demand.request_id, placement.dp_group, prompt_s, now_s)
@@ -144,7 +146,7 @@ class ConditionalPrefill:
         """What a prompt costs in each place of decode engines; infinity where it is not to be."""
         views = self._pools.decode_views()
         scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-        prompt_s = _prompts_s(scene)
+        prompt_s = views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)
         wait_s = views.column(Column.QUEUE_S).copy()
         after_s, stop_s = prompt_s.copy(), prompt_s.copy()
         for incarnation, engine in self._engines.items():
@@ -182,18 +184,6 @@ class ConditionalPrefill:
     def _mean_output(self) -> float:
         """Tokens of an answer; what is missing in one that has not ended is not known."""
         return self._traffic.output_tokens / max(self._traffic.ended, 1.0)
-
-
-def _prompts_s(scene: Scene) -> Numbers:
-    """What a prompt takes each decode engine."""
-    column, missed = scene.views.column, scene.missed_tokens
-    num_pairs = num_missed_pairs(scene.demand.num_prompt_tokens, missed)
-    seconds: Numbers = (
-        column(Column.OWN_PROMPT_S)
-        + missed * column(Column.OWN_PROMPT_TOKEN_S)
-        + num_pairs * column(Column.OWN_PROMPT_PAIR_S)
-    )
-    return seconds
 
 
 def _harm_s(stop_s: Numbers, output_s: Numbers) -> Numbers:

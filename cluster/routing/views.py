@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from enum import IntEnum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from cluster.routing.demand import Demand
-
-
-_Number = TypeVar("_Number", "npt.NDArray[np.float64]", float, "npt.NDArray[np.float64] | float")
-
-
-def num_missed_pairs(length: int, missed: _Number) -> _Number:
-    """Each missing token attends to those before it, cached ones too, and half of the others."""
-    return (length - 0.5 * missed) * missed
 
 
 class Column(IntEnum):
@@ -88,6 +80,7 @@ NUM_OF_PLACE = int(Column.MAX_CONTEXT_TOKENS)
 _SPARES = slice(Column.SPARE_ROWS, Column.MAX_CONTEXT_TOKENS + 1)
 """What a request may have of rows, KV tokens and length before steps become longer."""
 _COLUMNS = slice(len(Column))
+_OWN_PROMPTS = slice(Column.OWN_PROMPT_S, Column.ROW_S)
 _PROMPTS = slice(Column.PROMPT_S, Column.QUEUE_S)
 """What a prompt takes, and the KV of one."""
 _RATES = slice(Column.QUEUE_S, Column.QUEUE_S + len(Rate))
@@ -226,18 +219,21 @@ class Views:
         """What all places have of one thing; not to be changed."""
         return self._columns[column]
 
+    def own_prompts_s(
+        self, num_tokens: int, missed: npt.NDArray[np.float64] | float
+    ) -> npt.NDArray[np.float64]:
+        """Seconds of a prompt in each place that computes it itself, whoever usually does."""
+        return _prompts_s(self._table[_OWN_PROMPTS], num_tokens, missed, np.empty(len(self)))
+
     def add_prompt(self, num_tokens: int, missed: npt.NDArray[np.float64] | float) -> None:
         """Work out the rates of a prompt that has so many tokens, and misses so many in each place.
 
         DP groups compute prompts side by side: a step becomes longer by what one has more than the
         spare of its group.
         """
-        prompt_s, token_s, pair_s, transfer_token_s = self._prompts
         whole, transfer, added, standing = self._of_prompt
-        np.multiply(token_s, missed, out=whole)
-        whole += pair_s * num_missed_pairs(num_tokens, missed)
-        whole += prompt_s
-        np.multiply(transfer_token_s, missed, out=transfer)
+        _prompts_s(self._prompts[:3], num_tokens, missed, whole)
+        np.multiply(self._prompts[3], missed, out=transfer)
         np.subtract(whole, self._columns[Column.SPARE_PROMPT_S], out=added)
         np.maximum(added, _LEAST, out=added)
         np.multiply(added, self._columns[Column.ROWS], out=standing)
@@ -306,3 +302,20 @@ class Views:
         if self._have_queues:
             fitting |= self._take_all
         return fitting
+
+
+def _prompts_s(
+    of_prompts: npt.NDArray[np.float64],
+    num_tokens: int,
+    missed: npt.NDArray[np.float64] | float,
+    out: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Seconds of a prompt in each place, by what one takes there, its tokens and their pairs.
+
+    Each missing token attends to those before it, cached ones too, and half of the others.
+    """
+    prompt_s, token_s, pair_s = of_prompts
+    np.multiply(token_s, missed, out=out)
+    out += pair_s * ((num_tokens - 0.5 * missed) * missed)
+    out += prompt_s
+    return out
