@@ -45,6 +45,7 @@ class VirtualLink:
         is_heard_of: Set by the engine's first frame, and at the end.
         newest: The latest snapshot, in the engine's order, that has arrived.
         num_sent: Messages that were sent.
+        num_heard: Frames that have arrived.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class VirtualLink:
         self._client_id = client_id
         self._loop = network.loop
         self.num_sent = 0
+        self.num_heard = 0
         self._up = Channel(network, lambda: host.is_deaf)
         self._down = Channel(network, lambda: host.is_mute)
         host.links[client_id] = self.send_frame
@@ -106,6 +108,7 @@ class VirtualLink:
     def _reach_client(self, frame: EngineFrame, step_times_s: list[float]) -> None:
         if not self.is_open:
             return
+        self.num_heard += 1
         events = self.table.read([frame])
         for event in events:
             self._client.observer.arrived(self.host, event)

@@ -50,7 +50,7 @@ class VirtualHost:
         slot_busy_s: Seconds of taken slots, summed over the slots.
         stopped_s: When it died, or None.
         is_frozen: Whether the process stands still.
-        is_touched: Whether anything has happened in it; whoever checks it sets it back.
+        num_done: How often anything has happened in it.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one replica
@@ -74,7 +74,7 @@ class VirtualHost:
         self.slot_busy_s = 0.0
         self.stopped_s: float | None = None
         self.is_frozen = False
-        self.is_touched = False
+        self.num_done = 0
         self._network = network
         self._loop = network.loop
         self.started_s = self._loop.time()
@@ -181,7 +181,7 @@ class VirtualHost:
         if self.is_frozen:
             self._held.append((callback, args))
         else:
-            self.is_touched = True
+            self.num_done += 1
             callback(*args)
 
     # --- clients -------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ _QUIET_S = 0.05
 _TINY_S = 1e-6
 _STEP_S = 1.0
 """An engine gives a slot back, and says so, once it has ended the step that it is in."""
+_NOW_AND_THEN = 16
+"""One event of so many is followed by checks that nothing asked for, which take the most time."""
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
@@ -87,6 +89,10 @@ class Invariants:
         self._ingresses: list[VirtualIngress] = []
         self._moment_s = float("-inf")
         self._num_at_once = 0
+        # What there was of hosts, pools and links when they were last found to be right.
+        self._hosts_seen: dict[str, int] = {}
+        self._pools_seen: dict[VirtualIngress, int] = {}
+        self._links_seen: dict[VirtualLink, tuple[int, int, int]] = {}
         network.kv_observer = leases
         self._loop.after_event = self._after_event
 
@@ -114,17 +120,25 @@ class Invariants:
         self._check_progress()
         is_in_host = False
         for host in self._hosts:
-            if host.is_touched:
-                host.is_touched = False
+            if host.num_done != self._hosts_seen.get(host.incarnation):
+                self._hosts_seen[host.incarnation] = host.num_done
                 is_in_host = True
                 host.check_invariants()
         if not is_in_host:
             for ingress in self._ingresses:
-                ingress.fleet.pools.check_invariants()
+                self._check_pools(ingress)
         for ingress in self._ingresses:
             _check_shunned(ingress, self.monitor(ingress.name))
         if self._loop.is_settled:
             self._check_settled()
+
+    def _check_pools(self, ingress: VirtualIngress) -> None:
+        """Kept views are right: whenever they should have changed, and now and then besides."""
+        pools = ingress.fleet.pools
+        is_due = self._loop.num_events % _NOW_AND_THEN == 0
+        if is_due or pools.num_changes != self._pools_seen.get(ingress):
+            self._pools_seen[ingress] = pools.num_changes
+            pools.check_invariants()
 
     def _check_progress(self) -> None:
         now_s = self._loop.time()
@@ -153,8 +167,15 @@ class Invariants:
                     f"{ingress.name} believes {believed} of {link.host.incarnation}, which last "
                     f"said {link.newest}"
                 )
-                if link.newest is not None and link.is_quiet and _is_idle(link.host, now_s):
+                seen = (link.host.num_done, link.num_heard, ingress.fleet.pools.num_changes)
+                if (
+                    link.newest is not None
+                    and self._links_seen.get(link) != seen
+                    and link.is_quiet
+                    and _is_idle(link.host, now_s)
+                ):
                     _check_view(ingress, link)
+                    self._links_seen[link] = seen
 
     def _check_stays(self, ingress: VirtualIngress) -> None:
         """Nobody stays with a decode engine that stalls while another one has room."""
