@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test test-slow test-tt test-helm check lint types imports chaos clean
+.PHONY: serve test test-slow test-tt test-helm build-helm check lint types imports chaos clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
@@ -42,6 +42,10 @@ test-tt: $(VENV_TTNN)/.installed-dev
 # Go 1.26, root and packages of Debian. 35 minutes the first time.
 test-helm: $(VENV)/.installed-dev
 	PYTHON=$(VENV)/bin/python helm/kit/test.sh
+
+# The programs and images of `test-helm`.
+build-helm:
+	helm/kit/test.sh build
 
 check: lint types imports test
 

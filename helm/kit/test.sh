@@ -5,6 +5,8 @@
 # What this machine cannot do is said and skipped; with TTSERVE_REQUIRE_NODE only Go and the kernel's
 # rights may be absent, and Debian's packages are installed.
 #
+#   test.sh build    make what the tests need, and run none
+#
 #   PYTHON: an interpreter with the tests' packages. BIN: what is built goes there. TESTS: part of them.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -64,15 +66,22 @@ fi
 [ -z "$absent" ] || [ -z "${TTSERVE_REQUIRE_NODE:-}" ] || { echo "test-helm: absent: $absent" >&2; exit 1; }
 command -v promtool > /dev/null || skip "everything: promtool is not here: apt install prometheus"
 
+# The compiler computes while the images' packages are fetched and unpacked.
+build_node() {
+    "$here/programs.sh" node &
+    "$here/images.sh"
+    wait $!
+}
+
+only_builds=$([ "${1:-}" != build ] || echo yes)
 "$here/programs.sh" chart
-check_chart
+[ -n "$only_builds" ] || check_chart
 tests=${TESTS:-tests/kubernetes}
 if [ -z "${KUBECONFIG:-}" ]; then
     [ "$(id -u)" = 0 ] || skip "$tests: a node needs root; KUBECONFIG names a cluster to use instead"
     [ -z "$absent" ] || skip "$tests: apt install" $absent
     refusals=$(refused)
     [ -z "$refusals" ] || skip "$tests: this machine's kernel does not let root make ${refusals//$'\n'/ or }"
-    "$here/programs.sh" node
-    "$here/images.sh"
+    build_node
 fi
-exec "$PYTHON" -m pytest -q -x -s $tests
+[ -n "$only_builds" ] || exec "$PYTHON" -m pytest -q -x -s $tests

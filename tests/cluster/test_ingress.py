@@ -444,7 +444,7 @@ def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
     _, decode, _ = pool
 
     async def run():
-        async with serving(decode.member) as service:
+        async with serving(decode.member, queue_timeout_s=0.5) as service:
             num_whole = await ended(service, decode, "length")
             events = start(service, ask([5, 5, 6], sampling(1900)))
             await anext(events)

@@ -67,6 +67,7 @@ def test_nothing_on_the_data_path_listens_beyond_loopback(made_server):
 
 @needs_make
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs a mount namespace of its own")
+@pytest.mark.slow
 def test_a_full_disk_stops_no_request(made_server):
     server, disk = made_server, f"/proc/{made_server.process.pid}/root{DISK}"
     assert private_folder(server).parent == Path(DISK)

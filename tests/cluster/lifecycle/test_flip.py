@@ -58,7 +58,7 @@ def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_r
         first, second, decode, other = engines
         # In turn: half of the streams are on the engine that changes, whatever its steps cost.
         async with rig(*engines, order=order, policy="round_robin") as made:
-            wanted = [await made.tokens(prompt, params) for prompt, params in asked]
+            wanted = await asyncio.gather(*(made.tokens(*one) for one in asked))
             streams = [asyncio.ensure_future(made.tokens(*one)) for one in asked]
             await until(lambda: _num_running(made, decode) > 1, "streams run there")
             await changes(made, decode, "prefill")
