@@ -161,6 +161,13 @@ class PoolEngine:
         self.jobs[job.request_id] = job
         return job
 
+    def lend(self, job: Job, num_tokens: int, ticket: bytes) -> None:
+        """Let another engine fetch what a request has computed here, while it goes on."""
+        request = TransferRequest(job.request_id, job.token_ids, ticket)
+        lent = SaveProgress(job.request_id, 0, (tuple(job.block_ids),), num_tokens)
+        self.scheduler.lend(request, lent, self.clock())
+        job.mode = "producer"
+
     def abort(self, request_id: str) -> None:
         job = self.jobs.get(request_id)
         if job is not None:

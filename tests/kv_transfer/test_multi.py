@@ -124,6 +124,15 @@ class World:
         self.consumer.submit(fetches, ticket=sealed)
         return sends, fetches
 
+    def lend(self, job: Job, *, local: int = 0) -> Job:
+        """Let the consumer take over what a request that runs on the producer has computed."""
+        num_tokens = job.num_computed // ROW_TOKENS * ROW_TOKENS
+        (endpoint,) = self.producer.worker.endpoints
+        sealed = KEYS.seal(make_ticket(job.request_id, endpoint, num_tokens, layout=LAYOUT))
+        heir = Job(job.request_id, job.token_ids[:num_tokens], local, mode="consumer")
+        self.producer.lend(job, num_tokens, sealed)
+        return self.consumer.submit(heir, ticket=sealed)
+
     def round(self, *, seconds: float = 0.0, is_frozen: bool = False) -> None:
         """Let everybody do something once; without more, the store keeps up."""
         for engine in self.engines:
@@ -357,6 +366,53 @@ def test_an_abort_at_any_time_ends_once(who: str, num_rounds: int) -> None:
     assert fetches.state == "over"
 
 
+@pytest.mark.parametrize("num_decodes", [4, 30])
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_what_is_lent_comes_from_the_pool_and_from_who_goes_on(
+    is_pooled: bool, num_decodes: int
+) -> None:
+    world = World()
+    job = lender(world, tokens(3 * UNIT + 40, 1), num_decodes)
+    world.round()  # It has saved all of its units.
+    if not is_pooled:
+        world.shelf.values.clear()
+    heir = world.lend(job)
+    world.finish()
+    assert job.was_sent
+    assert heir.num_loaded == [3 * UNIT + ROW_TOKENS]
+    assert world.rows_sent == (0 if is_pooled else 3 * UNIT // ROW_TOKENS) + 1
+
+
+@pytest.mark.parametrize("deed", [PoolEngine.preempt, PoolEngine.abort])
+@pytest.mark.parametrize("who", ["producer", "consumer"])
+@pytest.mark.parametrize("num_rounds", range(7))
+def test_whatever_ends_a_lender_or_its_heir_ends_the_transfer_once(
+    who: str, deed: Callable[[PoolEngine, str], None], num_rounds: int
+) -> None:
+    world = World()
+    prompt = tokens(4 * UNIT + 40, 1)
+    world.serve(world.producer, prompt[: 2 * UNIT])
+    job = lender(world, prompt, 30)
+    world.lend(job)
+    for _ in range(num_rounds):
+        world.round()
+    engine = getattr(world, who)
+    known = engine.jobs.get(job.request_id)
+    if known is not None and (deed is PoolEngine.abort or known.state in {"running", "loading"}):
+        deed(engine, job.request_id)
+    world.finish()
+    assert not (job.was_sent and job.failures)
+
+
+def lender(world: World, prompt: list[int], num_decodes: int) -> Job:
+    """A request that the producer has computed and goes on with."""
+    job = world.producer.submit(Job(f"r{next(_numbers)}", prompt, num_decodes=num_decodes))
+    while job.num_computed < len(prompt):
+        world.round()
+    assert job.state == "running"
+    return job
+
+
 def test_blocks_that_the_peer_has_are_not_read_for_the_pool() -> None:
     # The pool's part reads less per step than the other one: it has units to read at the end.
     world = World(config=TransferConfig(copy_s=1000.0), pool_config=SLOW)
@@ -475,6 +531,19 @@ class MultiMachine(RuleBasedStateMachine):
     @rule(engine=st.integers(0, 1), prompt=st.integers(0, 3))
     def submit_local(self, engine: int, prompt: int) -> None:
         self.world.engines[engine].submit(Job(f"r{next(_numbers)}", self.prompts[prompt]))
+
+    @rule(which=st.integers(0, 5), num_local=st.integers(0, 2))
+    def lend(self, which: int, num_local: int) -> None:
+        running = [
+            x for x in self.world.producer.jobs.values()
+            if x.state == "running" and x.mode == "local" and x.num_computed >= ROW_TOKENS
+            and x.request_id not in self.world.consumer.jobs
+            and x.request_id not in self.world.consumer.held
+        ]  # fmt: skip
+        if running:
+            job = running[which % len(running)]
+            local = min(64 * num_local, job.num_computed // ROW_TOKENS * ROW_TOKENS // 64 * 64)
+            self.world.lend(job, local=local)
 
     @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 4))
     def step(self, engine: int, num_steps: int) -> None:
