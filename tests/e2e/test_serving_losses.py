@@ -34,6 +34,19 @@ def decode_engines(server):
     ]
 
 
+def busiest(process_ids):
+    """The one that computes most; placement may give all streams to one engine."""
+
+    def cpu_ticks(process_id):
+        with open(f"/proc/{process_id}/stat", encoding="ascii") as stat:
+            user, system = stat.read().rpartition(")")[2].split()[11:13]
+        return int(user) + int(system)
+
+    before = {process_id: cpu_ticks(process_id) for process_id in process_ids}
+    time.sleep(0.2)
+    return max(process_ids, key=lambda process_id: cpu_ticks(process_id) - before[process_id])
+
+
 class Stream(threading.Thread):
     """One streamed answer, read to its end.
 
@@ -91,10 +104,10 @@ def test_streams_of_a_killed_decode_engine_go_on_with_the_tokens_of_an_undisturb
     assert {len(token_ids) for token_ids in expected} == {NUM_TOKENS}
     streams = [Stream(server, number) for number in range(NUM_STREAMS)]
     harness.wait_for(lambda: all(len(s.token_ids) > 2 for s in streams), 20, "all have tokens")
-    os.kill(decode_engines(server)[0], signal.SIGKILL)
+    os.kill(busiest(decode_engines(server)), signal.SIGKILL)
     assert read_all(streams) == expected
     num_migrated = total(wait_idle(server), "ttserve_router_migrations_total", reason="lost")
-    assert 0 < num_migrated < NUM_STREAMS
+    assert 0 < num_migrated <= NUM_STREAMS
     print(f"\n{num_migrated:.0f} of {NUM_STREAMS} streams migrated; the longest gap is "
           f"{max(stream.longest_gap_s for stream in streams):.2f} s")  # fmt: skip
 
