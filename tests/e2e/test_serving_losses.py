@@ -1,6 +1,7 @@
 """What a death costs the server of `test_serving.py`: one decode engine, all, its supervisor."""
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
@@ -34,17 +35,11 @@ def decode_engines(server):
     ]
 
 
-def busiest(process_ids):
-    """The one that computes most; placement may give all streams to one engine."""
-
-    def cpu_ticks(process_id):
-        with open(f"/proc/{process_id}/stat", encoding="ascii") as stat:
-            user, system = stat.read().rpartition(")")[2].split()[11:13]
-        return int(user) + int(system)
-
-    before = {process_id: cpu_ticks(process_id) for process_id in process_ids}
-    time.sleep(0.2)
-    return max(process_ids, key=lambda process_id: cpu_ticks(process_id) - before[process_id])
+def cpu_ticks(process_id):
+    """What a process has computed since its start."""
+    with open(f"/proc/{process_id}/stat", encoding="ascii") as stat:
+        user, system = stat.read().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
 
 
 class Stream(threading.Thread):
@@ -102,11 +97,20 @@ def test_streams_of_a_killed_decode_engine_go_on_with_the_tokens_of_an_undisturb
     wait_whole(server)
     expected = read_all([Stream(server, number) for number in range(NUM_STREAMS)])
     assert {len(token_ids) for token_ids in expected} == {NUM_TOKENS}
-    streams = [Stream(server, number) for number in range(NUM_STREAMS)]
-    harness.wait_for(lambda: all(len(s.token_ids) > 2 for s in streams), 20, "all have tokens")
-    os.kill(busiest(decode_engines(server)), signal.SIGKILL)
-    assert read_all(streams) == expected
-    num_migrated = total(wait_idle(server), "ttserve_router_migrations_total", reason="lost")
+    migrations = functools.partial(total, name="ttserve_router_migrations_total", reason="lost")
+    num_migrated, num_before = 0, migrations(wait_idle(server))
+    # An engine may be done with streams that their clients have read a few tokens of.
+    for _ in range(5):
+        before = {process_id: cpu_ticks(process_id) for process_id in decode_engines(server)}
+        streams = [Stream(server, number) for number in range(NUM_STREAMS)]
+        harness.wait_for(lambda s=streams: sum(len(x.token_ids) > 2 for x in s) > 3, 20, "tokens")
+        busiest = max(before, key=lambda process_id: cpu_ticks(process_id) - before[process_id])
+        os.kill(busiest, signal.SIGKILL)
+        assert read_all(streams) == expected
+        num_migrated = migrations(wait_idle(server)) - num_before
+        if num_migrated:
+            break
+        wait_whole(server)
     assert 0 < num_migrated <= NUM_STREAMS
     print(f"\n{num_migrated:.0f} of {NUM_STREAMS} streams migrated; the longest gap is "
           f"{max(stream.longest_gap_s for stream in streams):.2f} s")  # fmt: skip
