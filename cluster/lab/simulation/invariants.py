@@ -11,6 +11,7 @@ import bisect
 import gc
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from cluster.lab.simulation.monitors import ProtocolMonitor
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
@@ -48,7 +49,7 @@ _TINY_S = 1e-6
 _STEP_S = 1.0
 """An engine gives a slot back, and says so, once it has ended the step that it is in."""
 _NOW_AND_THEN = 16
-"""One event of so many is followed by checks that nothing asked for, which take the most time."""
+"""Within so many events everything is looked at, though nobody says that it has changed."""
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
@@ -91,8 +92,8 @@ class Invariants:
         self._num_at_once = 0
         # What there was of hosts, pools and links when they were last found to be right.
         self._hosts_seen: dict[str, int] = {}
-        self._pools_seen: dict[VirtualIngress, int] = {}
-        self._links_seen: dict[VirtualLink, tuple[int, int, int]] = {}
+        self._pools_seen: dict[VirtualIngress, tuple[int, int]] = {}
+        self._links_seen: WeakKeyDictionary[VirtualLink, tuple[int, ...]] = WeakKeyDictionary()
         network.kv_observer = leases
         self._loop.after_event = self._after_event
 
@@ -112,6 +113,7 @@ class Invariants:
     def forget(self, ingress: VirtualIngress) -> None:
         """An ingress has died: there is nothing to check of it any more."""
         self._ingresses.remove(ingress)
+        self._pools_seen.pop(ingress, None)
         self.monitor(ingress.name).died()
 
     # --- after every event ----------------------------------------------------------------------
@@ -135,10 +137,15 @@ class Invariants:
     def _check_pools(self, ingress: VirtualIngress) -> None:
         """Kept views are right: whenever they should have changed, and now and then besides."""
         pools = ingress.fleet.pools
-        is_due = self._loop.num_events % _NOW_AND_THEN == 0
-        if is_due or pools.num_changes != self._pools_seen.get(ingress):
-            self._pools_seen[ingress] = pools.num_changes
+        seen = pools.num_changes, self._num_events_seen
+        if seen != self._pools_seen.get(ingress):
+            self._pools_seen[ingress] = seen
             pools.check_invariants()
+
+    @property
+    def _num_events_seen(self) -> int:
+        """Changes now and then: whatever has been seen is looked at again."""
+        return self._loop.num_events // _NOW_AND_THEN
 
     def _check_progress(self) -> None:
         now_s = self._loop.time()
@@ -167,7 +174,12 @@ class Invariants:
                     f"{ingress.name} believes {believed} of {link.host.incarnation}, which last "
                     f"said {link.newest}"
                 )
-                seen = (link.host.num_done, link.num_heard, ingress.fleet.pools.num_changes)
+                seen = (
+                    link.host.num_done,
+                    link.num_heard,
+                    ingress.fleet.pools.num_changes,
+                    self._num_events_seen,
+                )
                 if (
                     link.newest is not None
                     and self._links_seen.get(link) != seen

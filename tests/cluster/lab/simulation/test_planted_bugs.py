@@ -419,8 +419,9 @@ def test_planted_bug_is_found_and_shrunk(plant, monkeypatch):
         assert find.outcome.failure is not None
         assert len(find.shrunk.requests) <= len(scenario.requests)
         print(
-            f"{plant.__name__}: {num_events} events, {len(scenario.requests)} requests shrunk to "
-            f"{len(find.shrunk.requests)}: {find.outcome.failure[:160]}"
+            f"{plant.__name__}: seed {scenario.seed}, {num_events} events, "
+            f"{len(scenario.requests)} requests shrunk to {len(find.shrunk.requests)}: "
+            f"{find.outcome.failure[:160]}"
         )
         kept = Scenario.from_json(find.shrunk.to_json())
     assert run_scenario(kept).failure is None
