@@ -61,7 +61,10 @@ def install_binutils() -> None:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise SetUpError(f"{_ASSEMBLER} is not on PATH: sudo apt-get install -y {_PACKAGE}")
-    for command in (["apt-get", "update"], ["apt-get", "install", "-y", _PACKAGE]):
+    for command in (
+        ["apt-get", "update"],
+        ["apt-get", "install", "-y", "-o", "DPkg::Lock::Timeout=600", _PACKAGE],
+    ):
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode:
             raise SetUpError(f"`{' '.join(command)}` failed; see above")

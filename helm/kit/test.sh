@@ -60,7 +60,7 @@ check_chart() {
 has_go || skip "everything: Go 1.26 is not here (go.dev/dl), and the chart's programs are built with it"
 absent=$(absent_packages)
 if [ -n "$absent" ] && [ -n "${TTSERVE_REQUIRE_NODE:-}" ] && [ "$(id -u)" = 0 ]; then
-    apt-get update -q && apt-get install -q -y --no-install-recommends $absent
+    apt-get update -q && apt-get install -q -y -o DPkg::Lock::Timeout=600 --no-install-recommends $absent
     absent=$(absent_packages)
 fi
 [ -z "$absent" ] || [ -z "${TTSERVE_REQUIRE_NODE:-}" ] || { echo "test-helm: absent: $absent" >&2; exit 1; }
@@ -68,9 +68,12 @@ command -v promtool > /dev/null || skip "everything: promtool is not here: apt i
 
 # The compiler computes while the images' packages are fetched and unpacked.
 build_node() {
+    local programs images=0
     "$here/programs.sh" node &
-    "$here/images.sh"
-    wait $!
+    programs=$!
+    "$here/images.sh" || images=$?
+    wait $programs  # whoever builds again has it to themselves
+    return $images
 }
 
 only_builds=$([ "${1:-}" != build ] || echo yes)
