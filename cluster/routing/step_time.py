@@ -104,14 +104,14 @@ class Pace:
         return f"Pace({self.factors()}, {self.num_steps} steps)"
 
     def see(self, work: StepWork, usual: StepCosts) -> None:
-        """A step took what it says, and would usually cost so much; passed over if that is 0."""
+        """A step took what it says, and would usually cost so much; passed over if either is 0."""
         self.num_steps += 1
         usual_s = usual.prompts_s(work.num_prompts, work.num_prompt_tokens, work.num_prompt_pairs)
         if work.num_rows:
             usual_s += usual.decode_step_s(
                 work.num_rows, work.num_context_tokens, work.max_context_tokens
             )
-        if usual_s > 0.0 and 0.0 <= work.device_s < math.inf:
+        if usual_s > 0.0 and 0.0 < work.device_s < math.inf:
             sums = self._sums[work.num_prompts > 0]
             expected_s = usual_s * (sums[1] / sums[2] if sums[1] else 1.0)
             sums[0] += 1.0

@@ -205,6 +205,7 @@ def test_a_pace_says_nothing_where_nothing_is_usual():
     for _ in range(99):
         pace.see(work(rows=1, device_s=1.0), StepCosts())
         pace.see(work(rows=1, device_s=math.nan), TRUE)
+        pace.see(work(rows=1, device_s=0.0), TRUE)
     assert pace.factors() == (1.0, 1.0)
 
 
