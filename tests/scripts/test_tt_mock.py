@@ -86,7 +86,7 @@ def test_binutils_are_installed_by_root(tools: Path, monkeypatch: pytest.MonkeyP
     _program(tools / "apt-get", f'echo "$@" >> {tools}/asked')
     install_binutils()
     asked = (tools / "asked").read_text().splitlines()
-    assert asked == ["update", "install -y binutils-riscv64-unknown-elf"]
+    assert asked == ["update", "install -y -o DPkg::Lock::Timeout=600 binutils-riscv64-unknown-elf"]
     _program(tools / "apt-get", "exit 100")
     with pytest.raises(SetUpError, match="`apt-get update` failed"):
         install_binutils()
