@@ -170,11 +170,13 @@ class PoolState:
         if old is not None and snapshot.seq < old.seq:
             return
         self._learn(replica, snapshot)
-        if snapshot.epoch != replica.epoch:
+        was_open = replica.is_open
+        if old is None or snapshot.seq > old.seq:
+            # Its own word is newer than a refusal, which may be of what was sent in another epoch.
             replica.refuses = False
         replica.snapshot = snapshot
         self.num_snapshots += 1
-        if old is None or _standing(old) != _standing(snapshot):
+        if old is None or _standing(old) != _standing(snapshot) or was_open != replica.is_open:
             self._relist()
         else:
             self._change(incarnation)

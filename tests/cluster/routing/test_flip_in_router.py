@@ -59,6 +59,19 @@ def test_a_refusal_shuts_an_engine_out_until_it_has_changed_and_not_after():
     assert sides(pools) == (0, 1), "that was said of the time before"
 
 
+def test_a_refusal_of_what_was_sent_in_another_epoch_shuts_out_until_the_next_snapshot_alone():
+    """It comes under the name of a request that was sent again, and looks like an answer."""
+    pools = known("prefill")
+    pools.take_snapshot("e", snapshot(2, "decode", 1))
+    pools.drains("e", pools.epoch("e"))
+    assert sides(pools) == (0, 0)
+    pools.take_snapshot("e", snapshot(2, "decode", 1))
+    assert sides(pools) == (0, 0), "that was known already"
+    pools.take_snapshot("e", snapshot(3, "decode", 1))
+    assert sides(pools) == (1, 0)
+    pools.check_invariants()
+
+
 class Connection:
     """A client of one engine that never answers."""
 
