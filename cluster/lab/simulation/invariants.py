@@ -474,7 +474,15 @@ def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     # Connections that live through lost messages break when they come through again.
     losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
     handed_over_s = HAND_OVER_SHARE * spec.drain_timeout_s
-    losses_s += [f.at_s + handed_over_s for f in faults if f.kind == "replace"]
+    replaced = [f for f in faults if f.kind == "replace"]
+    losses_s += [f.at_s + handed_over_s for f in replaced]
+    # What stands before a full inbox is lost with an engine that knows of nothing to end first.
+    clogs = [f.window for f in faults if f.kind == "clog"]
+    losses_s += [
+        f.at_s
+        for f in replaced
+        if any(w.start_s <= f.at_s + spec.drain_timeout_s and f.at_s < w.end_s for w in clogs)
+    ]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
     # One that hangs for so long says so, and whoever has no token yet goes elsewhere.
