@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.routing.breaker import Breakers
+from cluster.routing.learned_costs import LearnedCosts
 from cluster.routing.load import engine_load, spread, told_by
 from cluster.routing.placement import ANY_GROUP, Placement, Told
-from cluster.routing.step_time import Pace, StepCosts, StepTimeModel
+from cluster.routing.step_time import StepCosts
 from cluster.routing.views import Places, Views
 from replicas.kv_groups import KVGroup
 from replicas.life import LifeState
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 DECODING: frozenset[Role] = frozenset({"decode", "both"})
 PREFILLING: frozenset[Role] = frozenset({"prefill"})
 """Roles whose engines take prompts for others to go on from."""
-FIRST_STEPS = 64
-ONE_IN = 8
-"""The first so many steps of a replica are fitted, and one in so many that follow."""
-MAX_STEPS_APART = 64
-"""After at most so many steps that were fitted costs are worked out."""
 TRANSFER_BYTE_S = 8e-11
 """What a byte of KV takes between two engines: a network of 100 Gbit/s. Shared memory is as fast;
 on a slower network caches count for too little where decode slots are chosen."""
@@ -70,7 +66,6 @@ class _Replica:
     holds: dict[str, tuple[int, Demand]] = field(default_factory=dict)
     moves: bool = True
     refuses: bool = False
-    pace: Pace = field(default_factory=Pace)
     costs: StepCosts = field(default_factory=StepCosts)
 
     @property
@@ -93,26 +88,6 @@ class _Replica:
 
     def is_one_of(self, roles: frozenset[Role]) -> bool:
         return self.snapshot is not None and self.is_open and self.snapshot.role in roles
-
-
-@dataclass(slots=True)
-class _Fit:
-    """What steps of a pool's replicas cost.
-
-    Attributes:
-        model: Learns it.
-        costs: As of some step of late: what places are weighed by.
-        next_step: From how many steps on that is to be looked at anew.
-    """
-
-    model: StepTimeModel = field(default_factory=StepTimeModel)
-    costs: StepCosts = field(default_factory=StepCosts)
-    next_step: int = 1
-
-    def take_over(self, others: StepTimeModel) -> None:
-        """Look at what the model has learned."""
-        self.costs = self.model.costs(others)
-        self.next_step = self.model.num_steps + min(1 + self.model.num_steps // 4, MAX_STEPS_APART)
 
 
 def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
@@ -142,9 +117,7 @@ class PoolState:
         self.on_admit: Callable[[], None] = lambda: None
         self._decode = _Side(DECODING, self.breakers, is_whole=False)
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
-        # Fitted to the steps of each pool; and to all: what one costs that no pool's have shown.
-        self._fits: dict[str, _Fit] = {}
-        self._common = StepTimeModel()
+        self._learned = LearnedCosts()
         self.num_snapshots = 0
         self.num_changes = 0
         self.is_looked_for = False
@@ -158,7 +131,9 @@ class PoolState:
 
     def remove(self, incarnation: str) -> None:
         """Forget a replica and what was sent to it."""
-        if self._replicas.pop(incarnation, None) is not None:
+        replica = self._replicas.pop(incarnation, None)
+        if replica is not None:
+            self._learned.forget(replica.member.pool, incarnation)
             self._relist()
 
     def take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
@@ -262,13 +237,12 @@ class PoolState:
     @property
     def num_pools_that_know_prompts(self) -> int:
         """How many pools there are of which `knows_prompts` is true."""
-        return sum(fit.model.knows_prompts for fit in self._fits.values())
+        return self._learned.num_pools_that_know_prompts
 
     def knows_prompts(self, incarnation: str) -> bool:
         """Whether replicas of its pool have shown what prompts cost there."""
         member = self.member(incarnation)
-        fit = None if member is None else self._fits.get(member.pool)
-        return fit is not None and fit.model.knows_prompts
+        return member is not None and self._learned.knows_prompts(member.pool)
 
     def state(self, incarnation: str) -> LifeState:
         """Where a replica is in its life; dead if it is not known."""
@@ -299,13 +273,13 @@ class PoolState:
 
         A prompt that a decode engine computes, now and then, says little of what they take others.
         """
-        decodes, prompts = self._costs_of("decode"), self._costs_of("prefill")
+        decodes, prompts = self._learned.of_pool("decode"), self._learned.of_pool("prefill")
         return StepCosts(*decodes[:4], *prompts[4:])
 
     @property
     def num_steps_learned(self) -> int:
         """How many steps `pool_costs` was learned from."""
-        return self._common.num_steps
+        return self._learned.num_steps
 
     @property
     def num_open(self) -> int:
@@ -369,38 +343,26 @@ class PoolState:
                 assert view.num_empty_slots >= 0
                 assert min(view.num_free_blocks) >= 0
 
-    def _costs_of(self, pool: str) -> StepCosts:
-        """What parts of steps cost one pool; all of them, if there is none of that name."""
-        fit = self._fits.get(pool)
-        return self._common.known_costs if fit is None else fit.model.costs(self._common)
-
     def _learn(self, replica: _Replica, new: EngineSnapshot) -> None:
-        """Fit what steps cost to those that a snapshot tells of for the first time."""
-        old, pool = replica.snapshot, replica.member.pool
-        fit = self._fits.setdefault(pool, _Fit())
-        is_looked_at = False
-        for step, before in (
-            (new.decode_step, old and old.decode_step),
-            (new.prompt_step, old and old.prompt_step),
-        ):
-            if step is not None and step != before:
-                replica.pace.see(step, fit.costs)
-                if _is_looked_at(replica.pace.num_steps):
-                    is_looked_at = True
-                    usual = fit.model.plausible(replica.pace.usual(step))
-                    fit.model.learn(usual)
-                    self._common.learn(usual)
-        if fit.model.num_steps >= fit.next_step:
-            # All at once: by two states of it, equal replicas would not be equal.
-            fit.take_over(self._common)
-            for other in self._replicas.values():
-                if other.member.pool == pool:
-                    other.costs = other.pace.costs(fit.costs)
-                    self._decode.change(other.member.description.incarnation)
-                    self._prefill.change(other.member.description.incarnation)
-        elif is_looked_at or old is None:
-            usual_costs = fit.costs if fit.model.num_steps else self._common.known_costs
-            replica.costs = replica.pace.costs(usual_costs)
+        """Learn from steps that a snapshot tells of for the first time."""
+        old, member = replica.snapshot, replica.member
+        steps = [
+            step
+            for step, before in (
+                (new.decode_step, old and old.decode_step),
+                (new.prompt_step, old and old.prompt_step),
+            )
+            if step is not None and step != before
+        ]
+        if not steps and old is not None:
+            return
+        changed = self._learned.learn(member.pool, member.description.incarnation, steps)
+        for incarnation, costs in changed.items():
+            other = self._replicas[incarnation]
+            if other.costs is not costs:
+                other.costs = costs
+                self._decode.change(incarnation)
+                self._prefill.change(incarnation)
 
     def _change(self, incarnation: str) -> None:
         self.num_changes += 1
@@ -411,11 +373,6 @@ class PoolState:
         self.num_changes += 1
         self._decode.relist()
         self._prefill.relist()
-
-
-def _is_looked_at(num_steps: int) -> bool:
-    """Whether a replica's step is fitted: all of the first ones, later one more says little."""
-    return num_steps <= FIRST_STEPS or num_steps % ONE_IN == 0
 
 
 @dataclass(slots=True)

@@ -30,11 +30,6 @@ MIN_STEPS = 3
 MIN_PROMPT_STEPS = 32
 """One with prompts, whose costs differ more with their lengths than a few can show: before that
 they cost in proportion to what they cost others."""
-PACE_KEPT = 0.95
-"""What a step weighs of the next one, in a replica's pace."""
-MIN_PACE_STEPS = 20
-ORDINARY = 1.25
-"""A replica has a pace of its own from so many steps on, and beyond this factor either way."""
 LONGEST = 4.0
 """A step counts as so many times as long as was to be expected, at the most.
 
@@ -86,63 +81,6 @@ class StepCosts(NamedTuple):
             + num_tokens * self.context_token_s
             + longest * self.longest_token_s
         )
-
-
-class Pace:
-    """How much slower or faster than its pool a replica is. Owner: whoever takes its snapshots.
-
-    Attributes:
-        num_steps: How many it was told of.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        # Of steps of decodes, and of steps with prompts: how many, what they took, what is usual.
-        self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-
-    def __repr__(self) -> str:
-        return f"Pace({self.factors()}, {self.num_steps} steps)"
-
-    def see(self, work: StepWork, usual: StepCosts) -> None:
-        """A step took what it says, and would usually cost so much; passed over if either is 0."""
-        self.num_steps += 1
-        usual_s = usual.prompts_s(work.num_prompts, work.num_prompt_tokens, work.num_prompt_pairs)
-        if work.num_rows:
-            usual_s += usual.decode_step_s(
-                work.num_rows, work.num_context_tokens, work.max_context_tokens
-            )
-        if usual_s > 0.0 and 0.0 < work.device_s < math.inf:
-            sums = self._sums[work.num_prompts > 0]
-            expected_s = usual_s * (sums[1] / sums[2] if sums[1] else 1.0)
-            sums[0] += 1.0
-            sums[1] = PACE_KEPT * sums[1] + min(work.device_s, LONGEST * expected_s)
-            sums[2] = PACE_KEPT * sums[2] + usual_s
-
-    def factors(self) -> tuple[float, float]:
-        """By how much decodes and prompts take longer here; 1 unless it is out of the ordinary."""
-        decodes, prompts = (
-            took_s / usual_s if count >= MIN_PACE_STEPS else 1.0
-            for count, took_s, usual_s in self._sums
-        )
-        return _ordinary(decodes), _ordinary(prompts)
-
-    def usual(self, work: StepWork) -> StepWork:
-        """What its pool learns of a step: with what it would have taken others."""
-        factor = self.factors()[work.num_prompts > 0]
-        if factor == 1.0:
-            return work
-        return msgspec.structs.replace(work, device_s=work.device_s / factor)
-
-    def costs(self, usual: StepCosts) -> StepCosts:
-        """What parts of steps cost here, of what they usually cost."""
-        decodes, prompts = self.factors()
-        if decodes == prompts == 1.0:
-            return usual
-        return StepCosts(*(decodes * s for s in usual[:4]), *(prompts * s for s in usual[4:]))
-
-
-def _ordinary(factor: float) -> float:
-    return 1.0 if 1.0 / ORDINARY <= factor <= ORDINARY else factor
 
 
 class StepTimeModel:
@@ -229,17 +167,19 @@ class StepTimeModel:
         return self._coefficients
 
 
-def _inputs(work: StepWork) -> npt.NDArray[np.float64]:
-    inputs = np.array(
-        (
-            float(work.num_rows > 0),
-            work.num_rows,
-            work.num_context_tokens,
-            work.max_context_tokens,
-            work.num_prompts,
-            work.num_prompt_tokens,
-            work.num_prompt_pairs,
-        )
+def parts_of(work: StepWork) -> tuple[float, ...]:
+    """How often a step has each part that costs something, in the order of `StepCosts`."""
+    return (
+        float(work.num_rows > 0),
+        work.num_rows,
+        work.num_context_tokens,
+        work.max_context_tokens,
+        work.num_prompts,
+        work.num_prompt_tokens,
+        work.num_prompt_pairs,
     )
-    scaled: npt.NDArray[np.float64] = inputs / _UNITS
+
+
+def _inputs(work: StepWork) -> npt.NDArray[np.float64]:
+    scaled: npt.NDArray[np.float64] = np.array(parts_of(work)) / _UNITS
     return scaled

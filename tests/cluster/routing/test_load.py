@@ -176,7 +176,7 @@ def test_a_step_that_two_snapshots_tell_of_is_learned_once():
     for seq in range(9):
         snapshot = told([GroupSnapshot(9, [60], 0, 0, 0)], seq, prompt_step=PROMPT)
         pools.take_snapshot("both", snapshot)
-    assert pools._fits["both"].model._num_prompts == 1
+    assert pools.num_steps_learned == 1
 
 
 def test_a_replica_that_has_done_nothing_is_believed_to_be_like_the_others():

@@ -1,4 +1,4 @@
-"""The model of step times is least squares with forgetting, and a replica may have its own pace."""
+"""The model of step times is least squares with forgetting."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.routing import step_time
-from cluster.routing.step_time import Pace, StepCosts, StepTimeModel
+from cluster.routing.step_time import StepCosts, StepTimeModel
 from replicas.messages import StepWork
 
 UNITS = [1.0, 32.0, 1e5, 1e5, 1.0, 1e4, 1e8]
@@ -167,46 +167,6 @@ def test_what_a_replica_has_not_done_costs_what_it_costs_others():
         own.learn(work(rows=1, device_s=0.1))
     assert own.costs(others).decode_step_s(1, 0, 0) == pytest.approx(0.1, rel=0.01)
     assert own.costs(others).prompts_s(1, 10**4, 0) == pytest.approx(7.0, rel=0.01)
-
-
-def paced(factor, count):
-    """A replica whose steps take so many times as long as usual, give or take a tenth."""
-    rng, pace = np.random.default_rng(5), Pace()
-    for _ in range(count):
-        step = drawn(rng, 0.0)
-        pace.see(
-            msgspec.structs.replace(step, device_s=factor * step.device_s * rng.uniform(0.9, 1.1)),
-            TRUE,
-        )
-    return pace
-
-
-@settings(max_examples=10)
-@given(st.floats(0.9, 1.1))
-def test_a_replica_within_the_ordinary_costs_what_its_pool_costs(factor):
-    assert paced(factor, 120).costs(TRUE) is TRUE
-
-
-@settings(max_examples=10)
-@given(st.floats(1.5, 9.0) | st.floats(0.1, 0.7))
-def test_a_replica_out_of_the_ordinary_is_known_by_its_pace(factor):
-    assert paced(factor, 10).costs(TRUE) is TRUE, "it is too early to tell"
-    assert paced(factor, 120).costs(TRUE) == pytest.approx([factor * s for s in TRUE], rel=0.1)
-
-
-def test_one_step_that_was_held_up_is_no_pace():
-    pace = paced(1.0, 120)
-    pace.see(msgspec.structs.replace(drawn(np.random.default_rng(8), 0.0), device_s=60.0), TRUE)
-    assert pace.costs(TRUE) is TRUE
-
-
-def test_a_pace_says_nothing_where_nothing_is_usual():
-    pace = Pace()
-    for _ in range(99):
-        pace.see(work(rows=1, device_s=1.0), StepCosts())
-        pace.see(work(rows=1, device_s=math.nan), TRUE)
-        pace.see(work(rows=1, device_s=0.0), TRUE)
-    assert pace.factors() == (1.0, 1.0)
 
 
 def test_prompts_of_a_slow_kind_of_replica_cost_in_proportion_until_many_were_seen():

@@ -1,0 +1,256 @@
+"""What steps cost the pools, and those of their replicas that are out of the ordinary. Pure.
+
+A pool has one fit of what steps cost (`step_time`), as its replicas are alike. How long a replica's
+own steps took, for what they would have cost by that fit, is its pace. What most have in common is
+no replica's own: a fit that is wrong for all of them, after slow first steps or on a host that has
+become busy, is wrong for those, too, who have computed nothing since. So the pool has a level, the
+median of the paces, which whoever is not out of the ordinary has; and a pace that is not shown any
+more fades into it, or one that was slow once would never be asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import mul
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from cluster.routing.step_time import LONGEST, StepCosts, StepTimeModel, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from replicas.messages import StepWork
+
+FIRST_STEPS = 64
+ONE_IN = 8
+"""The first so many steps of a replica are fitted, and one in so many that follow."""
+MAX_STEPS_APART = 64
+"""After at most so many steps that were fitted costs are worked out."""
+KEPT = 0.95
+"""What a step weighs of the next one, in a replica's pace."""
+MIN_STEPS = 20
+ORDINARY = 1.25
+"""A replica has a pace of its own from so many steps on, and beyond this factor either way."""
+HALF_LIFE = 64
+"""A pace counts half as much once the others have told of so many steps each that followed it."""
+_FRESH = 0.9
+_DECODES, _PROMPTS = 0, 1
+
+
+class Pace:
+    """What a replica's steps of one kind took, and had to do, fading.
+
+    Owner: nothing else knows it. It is of no fit: the next one finds another pace in it.
+
+    Attributes:
+        num_steps: How many it was told of.
+        told: The number that its last one had in its pool.
+    """
+
+    __slots__ = ("_took_s", "_work", "num_steps", "told")
+
+    def __init__(self) -> None:
+        self.num_steps = self.told = 0
+        self._took_s = 0.0
+        self._work: list[float] = [0.0] * len(StepCosts())
+
+    def __repr__(self) -> str:
+        return f"Pace({self.num_steps} steps, {self._took_s:.3g} s of late)"
+
+    def see(self, work: StepWork, costs: StepCosts) -> bool:
+        """Take over a step; whether it could be: not if it took no time, or cost nothing."""
+        parts = parts_of(work)
+        usual_s = sum(map(mul, parts, costs))
+        if usual_s <= 0.0 or not 0.0 < work.device_s < math.inf:
+            return False
+        expected_s = usual_s * (self._against(costs) or 1.0)
+        self.num_steps += 1
+        self._took_s = KEPT * self._took_s + min(work.device_s, LONGEST * expected_s)
+        self._work = [KEPT * before + part for before, part in zip(self._work, parts, strict=True)]
+        return True
+
+    def against(self, costs: StepCosts) -> float | None:
+        """By how much its steps take longer than by these costs; None if it is too early to say."""
+        return self._against(costs) if self.num_steps >= MIN_STEPS else None
+
+    def _against(self, costs: StepCosts) -> float | None:
+        usual_s = sum(map(mul, self._work, costs))
+        return self._took_s / usual_s if usual_s > 0.0 else None
+
+
+class _Replica:
+    """A replica's paces, of decodes and of steps with prompts, and what follows from them."""
+
+    __slots__ = ("costs", "num_steps", "paces")
+
+    def __init__(self) -> None:
+        self.paces = (Pace(), Pace())
+        self.num_steps = 0
+        self.costs = StepCosts()
+
+
+class PoolCosts:
+    """What steps cost a pool. Owner: its fit, and its replicas' paces.
+
+    Attributes:
+        model: Learns what steps usually cost.
+    """
+
+    def __init__(self) -> None:
+        self.model = StepTimeModel()
+        self._usual = StepCosts()
+        self._next_step = 1
+        self._replicas: dict[str, _Replica] = {}
+        # Of each kind, how many steps were told, and the median of the paces.
+        self._told = [0, 0]
+        self._levels = [1.0, 1.0]
+
+    def __repr__(self) -> str:
+        return f"PoolCosts({self.model!r}, levels {self._levels}, {len(self._replicas)} replicas)"
+
+    def forget(self, incarnation: str) -> None:
+        """A replica is gone."""
+        self._replicas.pop(incarnation, None)
+
+    @property
+    def ordinary(self) -> StepCosts:
+        """What parts of steps cost a replica like most of them."""
+        return self._times(1.0, 1.0)
+
+    def learn(
+        self, incarnation: str, steps: Iterable[StepWork], everybody: StepTimeModel
+    ) -> dict[str, StepCosts]:
+        """Take over steps that a replica tells of; what they change of its costs, and others'."""
+        is_looked_at = incarnation not in self._replicas
+        replica = self._replicas.setdefault(incarnation, _Replica())
+        for step in steps:
+            kind = _kind(step)
+            pace = replica.paces[kind]
+            if pace.see(step, self._usual):
+                # What had faded counts in full again.
+                is_looked_at |= self._freshness(pace, kind) < _FRESH
+                self._told[kind] += 1
+                pace.told = self._told[kind]
+            replica.num_steps += 1
+            if replica.num_steps <= FIRST_STEPS or replica.num_steps % ONE_IN == 0:
+                is_looked_at = True
+                usual = self.model.plausible(self._as_usual(replica, step))
+                self.model.learn(usual)
+                everybody.learn(usual)
+        if self.model.num_steps >= self._next_step:
+            # All at once: by two states of it, equal replicas would not be equal.
+            self._take_over(everybody)
+            changed = self._replicas
+        elif is_looked_at:
+            if not self.model.num_steps:
+                self._usual = everybody.known_costs
+            changed = {incarnation: replica}
+        else:
+            return {}
+        return {name: self._cost(each) for name, each in changed.items()}
+
+    def _take_over(self, everybody: StepTimeModel) -> None:
+        self._usual = self.model.costs(everybody)
+        num_steps = self.model.num_steps
+        self._next_step = num_steps + min(1 + num_steps // 4, MAX_STEPS_APART)
+        for kind in (_DECODES, _PROMPTS):
+            self._levels[kind] = self._level(kind)
+
+    def _level(self, kind: int) -> float:
+        """The median of the paces, each counted for as much as it has not faded."""
+        logs: list[float] = []
+        weights: list[float] = []
+        for replica in self._replicas.values():
+            factor = replica.paces[kind].against(self._usual)
+            if factor is not None:
+                logs.append(math.log(factor))
+                weights.append(self._freshness(replica.paces[kind], kind))
+        if not logs:
+            return 1.0
+        order = np.argsort(logs)
+        held = np.asarray(weights)[order]
+        middles = np.cumsum(held) - held / 2
+        return math.exp(float(np.interp(held.sum() / 2, middles, np.asarray(logs)[order])))
+
+    def _freshness(self, pace: Pace, kind: int) -> float:
+        steps_since = (self._told[kind] - pace.told) / len(self._replicas)
+        return float(0.5 ** (steps_since / HALF_LIFE))
+
+    def _own(self, replica: _Replica, kind: int) -> float:
+        """By how much its steps take longer than the pool's; 1 unless out of the ordinary."""
+        pace = replica.paces[kind]
+        factor = pace.against(self._usual)
+        if factor is None:
+            return 1.0
+        own = (factor / self._levels[kind]) ** self._freshness(pace, kind)
+        return 1.0 if 1.0 / ORDINARY <= own <= ORDINARY else own
+
+    def _as_usual(self, replica: _Replica, work: StepWork) -> StepWork:
+        """What the pool learns of a step: with what it would have taken others."""
+        own = self._own(replica, _kind(work))
+        return work if own == 1.0 else msgspec.structs.replace(work, device_s=work.device_s / own)
+
+    def _cost(self, replica: _Replica) -> StepCosts:
+        """What parts of steps cost a replica."""
+        costs = self._times(self._own(replica, _DECODES), self._own(replica, _PROMPTS))
+        if costs != replica.costs:
+            replica.costs = costs
+        return replica.costs
+
+    def _times(self, decodes: float, prompts: float) -> StepCosts:
+        """What a replica is charged that takes so many times as long as the pool's do now."""
+        decodes, prompts = decodes * self._levels[_DECODES], prompts * self._levels[_PROMPTS]
+        usual = self._usual
+        return StepCosts(*(decodes * s for s in usual[:4]), *(prompts * s for s in usual[4:]))
+
+
+class LearnedCosts:
+    """What steps cost every pool. Owner: the pools' fits, and one of all steps.
+
+    What a pool's steps have not shown costs it what it costs all.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, PoolCosts] = {}
+        self._everybody = StepTimeModel()
+
+    def __repr__(self) -> str:
+        return f"LearnedCosts({self._pools})"
+
+    def learn(
+        self, pool: str, incarnation: str, steps: Sequence[StepWork]
+    ) -> Mapping[str, StepCosts]:
+        """Take over what a replica tells for the first time; the costs of whom that changes."""
+        costs = self._pools.setdefault(pool, PoolCosts())
+        return costs.learn(incarnation, steps, self._everybody)
+
+    def forget(self, pool: str, incarnation: str) -> None:
+        """A replica is gone; what its pool has learned of it stays."""
+        if pool in self._pools:
+            self._pools[pool].forget(incarnation)
+
+    def of_pool(self, pool: str) -> StepCosts:
+        """What parts of steps cost one pool; all of them, if there is none of that name."""
+        costs = self._pools.get(pool)
+        return self._everybody.known_costs if costs is None else costs.ordinary
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were told of."""
+        return self._everybody.num_steps
+
+    @property
+    def num_pools_that_know_prompts(self) -> int:
+        """How many pools there are of which `knows_prompts` is true."""
+        return sum(costs.model.knows_prompts for costs in self._pools.values())
+
+    def knows_prompts(self, pool: str) -> bool:
+        """Whether replicas of a pool have shown what prompts cost there."""
+        return pool in self._pools and self._pools[pool].model.knows_prompts
+
+
+def _kind(work: StepWork) -> int:
+    return _PROMPTS if work.num_prompts else _DECODES
