@@ -57,6 +57,12 @@ class ColumnReader:
         if handle is not None:
             self._rows.pop(handle, None)
 
+    def forget_handle(self, handle: int) -> None:
+        """Drop one of the times that a request was accepted; a later one stays. Idempotent."""
+        row = self._rows.pop(handle, None)
+        if row is not None and self._handles.get(row.request_id) == handle:
+            del self._handles[row.request_id]
+
     def _expand(
         self, columns: TokenColumns, read: list[EngineEvent], growing: dict[int, TokenOutput] | None
     ) -> None:

@@ -144,7 +144,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Run a request, or reserve for it; answered by `Accepted` or `Refused`.
+    """Run a request, or reserve for it; answered by one `Accepted` or `Refused`, aborted or not.
+
+    Those of one id, each aborted before the next, are answered in order, and nothing else is said
+    of one before.
 
     Attributes:
         request: What to generate.

@@ -17,7 +17,15 @@ from replicas.errors import (
     EngineQuietError,
     EngineStalledError,
 )
-from replicas.messages import PROTOCOL_VERSION, Abort, Hello, NotGreeted, UtilityResult
+from replicas.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Hello,
+    NotGreeted,
+    Refused,
+    UtilityResult,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
         EngineFrame,
         EngineSnapshot,
         KVEventBatch,
+        KVLoaded,
+        TokenOutput,
     )
 
     OnKVEvents = Callable[[str, list[KVEventBatch]], bool]
@@ -46,11 +56,16 @@ class EngineStream:
     """Events of one request on one engine, in order.
 
     Owner: the coroutine that opened it; it must `close` it.
+
+    Attributes:
+        is_answered: Whether the engine has taken or refused it; what came before that was another's
+            of the same id, which is closed.
     """
 
     def __init__(self, table: StreamTable, request_id: str, inbox: Inbox | None = None) -> None:
         self._table = table
         self.request_id = request_id
+        self.is_answered = False
         self._inbox: Inbox = asyncio.Queue() if inbox is None else inbox
 
     @property
@@ -145,6 +160,8 @@ class StreamTable:
         self.leaving: EngineLeavingError | None = None
         self.quiet: EngineQuietError | None = None
         self._streams: dict[str, EngineStream] = {}
+        # How many were closed before the engine answered them, of each id. It answers in order.
+        self._unanswered: dict[str, int] = {}
         self._columns = ColumnReader()
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
 
@@ -164,8 +181,13 @@ class StreamTable:
 
     def remove(self, request_id: str) -> bool:
         """Stop listening to a request; False if nobody did."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
         self._columns.forget(request_id)
-        return self._streams.pop(request_id, None) is not None
+        if not stream.is_answered:
+            self._unanswered[request_id] = self._unanswered.get(request_id, 0) + 1
+        return True
 
     def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
         """A future for the result of a utility call; `forget` it in the end."""
@@ -207,13 +229,31 @@ class StreamTable:
             elif isinstance(event, NotGreeted):
                 return False
             else:
-                stream = self._streams.get(event.request_id)
-                if stream is not None:
-                    stream.put(event)
-                else:
-                    # It was given up before its engine answered: of what follows nothing is kept.
-                    self._columns.forget(event.request_id)
+                self._hand_out(event)
         return True
+
+    def _hand_out(self, event: Accepted | Refused | KVLoaded | TokenOutput) -> None:
+        """Give an event to the stream that it is of: not to another one of the same request.
+
+        A request may come back to an engine that is yet to answer what it asked before.
+        """
+        request_id = event.request_id
+        stream = self._streams.get(request_id)
+        if isinstance(event, Accepted | Refused):
+            num_unanswered = self._unanswered.pop(request_id, 0)
+            if num_unanswered > 1:
+                self._unanswered[request_id] = num_unanswered - 1
+            if num_unanswered:
+                if isinstance(event, Accepted):
+                    self._columns.forget_handle(event.handle)
+                return
+            if stream is not None:
+                stream.is_answered = True
+        if stream is None:
+            # It was given up: of what follows nothing is kept.
+            self._columns.forget(request_id)
+        elif stream.is_answered:
+            stream.put(event)
 
     def greet(self) -> None:
         """Say hello, for the first time or because something was missed."""

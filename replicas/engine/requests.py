@@ -140,6 +140,7 @@ class Requests:
     def _abort(self, client: bytes, request_id: str, reason: AbortReason) -> None:
         if request_id in self._successors and self._successors[request_id][0] == client:
             del self._successors[request_id]
+            self._refuse(client, request_id, "duplicate")
         if self._scheduler.is_of(client, request_id):
             self._scheduler.abort(request_id, reason)
 

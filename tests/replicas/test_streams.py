@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replicas.errors import (
     EngineDeadError,
@@ -24,6 +27,8 @@ from replicas.messages import (
     EngineSnapshot,
     Hello,
     KVEventBatch,
+    KVLoaded,
+    Refused,
     TokenColumns,
     TokenOutput,
     UtilityResult,
@@ -48,6 +53,7 @@ class Client:
         self.sent = []
         self.seen = []
         self.moves = []
+        self.handles = itertools.count(100)
         self.table = StreamTable(
             DESCRIPTION,
             self.sent.append,
@@ -55,9 +61,16 @@ class Client:
             lambda *a: self.moves.append(a),
         )
 
-    def open(self, request_id, inbox=None):
+    def ask(self, request_id, inbox=None):
         message = AddRequest(EngineRequest(request_id, [1], SamplingParams()))
         return self.table.open(request_id, message, inbox)
+
+    def open(self, request_id, inbox=None):
+        """One that the engine has taken; that it has is read."""
+        stream = self.ask(request_id, inbox)
+        self.table.hand_out([], [Accepted(request_id, 0, 0, 0, next(self.handles))])
+        stream._inbox._queue.pop()
+        return stream
 
     def take(self, *events, snapshot=None, stalled_s=0.0):
         frame = EngineFrame("e.1", list(events), snapshot, stalled_s)
@@ -79,7 +92,7 @@ def get_now(stream):
 
 
 def test_opening_sends_the_message_and_listens(client):
-    stream = client.open("r")
+    stream = client.ask("r")
     assert [type(m) for m in client.sent] == [AddRequest]
     assert (stream.request_id, stream.incarnation, len(client.table)) == ("r", "e.1", 1)
     client.take(Accepted("r", 0, 0, 0, 1), token("r"))
@@ -115,6 +128,69 @@ def test_streams_may_share_an_inbox_that_tells_them_apart(client):
     one, other = client.open("one", inbox), client.open("other", inbox)
     client.take(token("other"), token("one"))
     assert [inbox.get_nowait()[0] for _ in range(2)] == [other, one]
+
+
+def refused(request_id):
+    return Refused(request_id, "draining", "")
+
+
+def test_what_an_engine_says_of_one_that_was_closed_is_not_of_the_next(client):
+    """Both are of one request, which came back before the engine had answered."""
+    client.ask("r").close(abort=True)
+    client.ask("r").close(abort=True)
+    stream = client.ask("r")
+    client.take(Accepted("r", 0, 0, 0, 1), token("r"), TokenColumns([1], [7]))
+    client.take(refused("r"))
+    assert stream._inbox.empty()
+    client.take(Accepted("r", 1, 2, 3, 4), TokenColumns([4], [5]), TokenColumns([1], [6]))
+    assert get_now(stream) == Accepted("r", 1, 2, 3, 4)
+    assert get_now(stream).token_ids == [5]
+    assert stream._inbox.empty()
+
+
+def test_what_one_said_that_had_been_taken_is_not_of_the_next_either(client):
+    client.open("r").close(abort=True)
+    stream = client.ask("r")
+    client.take(KVLoaded("r", 0, "aborted"), token("r"), refused("r"))
+    assert get_now(stream) == refused("r")
+    assert stream._inbox.empty()
+
+
+def test_answers_that_come_together_are_each_its_own(client):
+    client.ask("r").close(abort=True)
+    stream = client.ask("r")
+    client.take(
+        Accepted("r", 0, 0, 0, 1), TokenColumns([1], [8]),
+        Accepted("r", 0, 0, 0, 2), TokenColumns([2, 1], [9, 8]),
+    )  # fmt: skip
+    assert [get_now(stream), get_now(stream).token_ids] == [Accepted("r", 0, 0, 0, 2), [9]]
+    assert stream._inbox.empty()
+    assert len(client.table._columns) == 1
+
+
+@given(st.lists(st.sampled_from(["ask", "close", "answer"]), max_size=40))
+def test_every_stream_gets_its_own_answer_and_nothing_is_kept(acts):
+    """Against a list of what was asked, which an engine answers in order."""
+    client = Client()
+    asked, answered, stream, handles = [], 0, None, itertools.count()
+    for act in acts:
+        if act == "ask" and stream is None:
+            stream = client.ask("r")
+            asked.append(stream)
+        elif act == "close" and stream is not None:
+            stream.close(abort=True)
+            stream = None
+        elif act == "answer" and answered < len(asked):
+            of = asked[answered]
+            answered += 1
+            answer = Accepted("r", 0, 0, 0, next(handles))
+            client.take(answer, token("r", answered))
+            if of is stream:
+                assert [get_now(of), get_now(of)] == [answer, token("r", answered)]
+        assert all(each._inbox.empty() for each in asked)
+        assert len(client.table._columns) <= (stream is not None)
+    unanswered = sum(each is not stream for each in asked[answered:])
+    assert sum(client.table._unanswered.values()) == unanswered
 
 
 def test_the_snapshot_is_told_before_the_events_that_it_counts(client):
