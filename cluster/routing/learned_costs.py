@@ -4,18 +4,18 @@ A pool has one fit of what steps cost (`step_time`), as its replicas are alike. 
 own steps took, for what they would have cost by that fit, is its pace. What most have in common is
 no replica's own: a fit that is wrong for all of them, after slow first steps or on a host that has
 become busy, is wrong for those, too, who have computed nothing since. So the pool has a level, the
-median of the paces, which whoever is not out of the ordinary has; and a pace that is not shown any
-more fades into it, or one that was slow once would never be asked again.
+median of its paces of late, which whoever is not out of the ordinary has; and a pace that is not
+shown any more fades into it, or one that was slow once would never be asked again.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from operator import mul
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from cluster.routing.step_time import LONGEST, StepCosts, StepTimeModel, parts_of
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = 64
 ONE_IN = 8
-"""The first so many steps of a replica are fitted, and one in so many that follow."""
+"""The first so many steps of a replica, of either kind, are fitted, and one in so many later."""
 MAX_STEPS_APART = 64
 """After at most so many steps that were fitted costs are worked out."""
 KEPT = 0.95
@@ -34,9 +34,9 @@ KEPT = 0.95
 MIN_STEPS = 20
 ORDINARY = 1.25
 """A replica has a pace of its own from so many steps on, and beyond this factor either way."""
-HALF_LIFE = 64
-"""A pace counts half as much once the others have told of so many steps each that followed it."""
-_FRESH = 0.9
+HALF_LIFE = 256
+"""A pace counts half as much once its pool has told of so many steps a replica since its last."""
+_FRESH, _FADED = 0.9, 0.5
 _DECODES, _PROMPTS = 0, 1
 
 
@@ -47,13 +47,14 @@ class Pace:
 
     Attributes:
         num_steps: How many it was told of.
-        told: The number that its last one had in its pool.
+        last: When the last one was, by the clock of its pool.
     """
 
-    __slots__ = ("_took_s", "_work", "num_steps", "told")
+    __slots__ = ("_took_s", "_work", "last", "num_steps")
 
     def __init__(self) -> None:
-        self.num_steps = self.told = 0
+        self.num_steps = 0
+        self.last = 0.0
         self._took_s = 0.0
         self._work: list[float] = [0.0] * len(StepCosts())
 
@@ -88,7 +89,8 @@ class _Replica:
 
     def __init__(self) -> None:
         self.paces = (Pace(), Pace())
-        self.num_steps = 0
+        # Of each kind: where they come by turns, one in so many of both would be of one alone.
+        self.num_steps = [0, 0]
         self.costs = StepCosts()
 
 
@@ -104,8 +106,8 @@ class PoolCosts:
         self._usual = StepCosts()
         self._next_step = 1
         self._replicas: dict[str, _Replica] = {}
-        # Of each kind, how many steps were told, and the median of the paces.
-        self._told = [0, 0]
+        # Of each kind, how many steps a replica were told, and the median of the paces.
+        self._clocks = [0.0, 0.0]
         self._levels = [1.0, 1.0]
 
     def __repr__(self) -> str:
@@ -132,21 +134,21 @@ class PoolCosts:
             if pace.see(step, self._usual):
                 # What had faded counts in full again.
                 is_looked_at |= self._freshness(pace, kind) < _FRESH
-                self._told[kind] += 1
-                pace.told = self._told[kind]
-            replica.num_steps += 1
-            if replica.num_steps <= FIRST_STEPS or replica.num_steps % ONE_IN == 0:
+                self._clocks[kind] += 1.0 / len(self._replicas)
+                pace.last = self._clocks[kind]
+            replica.num_steps[kind] += 1
+            if replica.num_steps[kind] <= FIRST_STEPS or not replica.num_steps[kind] % ONE_IN:
                 is_looked_at = True
                 usual = self.model.plausible(self._as_usual(replica, step))
                 self.model.learn(usual)
                 everybody.learn(usual)
-        if self.model.num_steps >= self._next_step:
-            # All at once: by two states of it, equal replicas would not be equal.
+        # All at once: by two states of it, equal replicas would not be equal.
+        changed = self._replicas
+        if not self.model.num_steps:
+            self._usual = everybody.known_costs
+        elif self.model.num_steps >= self._next_step:
             self._take_over(everybody)
-            changed = self._replicas
         elif is_looked_at:
-            if not self.model.num_steps:
-                self._usual = everybody.known_costs
             changed = {incarnation: replica}
         else:
             return {}
@@ -160,24 +162,20 @@ class PoolCosts:
             self._levels[kind] = self._level(kind)
 
     def _level(self, kind: int) -> float:
-        """The median of the paces, each counted for as much as it has not faded."""
-        logs: list[float] = []
-        weights: list[float] = []
-        for replica in self._replicas.values():
-            factor = replica.paces[kind].against(self._usual)
-            if factor is not None:
-                logs.append(math.log(factor))
-                weights.append(self._freshness(replica.paces[kind], kind))
-        if not logs:
+        """The median of the paces that have not faded; of two unlike ones the faster."""
+        found = [
+            (factor, self._freshness(replica.paces[kind], kind) > _FADED)
+            for replica in self._replicas.values()
+            if (factor := replica.paces[kind].against(self._usual)) is not None
+        ]
+        factors = [factor for factor, is_fresh in found if is_fresh] or [f for f, _ in found]
+        if not factors:
             return 1.0
-        order = np.argsort(logs)
-        held = np.asarray(weights)[order]
-        middles = np.cumsum(held) - held / 2
-        return math.exp(float(np.interp(held.sum() / 2, middles, np.asarray(logs)[order])))
+        low, high = statistics.median_low(factors), statistics.median_high(factors)
+        return math.sqrt(low * high) if high <= ORDINARY * low else low
 
     def _freshness(self, pace: Pace, kind: int) -> float:
-        steps_since = (self._told[kind] - pace.told) / len(self._replicas)
-        return float(0.5 ** (steps_since / HALF_LIFE))
+        return float(0.5 ** ((self._clocks[kind] - pace.last) / HALF_LIFE))
 
     def _own(self, replica: _Replica, kind: int) -> float:
         """By how much its steps take longer than the pool's; 1 unless out of the ordinary."""

@@ -18,7 +18,12 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.errors import InternalError, KVTransferFailedError, QueueTimeoutError
+from cluster.errors import (
+    InternalError,
+    KVTransferFailedError,
+    QueueTimeoutError,
+    ReplicaLostError,
+)
 from cluster.routing.slot_queue import RETRY_AFTER_S
 from replicas.errors import (
     EngineDeadError,
@@ -186,11 +191,6 @@ class Leg:
         """Whether the engine has said that it takes the request."""
         return self.state is not LegState.ASKED
 
-    def is_of_before(self, event: EngineEvent | News) -> bool:
-        """Whether a decode engine said this of its part in the request before it was left."""
-        is_new = self.has_answered or self.mode == "prefill"
-        return isinstance(event, TokenOutput) and not is_new
-
     def keep(self, event: EngineEvent) -> None:
         """Keep an event until it is waited for; whatever prefill says is an answer."""
         if self.mode == "prefill":
@@ -263,6 +263,7 @@ class Legs:
         heir: The leg that is to follow on it, once its engine has accepted.
         prefill: The leg that computes the prompt, or keeps its KV.
         demand: See there.
+        num_lost: How many engines died while the request was theirs, or lost it as they decode.
         on_prompt: Told which engine was asked for the prompt, each time.
         hands_over: Asked when the decode engine hands over, or is quiet: whether the request stays
             there until another one has accepted it.
@@ -284,6 +285,7 @@ class Legs:
         self._stalls = stalls
         self.demand = demand
         self._num_leaves_left = max_leaves
+        self.num_lost = 0
         self._inbox: Inbox = asyncio.Queue()
         self.decode: Leg | None = None
         self.heir: Leg | None = None
@@ -343,7 +345,7 @@ class Legs:
         while True:
             stream, event = await self._inbox.get()
             leg = self._leg_of(stream)
-            if leg is None or leg.is_of_before(event):
+            if leg is None:
                 continue  # It was dropped; this was on its way.
             self._judge(leg, event)
             leg.has_tokens |= isinstance(event, TokenOutput)
@@ -360,6 +362,18 @@ class Legs:
                 return event
             else:
                 leg.keep(event)
+
+    def check_lost(self, most: int) -> None:
+        """Raise once so many engines were lost.
+
+        Raises:
+            ReplicaLostError: The next one might die of the request, too.
+        """
+        if self.num_lost >= most:
+            raise ReplicaLostError(
+                f"{self.num_lost} replicas were lost one after the other",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def _hear_heir(self, heir: Leg, event: EngineEvent | News) -> None:
         """Pass on what is heard of the heir.
@@ -384,13 +398,7 @@ class Legs:
         """Tell the pools what an engine is worth: that it failed the request, drains, gives tokens.
 
         A connection that breaks, which ends many at once, is told by whoever notices it.
-
-        Raises:
-            DecodeLeftError: A decode engine refuses that has answered: what was taken for its
-                answer was that to a question before it was left.
         """
-        if isinstance(event, Refused) and leg is self.decode and leg.has_answered:
-            raise DecodeLeftError("refused", event.message)
         if isinstance(event, Refused) and event.reason == "draining":
             self._pools.drains(leg.incarnation, leg.epoch)
         if isinstance(event, TokenOutput):
@@ -420,6 +428,8 @@ class Legs:
         if is_late and leg.has_answered:
             return
         self._count_lost(leg.mode)
+        # One that computed the prompt too late may be slow; one that is gone may have died of it.
+        self.num_lost += leg is self.decode or not is_late
         if leg is self.decode:
             raise DecodeLostError(str(error))
         if leg is wanted:

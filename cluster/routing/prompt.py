@@ -145,10 +145,12 @@ class Prompt:
         Raises:
             DecodeLostError: The consumer's engine died.
             DecodeLeftError: It stalls, or hands over, and there is another one.
+            ReplicaLostError: As many engines were lost as a request may lose.
             ServingError: An engine gave the request up.
         """
         tried: set[Placement] = set()
         for _ in range(self._means.config.max_attempts):
+            self._legs.check_lost(self._means.config.max_attempts)
             name = "" if consumer is None else consumer.incarnation
             asked = self._asked = self._asked or self._ask(name, tried)
             if asked is None:
@@ -159,6 +161,7 @@ class Prompt:
                 return outputs
             tried.add(asked.placement)
             self._means.metrics.retries.labels("prefill").inc()
+        self._legs.check_lost(self._means.config.max_attempts)
         return []
 
     def _ask(self, consumer: str, tried: set[Placement]) -> _Asked | None:

@@ -9,8 +9,9 @@ A prefill engine that refuses, dies or stalls before the first token costs anoth
 local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
 engine that dies, or is left because it stalls, costs a new reservation: the story begins again,
 what the client has stays, and another engine goes on from there (the request *migrates*, if it had
-tokens of the one that was left). Losses count against `max_attempts`, stalls do not: they have as
-many of their own, less one, and the last engine is waited for. The prompt's KV stays only if it was
+tokens of the one that was left). Losses of either kind count against `max_attempts`, as engines may
+die of a request; stalls do not: they have as many of their own, less one, and the last engine is
+waited for. The prompt's KV stays only if it was
 offered to whichever decode engine comes and none has begun to fetch it: the end of a consumer ends
 its transfer, and the next decode engine computes prompt and tokens again, or ends the request where
 its configuration forbids that.
@@ -156,13 +157,8 @@ class Router:
             raise
         self._runs[run] = None
         try:
-            while run.num_lost < self.config.max_attempts:
-                if await run.survives():
-                    return
-            raise ReplicaLostError(
-                f"{self.config.max_attempts} decode replicas were lost one after the other",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            while not await run.survives():
+                pass
         finally:
             del self._runs[run]
             run.close()
@@ -205,7 +201,6 @@ class Run:
     Attributes:
         progress: What the client has, or gets next.
         is_over: Whether there is nothing left to do.
-        num_lost: Decode engines that were lost; those that were left because they stall are none.
     """
 
     def __init__(self, router: Router, request: EngineRequest, emit: Emit, route: Route) -> None:
@@ -235,7 +230,6 @@ class Run:
             max_attempts=router.config.max_attempts,
         )  # fmt: skip
         self.is_over = False
-        self.num_lost = 0
 
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
@@ -377,8 +371,8 @@ class Run:
             self._leave_decode(error.reason, error)
             return False
         except DecodeLostError as error:
-            self.num_lost += 1
             self._leave_decode("lost", error)
+            self._legs.check_lost(self._router.config.max_attempts)
             return False
         except ServingError as error:
             seam = self.progress.seam

@@ -27,6 +27,9 @@ PULL = 1e-4
 """Towards 0: a step of one of `_UNITS` weighs 1."""
 MIN_STEPS = 3
 """A kind of step counts as known after so many."""
+MIN_WEIGHT = 8.0
+"""Once so many steps of a kind were fitted, what they cost is kept when fewer have not faded: the
+fit of what comes no more fades to nothing."""
 MIN_PROMPT_STEPS = 32
 """One with prompts, whose costs differ more with their lengths than a few can show: before that
 they cost in proportion to what they cost others."""
@@ -38,6 +41,9 @@ for good shows all the same, in some steps.
 """
 _KNOWN = 0.25
 """And where steps like it have been seen: of ones that are all alike, so many are four."""
+
+_KINDS = slice(0, 4), slice(4, 7)
+"""What is of decodes, and what of prompts, in the order of `StepCosts`."""
 
 # One of each number that makes a step of some size: rows there are any, rows, KV tokens, the
 # longest context, prompts, their tokens, pairs of tokens.
@@ -95,6 +101,9 @@ class StepTimeModel:
         self._information = np.zeros((len(_UNITS), len(_UNITS)))
         self._products = np.zeros(len(_UNITS))
         self._num_decodes = self._num_prompts = self.num_steps = 0
+        # Of steps with decodes, and with prompts: what those so far weigh, fading.
+        self._weights = [0.0, 0.0]
+        self._are_kept = [False, False]
         # Of the steps with prompts, fading.
         self._prompt_inputs = np.zeros(len(_UNITS))
         self._prompts_s = 0.0
@@ -115,6 +124,12 @@ class StepTimeModel:
         self._information *= FORGETTING
         self._information += np.outer(inputs, inputs)
         self._products = FORGETTING * self._products + work.device_s * inputs
+        self._weights = [
+            FORGETTING * weight + is_one
+            for weight, is_one in zip(
+                self._weights, (work.num_rows > 0, work.num_prompts > 0), strict=True
+            )
+        ]
         self._num_decodes += work.num_rows > 0
         if work.num_prompts:
             self._num_prompts += 1
@@ -162,7 +177,11 @@ class StepTimeModel:
     def _fit(self) -> npt.NDArray[np.floating[Any]]:
         if self._num_fitted != self.num_steps:
             held = self._information + PULL * np.eye(len(_UNITS))
-            self._coefficients = np.linalg.solve(held, self._products)
+            fitted = np.linalg.solve(held, self._products)
+            for kind, weight in enumerate(self._weights):
+                self._are_kept[kind] |= weight >= MIN_WEIGHT
+                if weight >= MIN_WEIGHT or not self._are_kept[kind]:
+                    self._coefficients[_KINDS[kind]] = fitted[_KINDS[kind]]
             self._num_fitted = self.num_steps
         return self._coefficients
 

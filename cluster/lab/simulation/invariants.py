@@ -390,24 +390,21 @@ class Expectations:
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
         faults = options.faults
-        # Who decodes, or may do so once its role has changed.
-        decoding = [
-            (entries, spec)
+        engines = [
+            (faults.entries_for(f"{spec.role}/{rank}"), spec)
             for spec in pools
             for rank in range(spec.replicas)
-            for entries in [faults.entries_for(f"{spec.role}/{rank}")]
-            if spec.role != "prefill" or any(f.kind == "flip" for f in entries)
         ]
-        # When each of these may first have been lost; when those that began so, or taken nothing.
-        self._lost_s = [_first_loss_s(entries, spec) for entries, spec in decoding]
+        # When each may first have been lost; when those that began as decoders so, or shut.
+        self._lost_s = [_first_loss_s(entries, spec) for entries, spec in engines]
         self._closed_s = [
             min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
-            for lost_s, (entries, spec) in zip(self._lost_s, decoding, strict=True)
+            for lost_s, (entries, spec) in zip(self._lost_s, engines, strict=True)
             if spec.role != "prefill"
         ]
         # Each trouble costs a request one engine at most, and a request may lose so many.
         self._max_attempts = options.router.max_attempts
-        self._troubles_s = sorted(f.at_s for entries, _ in decoding for f in entries)
+        self._troubles_s = sorted(f.at_s for entries, _ in engines for f in entries)
         self._first_ingress_s = min(
             (f.at_s for f in faults.faults if f.kind == "kill" and f.target.startswith(INGRESS)),
             default=float("inf"),

@@ -15,13 +15,16 @@ from kv_transfer.lease import LeaseState
 from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
 from replicas.messages import (
     Abort,
+    Accepted,
     Activate,
     AddRequest,
     KVLoaded,
     LendKV,
     LoadKV,
+    NotGreeted,
     Refused,
     TokenOutput,
+    UtilityResult,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class _Asked:
 
     host: VirtualHost
     mode: RequestMode
+    is_answered: bool = False
     epoch: int = -1
     is_activated: bool = False
     was_quiet: bool = False
@@ -89,6 +93,8 @@ class ProtocolMonitor:
         self._asked: dict[str, dict[str, _Asked]] = {}
         # When each engine was first asked for a request: what it refuses may be that.
         self._first_asked_s: dict[str, dict[str, float]] = {}
+        # By engine and request, how many were stopped that it is yet to answer: in order.
+        self._unanswered: Counter[tuple[str, str]] = Counter()
         # Engines that hand over, as far as this ingress has heard.
         self._leaving: set[str] = set()
         # For each request whose KV is lent, the number of that transfer.
@@ -152,6 +158,8 @@ class ProtocolMonitor:
                     asked_here = self._asked.get(request_id, {}).get(host.incarnation)
                     if asked_here is not None and asked_here.decodes and host.core.stuck_s:
                         self.num_left[request_id] += 1
+                    if asked_here is not None and not asked_here.is_answered:
+                        self._unanswered[host.incarnation, request_id] += 1
                     self._end(host, request_id)
             case _:
                 pass
@@ -159,6 +167,8 @@ class ProtocolMonitor:
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """An event has arrived."""
         self._recorder.arrived(host, event)
+        if self._is_of_one_before(host, event):
+            return
         self._waits.arrived(host, event)
         if isinstance(event, KVLoaded) and self._lent.get(event.request_id) == event.epoch:
             del self._lent[event.request_id]
@@ -194,6 +204,8 @@ class ProtocolMonitor:
         for request_id in [i for i in self._lent if incarnation in self._asked.get(i, ())]:
             del self._lent[request_id]
         self.failures.failed(incarnation)
+        for owed in [owed for owed in self._unanswered if owed[0] == incarnation]:
+            del self._unanswered[owed]
         for asked in self._asked.values():
             asked.pop(incarnation, None)
 
@@ -201,6 +213,7 @@ class ProtocolMonitor:
         """The ingress is gone; engines will notice."""
         self._waits.died()
         self._asked.clear()
+        self._unanswered.clear()
         self._lent.clear()
         self._first_asked_s.clear()
 
@@ -225,6 +238,24 @@ class ProtocolMonitor:
         """Which engines have a request, for a person."""
         asked = self._asked.get(request_id, {})
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
+
+    def _is_of_one_before(self, host: VirtualHost, event: EngineEvent) -> bool:
+        """Whether an event is of what this engine was asked of the same request and told to stop.
+
+        The request may have come back to it before it had read any of that.
+        """
+        if isinstance(event, UtilityResult | NotGreeted):
+            return False
+        asked = self._asked.get(event.request_id, {}).get(host.incarnation)
+        if not isinstance(event, Accepted | Refused):
+            return asked is not None and not asked.is_answered
+        owed = host.incarnation, event.request_id
+        if self._unanswered[owed]:
+            self._unanswered -= Counter([owed])
+            return True
+        if asked is not None:
+            asked.is_answered = True
+        return False
 
     def _check_heir(self, message: AddRequest, asked: Mapping[str, _Asked]) -> None:
         """Who is asked while another engine decodes follows on one that hands over or is quiet."""

@@ -115,6 +115,32 @@ def test_a_replica_out_of_the_ordinary_costs_what_its_own_steps_take(factor):
     assert told.learned.of_pool("pool") == told.costs["a"]
 
 
+@pytest.mark.parametrize(
+    "factors", [{"a": 1.0, "b": 1.4}, dict(zip("abcd", (1.0, 1.4, 1.4, 1.0), strict=True))]
+)
+def test_a_quarter_slower_is_out_of_the_ordinary_where_half_of_the_pool_is(factors):
+    told = Told(*factors).tell(factors, 300)
+    assert told.seconds() == pytest.approx(factors, rel=0.1)
+
+
+def test_who_takes_prompts_and_decodes_by_turns_is_learned_of_both():
+    told = Told("a").tell({"a": 1.0}, 100)
+    for number in range(4000):
+        steps = [prompt_step(1.0, told.rng), step(1.0 if number < 400 else 3.0, told.rng)]
+        for each in steps:
+            told.costs.update(told.learned.learn("pool", "a", [each]))
+    model = told.learned._pools["pool"].model
+    assert decode_s(model.known_costs) == pytest.approx(3.0 * decode_s(TRUE), rel=0.1)
+
+
+def test_who_joined_before_anything_was_known_costs_what_the_next_one_does():
+    learned, rng = LearnedCosts(), np.random.default_rng(3)
+    learned.learn("prefill", "early", [])
+    learned.learn("decode", "d", [step(2.0, rng), prompt_step(2.0, rng)])
+    costs = learned.learn("prefill", "late", [])
+    assert costs["early"] == costs["late"] != StepCosts()
+
+
 def test_what_a_slow_one_alone_has_done_costs_others_what_it_would_have_taken_them():
     """Its pace is no part of what the work costs: here, a token of context."""
     told = Told(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 150)
@@ -137,7 +163,7 @@ def test_who_has_idled_since_slow_first_steps_is_not_slow():
     told = Told(*AB).tell({"a": 3.0, "b": 3.0}, 60)
     told.tell({"a": 1.0}, 5)
     assert told.costs["a"] == told.costs["b"]
-    for _ in range(40):
+    for _ in range(80):
         told.tell({"a": 1.0}, 40)
         assert told.seconds()["b"] <= 3.5
     assert told.costs["a"] == told.costs["b"]
@@ -162,6 +188,10 @@ def test_a_slow_one_that_nobody_asks_any_more_is_asked_again():
     assert told.seconds()["b"] == pytest.approx(4.0, rel=0.1)
     told.tell({"a": 1.0, "c": 1.0}, 10 * learned_costs.HALF_LIFE)
     assert told.costs["b"] == told.costs["a"]
+    for new in map(str, range(30)):
+        told.costs.update(told.learned.learn("pool", new, []))
+    told.tell({"a": 1.0, "c": 1.0}, learned_costs.MAX_STEPS_APART * learned_costs.ONE_IN)
+    assert told.costs["b"] == told.costs["a"], "what has faded does not come back by itself"
     # And its first step says what it has become.
     told.tell({"b": 4.0})
     assert told.seconds()["b"] > 3.0

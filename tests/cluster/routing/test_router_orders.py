@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from typing import get_args
 
@@ -159,7 +160,8 @@ def test_ticket_names_the_producer_its_layout_and_what_it_is_for():
 def test_request_that_ends_with_its_first_token_asks_no_decode_engine():
     def ends(message):
         if isinstance(message, AddRequest):
-            return [TokenOutput(message.request.request_id, 0, [FIRST], "length")]
+            end = TokenOutput(message.request.request_id, 0, [FIRST], "length")
+            return [*accepts(message), end]
         return []
 
     async def scenario():
@@ -578,9 +580,34 @@ def test_losing_one_decode_engine_after_the_other_ends_the_request_and_frees_pre
             for engine in lost:
                 await told(engine, Activate)
                 engine.die()
-            with pytest.raises(ReplicaLostError, match="2 decode replicas"):
+            with pytest.raises(ReplicaLostError, match="2 replicas"):
                 await result
             await told(p, Abort)
+            assert not holds(made)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("order", get_args(OrderName))
+def test_a_request_that_engines_die_of_ends_as_many_as_it_may_lose(order):
+    killed = []
+
+    def dies(message, engine):
+        """A prefill engine of every prompt, a decode engine of those that it computes itself."""
+        if not isinstance(message, AddRequest) or message.mode == "decode":
+            return decodes(message)
+        killed.append(engine)
+        asyncio.get_running_loop().call_soon(engine.die)
+        return []
+
+    async def scenario():
+        names = [(role, f"{role}{i}") for role in ("prefill", "decode") for i in range(6)]
+        async with cluster(*[(*name, decodes) for name in names], order=order) as (made, *engines):
+            for engine in engines:
+                engine.answer = functools.partial(dies, engine=engine)
+            with pytest.raises(ReplicaLostError, match="3 replicas were lost"):
+                await tokens(start(made))
+            assert len(killed) == 3
             assert not holds(made)
 
     run(scenario)
@@ -719,7 +746,8 @@ def test_engine_that_could_have_begun_to_fetch_costs_the_prompt_when_it_is_lost(
 def test_answer_that_ends_with_its_first_token_needs_no_slot_that_it_waits_for():
     def ends(message):
         if isinstance(message, AddRequest):
-            return [TokenOutput(message.request.request_id, 0, [FIRST], "length")]
+            end = TokenOutput(message.request.request_id, 0, [FIRST], "length")
+            return [*accepts(message), end]
         return []
 
     async def scenario():

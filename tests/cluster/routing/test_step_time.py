@@ -83,6 +83,23 @@ def test_the_same_step_for_ever_is_learned_and_unlearned(step):
     assert model.seconds(step) == pytest.approx(other.device_s, rel=1e-2)
 
 
+@pytest.mark.parametrize("first", ["prompts", "decodes"])
+def test_what_comes_no_more_costs_what_it_did(first):
+    """Its weight fades to nothing, its cost must not: somebody may ask for it again."""
+    prompt = work(prompts=1, tokens=1500, pairs=10**6, device_s=0.5)
+    decodes = work(rows=8, context=4000, longest=900, device_s=0.04)
+    one, other = (prompt, decodes) if first == "prompts" else (decodes, prompt)
+    model = taught([one] * 100)
+    for _ in range(40):
+        for _ in range(100):
+            model.learn(other)
+        assert model.seconds(one) == pytest.approx(one.device_s, rel=0.02)
+        assert model.seconds(other) == pytest.approx(other.device_s, rel=0.02)
+    for _ in range(100):
+        model.learn(msgspec.structs.replace(one, device_s=3.0 * one.device_s))
+    assert model.seconds(one) == pytest.approx(3.0 * one.device_s, rel=0.05)
+
+
 def test_steps_that_say_nothing_are_passed_over():
     model = taught([work(rows=1, device_s=0.5)] * 9)
     before = model.seconds(work(rows=1))
