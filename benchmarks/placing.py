@@ -21,10 +21,10 @@ from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import make_policies, nothing_known
 from cluster.routing.demand import Demand
 from cluster.routing.explain import KEPT
+from cluster.routing.forecast import Lengths
 from cluster.routing.placement import Placement
 from cluster.routing.pools import Member, PoolState
 from cluster.routing.slot_queue import SlotQueue
-from cluster.routing.traffic import Traffic
 from replicas.kv_groups import KVGroup
 from replicas.messages import EngineDescription, EngineSnapshot, GroupSnapshot, StepWork, num_pairs
 
@@ -190,11 +190,11 @@ def prefilling_us(num_requests: int) -> list[float]:
     """Microseconds of the processor for each decision where a prompt is computed."""
     dice = random.Random(0)
     fleet = Fleet(POLICIES[0], dice, NUM_REPLICAS // 2)
-    traffic = Traffic()
+    lengths = Lengths()
     for _ in range(100):
-        traffic.come(1000)
-        traffic.end(1000, 200)
-    conditional = ConditionalPrefill(fleet.pools, nothing_known, traffic)
+        lengths.prompts.add(1000)
+        lengths.outputs.add(200)
+    conditional = ConditionalPrefill(fleet.pools, nothing_known, lengths)
     for name in fleet.names[-NUM_REPLICAS // 8 :]:
         place = Placement(name, dice.randrange(NUM_GROUPS))
         conditional.give(Demand(f"given to {name}", [7] * 1000), place, 0.0)

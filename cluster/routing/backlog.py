@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from cluster.routing.forecast import Forecast
 
@@ -97,7 +97,7 @@ class Backlog:
         work.done.append(num_tokens)
         work.free_s = now_s
 
-    def keep(self, engines: Mapping[str, PromptEngine]) -> None:
+    def keep(self, engines: Collection[str]) -> None:
         """Forget engines that are gone, once nothing is asked of them any more."""
         if len(self._work) > len(engines):
             kept = self._work.items()

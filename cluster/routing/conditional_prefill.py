@@ -3,9 +3,10 @@
 Owner: one ingress's event loop; of the prompts that it has given to decode engines and that have
 given no token yet. Either way is weighed in seconds: those of the prompt to its first token, and
 those that it takes from others. On a prefill engine whoever comes while it is busy waits for it, as
-many as are there now. On a decode engine the sequences there stand still; that is spread over their
-outputs, and so weighs less. Prompts that an engine has not begun are computed beside each other,
-one in each DP group: one that joins them takes from nobody what they take already.
+many as are there now, and its KV has to be fetched from there. On a decode engine the sequences
+there stand still; that is spread over their outputs, and so weighs less. Prompts that an engine has
+not begun are computed beside each other, one in each DP group: one that joins them takes from
+nobody what they take already. Of places that are equal one after the other gets a prompt.
 
 What a prompt takes is learned from steps. Before decode engines have shown any it is taken to be
 what it takes prefill engines, for prompts that are no longer than the mean: too little, perhaps,
@@ -18,7 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.routing.cost import FIRST_TOKEN_S, OUTPUT_WEIGHT, PROMPT_HARM_S, Scene
+from cluster.routing.cost import (
+    FIRST_TOKEN_S,
+    OUTPUT_WEIGHT,
+    PROMPT_HARM_S,
+    ROUNDING,
+    Scene,
+    next_in_turn,
+)
 from cluster.routing.linear import Linear
 from cluster.routing.views import Column
 
@@ -29,9 +37,9 @@ if TYPE_CHECKING:
 
     from cluster.routing.cost import CachedTokens
     from cluster.routing.demand import Demand
+    from cluster.routing.forecast import Lengths
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
-    from cluster.routing.traffic import Traffic
     from cluster.routing.views import Views
 
     Numbers = npt.NDArray[np.float64]
@@ -84,43 +92,45 @@ class ConditionalPrefill:
     Args:
         pools: What is known of the engines, and what their steps cost.
         cached_tokens: Says where how much of a prompt is cached.
-        traffic: How long prompts and answers are in the mean.
+        lengths: How long prompts and answers are in the mean.
     """
 
-    def __init__(self, pools: PoolState, cached_tokens: CachedTokens, traffic: Traffic) -> None:
+    def __init__(self, pools: PoolState, cached_tokens: CachedTokens, lengths: Lengths) -> None:
         self._pools = pools
-        self._traffic = traffic
+        self._lengths = lengths
         self._cached_tokens = cached_tokens
         self._engines: dict[str, _Engine] = {}
         self._asked: dict[str, str] = {}
         # Of which views, and how many pools that had shown what prompts take: `_unknown`.
         self._asked_of: tuple[Views | None, int] = None, 0
         self._unknown: list[int] = []
+        self._turn = 0
 
     def __repr__(self) -> str:
         return f"ConditionalPrefill({self._asked})"
 
     def place(self, demand: Demand, now_s: float) -> Placement | None:
         """Where a prompt is better computed than on any prefill engine; None: nowhere."""
-        views = self._pools.prefill_views()
-        if not len(views):
+        prefill, decode = self._pools.prefill_views(), self._pools.decode_views()
+        if not len(prefill) or not len(decode):
             return None
-        away = Scene(demand, views, views.fitting(demand), self._cached_tokens)
-        costs = away.product(_DELAY).total()
-        here = self._delays_s(demand, now_s)
-        if not len(here):
+        away, scene = self._scene(demand, prefill), self._scene(demand, decode)
+        fetched_s = decode.fetched_s(scene.missed_tokens).min(where=scene.fitting, initial=np.inf)
+        there_s = float(away.product(_DELAY).total().min() + fetched_s)
+        here_s = self._delays_s(scene, now_s)
+        least_s = float(here_s.min())
+        if least_s >= there_s:
             return None
-        index = int(here.argmin())
-        if here[index] >= costs.min():
-            return None
-        return self._pools.decode_views().placements[index]
+        index = next_in_turn(here_s <= least_s + ROUNDING * abs(least_s), self._turn)
+        self._turn = index + 1
+        return decode.placements[index]
 
     def give(self, demand: Demand, placement: Placement, now_s: float) -> None:
         """A decode engine is asked to compute a prompt."""
         views = self._pools.decode_views()
         index = views.index_of(placement)
         if index is not None:
-            scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
+            scene = self._scene(demand, views)
             prompt_s = float(
                 views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)[index]
             )
@@ -142,10 +152,12 @@ class ConditionalPrefill:
         assert not self._asked, f"{self!r}"
         assert not self._engines, f"{self!r}"
 
-    def _delays_s(self, demand: Demand, now_s: float) -> Numbers:
+    def _scene(self, demand: Demand, views: Views) -> Scene:
+        return Scene(demand, views, views.fitting(demand), self._cached_tokens)
+
+    def _delays_s(self, scene: Scene, now_s: float) -> Numbers:
         """What a prompt costs in each place of decode engines; infinity where it is not to be."""
-        views = self._pools.decode_views()
-        scene = Scene(demand, views, views.fitting(demand), self._cached_tokens)
+        demand, views = scene.demand, scene.views
         prompt_s = views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)
         wait_s = views.column(Column.QUEUE_S).copy()
         after_s, stop_s = prompt_s.copy(), prompt_s.copy()
@@ -161,10 +173,10 @@ class ConditionalPrefill:
             wait_s[places] = engine.left_s(now_s) + np.maximum(others_s, 0.0)
             after_s[places] = np.maximum(waiting_s + prompt_s[places], before_s)
             stop_s[places] = after_s[places] - before_s
-        output_s = self._mean_output * views.column(Column.STEP_S)
+        output_s = self._lengths.outputs.value * views.column(Column.STEP_S)
         delays_s = wait_s + after_s + views.column(Column.ROWS) * _harm_s(stop_s, output_s)
         delays_s[~scene.fitting | (prompt_s == 0.0)] = np.inf
-        if demand.num_prompt_tokens * self._traffic.came > self._traffic.came_tokens:
+        if demand.num_prompt_tokens > self._lengths.prompts.value:
             delays_s[self._places_unknown(views)] = np.inf
         return delays_s
 
@@ -179,11 +191,6 @@ class ConditionalPrefill:
                 if not self._pools.knows_prompts(placement.incarnation)
             ]
         return self._unknown
-
-    @property
-    def _mean_output(self) -> float:
-        """Tokens of an answer; what is missing in one that has not ended is not known."""
-        return self._traffic.output_tokens / max(self._traffic.ended, 1.0)
 
 
 def _harm_s(stop_s: Numbers, output_s: Numbers) -> Numbers:

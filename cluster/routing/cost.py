@@ -195,9 +195,13 @@ class CostPolicy:
             best = costs <= least + ROUNDING * abs(least)
             if np.count_nonzero(best) == 1:
                 return index
-        # What comes before the next turn begins a new round.
-        next_one = int(best[scene.turn :].argmax()) + scene.turn if scene.turn < len(best) else 0
-        return next_one if best[next_one] else int(best.argmax())
+        return next_in_turn(best, scene.turn)
+
+
+def next_in_turn(best: npt.NDArray[np.bool_], turn: int) -> int:
+    """Which of some places is next from the one whose turn it is; then a new round begins."""
+    next_one = int(best[turn:].argmax()) + turn if turn < len(best) else 0
+    return next_one if best[next_one] else int(best.argmax())
 
 
 def cost(level: Level, scene: Scene) -> Numbers | float:

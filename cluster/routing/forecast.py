@@ -18,6 +18,8 @@ _MEMORY = 50
 """Samples that a mean is of, about: the latest."""
 _KEPT = 0.9
 """Share of predictions that the margin is to be enough for."""
+_LENGTHS = 1000
+"""Requests that their mean lengths are of: these change with who asks, not with how busy it is."""
 _STEP = 0.02
 """How far one sample moves the margin, of the mean time to a first token."""
 _FORGET = 0.98
@@ -32,11 +34,27 @@ class Mean:
 
     value: float = 0.0
     count: int = 0
+    memory: int = _MEMORY
 
     def add(self, sample: float) -> None:
         """Take a sample over."""
         self.count += 1
-        self.value += (sample - self.value) / min(self.count, _MEMORY)
+        self.value += (sample - self.value) / min(self.count, self.memory)
+
+
+class Lengths:
+    """How long prompts and answers of late are in the mean, in tokens. Owner: the router.
+
+    Attributes:
+        prompts: Of requests that came.
+        outputs: Of requests that got any; of all choices.
+    """
+
+    def __init__(self) -> None:
+        self.prompts, self.outputs = Mean(memory=_LENGTHS), Mean(memory=_LENGTHS)
+
+    def __repr__(self) -> str:
+        return f"Lengths({self.prompts.value:.0f} in, {self.outputs.value:.0f} out)"
 
 
 class Line:

@@ -29,6 +29,7 @@ from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.explain import Routes
+from cluster.routing.forecast import Lengths
 from cluster.routing.hand_over import HandOver
 from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
 from cluster.routing.lending import Lending
@@ -81,6 +82,7 @@ class Router:
 
     Attributes:
         traffic: What was asked so far.
+        lengths: Of prompts and answers, of late.
         routes: Where requests went, and why.
     """
 
@@ -110,11 +112,11 @@ class Router:
             self.moments = SlotMoments(fleet.pools)
         self.waits = SlotWaits(self.queue, fleet.pools, self.moments)
         self.stalls = Stalls(self.queue)
-        self.traffic = Traffic()
+        self.traffic, self.lengths = Traffic(), Lengths()
         self.conditional: ConditionalPrefill | None = None
         if config.min_remote_prefill_tokens is None:
             self.conditional = ConditionalPrefill(
-                fleet.pools, fleet.prefixes.cached_tokens, self.traffic
+                fleet.pools, fleet.prefixes.cached_tokens, self.lengths
             )
         self.admission: AdmissionWaits | None = None
         if config.admission is not None:
@@ -143,11 +145,14 @@ class Router:
         with self.routes.follow(request.request_id, num_prompt_tokens) as route:
             run = Run(self, request, emit, route)
             self.traffic.come(num_prompt_tokens)
+            self.lengths.prompts.add(num_prompt_tokens)
             try:
                 await self._live(run)
             finally:
                 route.num_tokens = sum(map(len, run.progress.tokens))
                 self.traffic.end(num_prompt_tokens, route.num_tokens)
+                if route.num_tokens:
+                    self.lengths.outputs.add(route.num_tokens)
 
     async def _live(self, run: Run) -> None:
         try:

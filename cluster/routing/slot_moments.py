@@ -59,6 +59,7 @@ class SlotMoments:
         self.dropped(demand.request_id)
         self._num_changes += 1
         self._engines[demand.request_id] = engine
+        self._backlog.keep(self._pools.prefill_views().engines)
         self._backlog.ask(
             engine,
             demand.request_id,

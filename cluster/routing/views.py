@@ -225,6 +225,11 @@ class Views:
         """Seconds of a prompt in each place that computes it itself, whoever usually does."""
         return _prompts_s(self._table[_OWN_PROMPTS], num_tokens, missed, np.empty(len(self)))
 
+    def fetched_s(self, missed: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
+        """Seconds of fetching the KV of a prompt that misses so many tokens in each place."""
+        fetched_s: npt.NDArray[np.float64] = self._prompts[3] * missed
+        return fetched_s
+
     def add_prompt(self, num_tokens: int, missed: npt.NDArray[np.float64] | float) -> None:
         """Work out the rates of a prompt that has so many tokens, and misses so many in each place.
 

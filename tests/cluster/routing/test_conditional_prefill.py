@@ -9,11 +9,12 @@ from msgspec.structs import replace
 from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import OUTPUT_WEIGHT, nothing_known
 from cluster.routing.demand import Demand
+from cluster.routing.forecast import Lengths
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
-from cluster.routing.traffic import Traffic
 from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork, num_pairs
 from tests.cluster.engines import make_member
+from tests.kv_groups import one_kv_group
 
 TOKEN_S = 1e-3
 SLOWER = 2.0
@@ -37,22 +38,23 @@ def prompt_step(num_tokens, token_s):
 class World:
     """A prefill engine, and decode engines of which each has two lanes."""
 
-    def __init__(self, *num_rows, knows=True, cached=nothing_known, output=200):
+    def __init__(self, *num_rows, knows=True, cached=nothing_known, output=200, kv_bytes=1024):
         self.pools = PoolState()
-        self.traffic = Traffic()
+        self.lengths = Lengths()
         for _ in range(4):
-            self.traffic.come(1000)
-            self.traffic.end(1000, output)
+            self.lengths.prompts.add(1000)
+            self.lengths.outputs.add(output)
         self.pools.add(make_member("prefill", "p"))
         for seq, length in enumerate((500, 1000, 2000, 4000)):
             self.tell("p", seq, "prefill", [group()], prompt_step(length, TOKEN_S))
         self.engines = [f"d{i}" for i in range(len(num_rows))]
         for name, rows in zip(self.engines, num_rows, strict=True):
-            self.pools.add(make_member("decode", name, dp_groups=2))
+            groups = one_kv_group(65, 32, kv_bytes)
+            self.pools.add(make_member("decode", name, dp_groups=2, kv_groups=groups))
             for seq, length in enumerate((500, 1000, 2000, 4000)):
                 step = prompt_step(length, SLOWER * TOKEN_S) if knows else None
                 self.tell(name, seq, "decode", [group(rows), group()], step)
-        self.core = ConditionalPrefill(self.pools, cached, self.traffic)
+        self.core = ConditionalPrefill(self.pools, cached, self.lengths)
 
     def tell(self, name, seq, role, groups, step):
         decode = StepWork(1 + seq % 2, 0, 0, 0, 0, 0, STEP_S) if role == "decode" else None
@@ -169,8 +171,9 @@ def test_each_place_is_weighed_as_the_formula_says(
         for incarnation, engine in world.core._engines.items()
     }
     began_s = {incarnation: engine.began_s for incarnation, engine in world.core._engines.items()}
-    weighed = world.core._delays_s(asks("r", num_tokens), now_s).tolist()
     views = world.pools.decode_views()
+    scene = world.core._scene(asks("r", num_tokens), views)
+    weighed = world.core._delays_s(scene, now_s).tolist()
     assert len(weighed) == len(views) == 2 * (len(engines) - is_one_gone)
     assert {name: len(asked) for name, asked in own.items()} == {
         name: len(prompts) for name, prompts in given.items()
@@ -199,6 +202,21 @@ def test_each_place_is_weighed_as_the_formula_says(
         assert math.isclose(delay_s, wait_s + after_s + harm_s, rel_tol=1e-9)
 
 
+def test_equal_places_get_prompts_in_turn():
+    world = World(0, 0, 0)
+    world.queue(9)
+    places = [world.place(asks(f"r{i}")) for i in range(12)]
+    assert len(set(places)) == 6
+    assert places[:6] == places[6:]
+
+
+def test_what_a_prefill_engine_computes_has_to_be_fetched():
+    """Where that takes longer than what is saved, a decode engine computes it."""
+    places = [World(0, kv_bytes=size).place(asks("r", 4000)) for size in (1024, 10**9)]
+    assert places[0] is None
+    assert places[1] is not None
+
+
 def test_what_a_decode_engine_has_cached_it_computes_itself():
     world = World(3, cached=lambda _demand: {Placement("d0", 1): 960})
     assert world.place() == Placement("d0", 1)
@@ -207,13 +225,13 @@ def test_what_a_decode_engine_has_cached_it_computes_itself():
 def test_unknown_costs_are_tried_with_prompts_that_are_no_longer_than_most():
     world = World(0, knows=False)
     world.queue(1)
-    world.traffic.come(1000)
+    world.lengths.prompts.add(1000)
     assert world.place(asks("r", 1000)) is not None
-    world.traffic.come(4000)
+    world.lengths.prompts.add(4000)
     assert world.place(asks("long", 4000)) is None
     known = World(0)
     known.queue(9)
-    known.traffic.come(4000)
+    known.lengths.prompts.add(4000)
     assert known.place(asks("long", 4000)) is not None
 
 
@@ -226,7 +244,7 @@ def test_nobody_knows_anything_or_takes_prompts():
     pools.add(make_member("decode", "d"))
     for name, role in (("p", "prefill"), ("d", "decode")):
         pools.take_snapshot(name, EngineSnapshot(0, False, 0, 0, 0, [group()], role))
-    core = ConditionalPrefill(pools, nothing_known, Traffic())
+    core = ConditionalPrefill(pools, nothing_known, Lengths())
     assert core.place(asks("r"), 0.0) is None
 
 

@@ -230,3 +230,15 @@ def test_everybody_becomes_due_in_order_and_no_later_than_its_prompt_begins(
     assert set(moments_s) == set(names), "nobody is forgotten"
     for name in names:
         assert moments_s[name] <= max(begins_s[name], start_s) + 1e-6
+
+
+def test_engines_that_come_and_go_leave_nothing():
+    world = World()
+    for number in range(50):
+        engine = f"new{number}"
+        world.pools.add(make_member("prefill", engine))
+        world.tell(engine, "prefill", [GroupSnapshot(16, [10_000], 0, 0, 0)])
+        world.moments.asked(asks(engine), engine, world.now_s)
+        world.moments.computed(engine, world.now_s)
+        world.pools.remove(engine)
+    assert len(world.moments._backlog._work) <= 3
