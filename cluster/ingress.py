@@ -141,7 +141,8 @@ class Ingress:
         if not pools.may_decode:
             draining = f", {pools.num_draining} drain" if pools.num_draining else ""
             return False, f"no replica can decode{draining}"
-        return True, f"replicas that do not move: {pools.num_stalled}" if pools.num_stalled else ""
+        num_still = self.fleet.num_still
+        return True, f"replicas that do not move: {num_still}" if num_still else ""
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
@@ -202,7 +203,7 @@ class Ingress:
     async def _scrape(self) -> bytes:
         num_at_door = 0 if self.router.admission is None else len(self.router.admission)
         self.metrics.num_queued.set(len(self.router.queue) + num_at_door)
-        self.metrics.num_stalled.set(self.fleet.pools.num_stalled)
+        self.metrics.num_stalled.set(self.fleet.num_still)
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]

@@ -57,9 +57,12 @@ class ChoiceView(msgspec.Struct, frozen=True, kw_only=True):
     """One placement.
 
     Attributes:
-        side: decode (a slot) or prefill (who computes the prompt).
+        side: decode (a slot), prefill (a prefill engine for the prompt) or prompt (a decode engine
+            that computes it itself).
         made_s: Seconds from the request's arrival.
-        num_places: Places on that side; those that could take it, and those that had refused it.
+        num_places: Places on that side; those that could take it, that had refused it, and that
+            were left aside: others are better for the prompt, or it was lost there.
+        elsewhere_s: For prompt: what the best prefill engine would have cost.
         candidates: The chosen one, and those that cost least beside it.
     """
 
@@ -68,6 +71,8 @@ class ChoiceView(msgspec.Struct, frozen=True, kw_only=True):
     num_places: int
     num_fitting: int
     num_refused: int
+    num_spared: int
+    elsewhere_s: float | None
     candidates: list[CandidateView]
 
 
@@ -110,11 +115,11 @@ def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> R
     """
     return RouteView(
         policy=policy,
-        age_s=now_s - route.arrived_s,
+        age_s=round(now_s - route.arrived_s, 6),
         outcome=route.outcome,
         num_prompt_tokens=route.num_prompt_tokens,
         num_tokens=route.num_tokens,
-        ttft_s=None if route.first_s is None else route.first_s - route.arrived_s,
+        ttft_s=_seconds(None if route.first_s is None else route.first_s - route.arrived_s),
         predicted=_told(route.predicted),
         actual=_told(route.actual),
         choices=[_choice(made, route.arrived_s, name_of) for made in route.made],
@@ -124,7 +129,7 @@ def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> R
 def short_form(route: Route, name_of: NameOf) -> str:
     """What a header says, a dictionary of RFC 9651: where it went, and how that was predicted."""
     fields = []
-    for side in ("decode", "prefill"):
+    for side in ("decode", "prefill", "prompt"):
         made = route.last_of(side)
         if made is not None:
             choice = made.choice
@@ -145,7 +150,16 @@ def _place(placement: Placement, name_of: NameOf) -> str:
 
 
 def _told(told: Told) -> ToldView:
-    return ToldView(ttft_s=told.ttft_s, token_s=told.token_s, cached_tokens=told.cached_tokens)
+    return ToldView(
+        ttft_s=_seconds(told.ttft_s),
+        token_s=_seconds(told.token_s),
+        cached_tokens=told.cached_tokens,
+    )
+
+
+def _seconds(value: float | None) -> float | None:
+    """To the microsecond: what is beyond is of the arithmetic."""
+    return None if value is None else round(value, 6)
 
 
 def _choice(made: Made, arrived_s: float, name_of: NameOf) -> ChoiceView:
@@ -171,9 +185,11 @@ def _choice(made: Made, arrived_s: float, name_of: NameOf) -> ChoiceView:
             )
     return ChoiceView(
         side=made.side,
-        made_s=made.made_s - arrived_s,
+        made_s=round(made.made_s - arrived_s, 6),
         num_places=choice.num_places,
         num_fitting=choice.num_fitting,
         num_refused=choice.num_refused,
+        num_spared=choice.num_spared,
+        elsewhere_s=choice.elsewhere_s,
         candidates=candidates,
     )

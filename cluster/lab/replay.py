@@ -134,7 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", choices=get_args(PolicyName), default="least_delay")
     parser.add_argument("--seed", type=int, default=0, help="of what the policy draws")
     options = parser.parse_args(arguments)
-    routes, num_unreadable = read(options.files)
+    try:
+        routes, num_unreadable = read(options.files)
+    except OSError as error:
+        parser.error(str(error))
     lines, figures = summary(replay(routes, options.policy, options.seed))
     figures["unreadable_lines"] = num_unreadable
     print("\n".join([*lines, json.dumps(figures)]))  # noqa: T201 - a command's output

@@ -18,6 +18,7 @@ import msgspec
 import ray
 from ray import serve
 
+from cluster.lifecycle.ray_nodes import check_reach
 from cluster.scaling.flip import FlipError, Posture, check_flip
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def serve_replicas(address: str) -> Iterator[ServeReplicas]:
         ConnectionError: It does not answer.
         FlipError: No application there has pools.
     """
+    check_reach(address)
     ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
     try:
         handles = {

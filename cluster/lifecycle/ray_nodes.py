@@ -7,6 +7,7 @@ at any moment. No public function of Ray's does without.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SERVE_PREFIX = "SERVE_"
+_REACH_S = 5.0
 _HEAD_RESOURCE = "node:__internal_head__"
 
 
@@ -122,6 +124,22 @@ def _asking() -> Iterator[None]:
         yield
     except (ray.exceptions.RayError, RuntimeError, ValueError) as error:
         raise ControlLostError(str(error)) from error
+
+
+def check_reach(address: str) -> None:
+    """Look whether a control plane can be reached: as its driver, Ray would try for minutes.
+
+    Raises:
+        ConnectionError: It cannot.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"{address}: {error}; the cluster of `ttserve serve` answers nobody outside it, one of "
+            "`ray start` and `serve deploy` does"
+        ) from error
 
 
 def node_here() -> tuple[str, RayNodes]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
+from cluster.lifecycle.ray_nodes import check_reach
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -22,6 +24,7 @@ def serve_status(address: str) -> ServeStatus:
     Raises:
         ConnectionError: Ray's control plane does not answer.
     """
+    check_reach(address)
     ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
     try:
         return serve.status()

@@ -248,7 +248,7 @@ class Admission:
         if spare_s < 0.0:
             busy_s, spare_s = max(busy_s, self._idle_s(now_s, supply)), 0.0
         return OverloadedError(
-            f"the first token would come after {wait_s + prompt_s:.1f} s, and may take "
+            f"the first token would come after {wait_s + prompt_s:.2f} s, and is to come within "
             f"{entry.ttft_s:g} s; retry later",
             retry_after_s=whole(busy_s - spare_s),
         )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from cluster.routing.views import Views
 
     Numbers = npt.NDArray[np.float64]
-    Side = Literal["decode", "prefill"]
+    Side = Literal["decode", "prefill", "prompt"]
+    """Of a slot; of a prefill engine for a prompt; of a decode engine that computes it itself."""
 
 FEW = 3
 """Places that are kept of a choice: the chosen one, and those that cost least beside it."""
@@ -113,6 +114,9 @@ class Choice:
         index: Which place was chosen.
         num_refused: How many places had refused it.
         whole: The whole of it, for whoever keeps that.
+        num_spared: How many were left aside, as long as there is another one.
+        ttft_s: Predicted seconds to the first token, where that is not what the views say.
+        elsewhere_s: What the best prefill engine would have cost, where that was compared.
 
     Attributes:
         num_prompt_tokens: Of the request; with its output, where it has migrated.
@@ -126,16 +130,29 @@ class Choice:
         num_places: How many there were.
         num_fitting: How many could take it.
         num_refused: As given.
+        num_spared: As given.
+        ttft_s: As given.
+        elsewhere_s: As given.
         whole: As given.
     """
 
     __slots__ = (
-        "_levels", "columns", "costs", "missed_tokens", "num_choices", "num_fitting",
-        "num_output_tokens", "num_places", "num_prompt_tokens", "num_refused", "places", "seqs",
-        "whole",
+        "_levels", "columns", "costs", "elsewhere_s", "missed_tokens", "num_choices", "num_fitting",
+        "num_output_tokens", "num_places", "num_prompt_tokens", "num_refused", "num_spared",
+        "places", "seqs", "ttft_s", "whole",
     )  # fmt: skip
 
-    def __init__(self, scene: Looked, index: int, num_refused: int, whole: Whole | None) -> None:
+    def __init__(  # noqa: PLR0913 - keyword-only: what few choices have
+        self,
+        scene: Looked,
+        index: int,
+        num_refused: int,
+        whole: Whole | None,
+        *,
+        num_spared: int = 0,
+        ttft_s: float | None = None,
+        elsewhere_s: float | None = None,
+    ) -> None:
         demand, views, costs, missed = scene.demand, scene.views, scene.costs, scene.missed_if_asked
         few = [index] if costs is None else _few(index, costs)
         at = np.array(few)
@@ -150,7 +167,8 @@ class Choice:
         self._levels = [level.at(at) for level in scene.weighed]
         self.num_places = len(views)
         self.num_fitting = scene.num_fitting
-        self.num_refused = num_refused
+        self.num_refused, self.num_spared = num_refused, num_spared
+        self.ttft_s, self.elsewhere_s = ttft_s, elsewhere_s
         self.whole = whole
 
     @property

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cluster.routing.choice import Choice, Parts
 from cluster.routing.cost import (
     FIRST_TOKEN_S,
     OUTPUT_WEIGHT,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from cluster.routing.choice import Notes
     from cluster.routing.cost import CachedTokens
     from cluster.routing.demand import Demand
     from cluster.routing.forecast import Lengths
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 _DELAY = Linear((1.0, FIRST_TOKEN_S), (1.0, PROMPT_HARM_S))
 """Of the request, and of everybody who stands still for its prompt."""
+_TERMS = "wait_s", "prompt_s", "stands_still_s"
+"""Until it is begun, until it is done, and what it is worth to the others not to stand still."""
 
 
 class _Engine:
@@ -93,14 +97,24 @@ class ConditionalPrefill:
         pools: What is known of the engines, and what their steps cost.
         cached_tokens: Says where how much of a prompt is cached.
         lengths: How long prompts and answers are in the mean.
+        notes: Takes every choice that a decode engine computes a prompt; None: nobody does.
     """
 
-    def __init__(self, pools: PoolState, cached_tokens: CachedTokens, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        pools: PoolState,
+        cached_tokens: CachedTokens,
+        lengths: Lengths,
+        notes: Notes | None = None,
+    ) -> None:
         self._pools = pools
         self._lengths = lengths
         self._cached_tokens = cached_tokens
         self._engines: dict[str, _Engine] = {}
         self._asked: dict[str, str] = {}
+        self._notes = notes
+        # Of who has no slot yet: it may be chosen for them once more.
+        self._choices: dict[str, Choice] = {}
         # Of which views, and how many pools that had shown what prompts take: `_unknown`.
         self._asked_of: tuple[Views | None, int] = None, 0
         self._unknown: list[int] = []
@@ -117,16 +131,27 @@ class ConditionalPrefill:
         away, scene = self._scene(demand, prefill), self._scene(demand, decode)
         fetched_s = decode.fetched_s(scene.missed_tokens).min(where=scene.fitting, initial=np.inf)
         there_s = float(away.product(_DELAY).total().min() + fetched_s)
-        here_s = self._delays_s(scene, now_s)
+        wait_s, after_s, harm_s = parts = self._parts(scene, now_s)
+        here_s = wait_s + after_s + harm_s
         least_s = float(here_s.min())
         if least_s >= there_s:
             return None
         index = next_in_turn(here_s <= least_s + ROUNDING * abs(least_s), self._turn)
         self._turn = index + 1
+        if self._notes is not None:
+            scene.weighed.append(Parts(_TERMS, list(parts)))
+            scene.costs = here_s
+            ttft_s = float(wait_s[index] + after_s[index])
+            self._choices[demand.request_id] = Choice(
+                scene, index, 0, None, ttft_s=ttft_s, elsewhere_s=there_s
+            )
         return decode.placements[index]
 
     def give(self, demand: Demand, placement: Placement, now_s: float) -> None:
         """A decode engine is asked to compute a prompt."""
+        choice = self._choices.pop(demand.request_id, None)
+        if choice is not None and self._notes is not None:
+            self._notes.note("prompt", demand.request_id, choice)
         views = self._pools.decode_views()
         index = views.index_of(placement)
         if index is not None:
@@ -140,6 +165,7 @@ class ConditionalPrefill:
 
     def drop(self, request_id: str, now_s: float) -> None:
         """It has computed the prompt, or will not any more. Idempotent."""
+        self._choices.pop(request_id, None)
         incarnation = self._asked.pop(request_id, None)
         if incarnation is not None:
             engine = self._engines[incarnation]
@@ -150,13 +176,17 @@ class ConditionalPrefill:
     def check_empty(self) -> None:
         """Nobody has a prompt."""
         assert not self._asked, f"{self!r}"
+        assert not self._choices, f"{self._choices}"
         assert not self._engines, f"{self!r}"
 
     def _scene(self, demand: Demand, views: Views) -> Scene:
         return Scene(demand, views, views.fitting(demand), self._cached_tokens)
 
-    def _delays_s(self, scene: Scene, now_s: float) -> Numbers:
-        """What a prompt costs in each place of decode engines; infinity where it is not to be."""
+    def _parts(self, scene: Scene, now_s: float) -> tuple[Numbers, Numbers, Numbers]:
+        """What a prompt costs in each place of decode engines: see `_TERMS`.
+
+        It waits for ever where it is not to be.
+        """
         demand, views = scene.demand, scene.views
         prompt_s = views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)
         wait_s = views.column(Column.QUEUE_S).copy()
@@ -174,11 +204,11 @@ class ConditionalPrefill:
             after_s[places] = np.maximum(waiting_s + prompt_s[places], before_s)
             stop_s[places] = after_s[places] - before_s
         output_s = self._lengths.outputs.value * views.column(Column.STEP_S)
-        delays_s = wait_s + after_s + views.column(Column.ROWS) * _harm_s(stop_s, output_s)
-        delays_s[~scene.fitting | (prompt_s == 0.0)] = np.inf
+        harm_s = views.column(Column.ROWS) * _harm_s(stop_s, output_s)
+        wait_s[~scene.fitting | (prompt_s == 0.0)] = np.inf
         if demand.num_prompt_tokens > self._lengths.prompts.value:
-            delays_s[self._places_unknown(views)] = np.inf
-        return delays_s
+            wait_s[self._places_unknown(views)] = np.inf
+        return wait_s, after_s, harm_s
 
     def _places_unknown(self, views: Views) -> list[int]:
         """Places whose engines' pools have not shown yet what prompts take there."""

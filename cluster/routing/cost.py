@@ -43,7 +43,11 @@ class PlacementPolicy(Protocol):
     """Says where a request goes; what it remembers belongs to one side of one ingress."""
 
     def place(
-        self, demand: Demand, views: Views, refused: Collection[Placement] = ()
+        self,
+        demand: Demand,
+        views: Views,
+        refused: Collection[Placement] = (),
+        spared: Collection[Placement] = (),
     ) -> Placement | None:
         """Pick the best place that can take the request.
 
@@ -51,6 +55,7 @@ class PlacementPolicy(Protocol):
             demand: The request.
             views: Every candidate, of one side.
             refused: Those that have refused this request just now, or died on it.
+            spared: Those that it should not get for other reasons.
 
         Returns:
             Where it should go, or None when it fits nowhere.
@@ -159,11 +164,15 @@ class CostPolicy:
         self._draw = random.Random(seed)
 
     def place(
-        self, demand: Demand, views: Views, refused: Collection[Placement] = ()
+        self,
+        demand: Demand,
+        views: Views,
+        refused: Collection[Placement] = (),
+        spared: Collection[Placement] = (),
     ) -> Placement | None:
         """See `PlacementPolicy`."""
         fitting = views.fitting(demand)
-        for placement in refused:
+        for placement in (*refused, *spared):
             index = views.index_of(placement)
             if index is not None:
                 fitting[index] = False
@@ -173,7 +182,7 @@ class CostPolicy:
         index = int(fitting.argmax()) if scene.num_fitting == 1 else self._least(scene)
         if self._notes is not None:
             whole = _whole(scene) if self._notes.keeps_whole else None
-            choice = Choice(scene, index, len(refused), whole)
+            choice = Choice(scene, index, len(refused), whole, num_spared=len(spared))
             self._notes.note(self._side, demand.request_id, choice)
         self.turn = index + 1
         return views.placements[index]

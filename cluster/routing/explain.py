@@ -107,7 +107,7 @@ class Route:
     def of_prompt(self) -> Made | None:
         """The placement of whoever computed the prompt, as far as placement says."""
         before = [m for m in self.made if self.first_s is None or m.made_s <= self.first_s]
-        candidates = [made for made in before if made.side == "prefill"] or before
+        candidates = [made for made in before if made.side != "decode"] or before
         return candidates[-1] if candidates else None
 
     @property
@@ -241,6 +241,8 @@ def predicted_ttft_s(choice: Choice, scene: Scene | None = None) -> float | None
         scene: That of the choice, where there is one already.
     """
     columns = choice.columns
+    if choice.ttft_s is not None:
+        return choice.ttft_s
     if choice.missed_tokens is None or not columns[Column.PROMPT_S :, 0][:3].any():
         return None
     return float((scene or _scene(choice)).product(_FIRST_TOKEN).total()[0])

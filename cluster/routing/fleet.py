@@ -128,6 +128,8 @@ class Fleet(Generic[ClientT_co]):
         # While lost ones are looked for: found ones that have yet to say what they have, or not to
         # answer; None before discovery has said who is there.
         self._sought: set[str] | None = None
+        # Those that were lost or do not answer, as long as discovery has them.
+        self._unreachable: set[str] = set()
         # When a replica is tried again that has failed requests.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
@@ -164,6 +166,11 @@ class Fleet(Generic[ClientT_co]):
                 timer.cancel()
 
     @property
+    def num_still(self) -> int:
+        """How many replicas get nothing new because they do not move, or cannot be reached."""
+        return len(self._unreachable | self.pools.stalled)
+
+    @property
     def is_lost(self) -> bool:
         """Whether no replica is known and nobody has said for `LOST_S` who there is.
 
@@ -177,7 +184,9 @@ class Fleet(Generic[ClientT_co]):
 
     async def _find(self, discovery: Discovery) -> None:
         """Ask once who is there, and how many there should be where that may have changed."""
-        num_new = self.add(await discovery.find())
+        found = await discovery.find()
+        self._unreachable &= {member.description.incarnation for member in found}
+        num_new = self.add(found)
         self._seek()
         if num_new or not self._is_complete:
             num_wanted = await discovery.num_wanted()
@@ -215,7 +224,8 @@ class Fleet(Generic[ClientT_co]):
             self._is_complete = False
             if not isinstance(error, EngineDeadError):
                 raise
-            logger.warning("cannot reach replica=%s: %s", member.replica_id, error)
+            self._tell(incarnation, "cannot reach replica=%s: %s", member.replica_id, error)
+            self._unreachable.add(incarnation)
         finally:
             self._connecting.pop(incarnation, None)
 
@@ -231,6 +241,7 @@ class Fleet(Generic[ClientT_co]):
 
     def _take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         self.pools.take_snapshot(incarnation, snapshot)
+        self._unreachable.discard(incarnation)
         self._found(incarnation)
         self.on_change()
 
@@ -240,9 +251,14 @@ class Fleet(Generic[ClientT_co]):
         if moves:
             logger.info("replica=%s moves again", replica)
         else:
-            logger.warning("replica=%s does not move: it gets nothing new", replica)
+            self._tell(incarnation, "replica=%s does not move: it gets nothing new", replica)
         self.pools.set_moves(incarnation, moves)
         self.on_change()
+
+    def _tell(self, incarnation: str, text: str, *values: object) -> None:
+        """Warn of a replica, once: one that cannot be reached is tried again every few seconds."""
+        level = logging.DEBUG if incarnation in self._unreachable else logging.WARNING
+        logger.log(level, text, *values)
 
     def _reopen_at(self, incarnation: str, until_s: float) -> None:
         """Let a request try a replica again then, however long discovery takes to answer."""
@@ -263,7 +279,9 @@ class Fleet(Generic[ClientT_co]):
 
     def _lose(self, incarnation: str, reason: str) -> None:
         member = self.pools.member(incarnation)
-        logger.warning("lost replica=%s: %s", member.replica_id if member else incarnation, reason)
+        name = member.replica_id if member else incarnation
+        self._tell(incarnation, "lost replica=%s: %s", name, reason)
+        self._unreachable.add(incarnation)
         if self._is_followed:
             self._begin_search()
         self._forget(incarnation)

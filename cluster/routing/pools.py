@@ -297,9 +297,9 @@ class PoolState:
         return sum(self.breakers.state(i) != "closed" for i in self._replicas)
 
     @property
-    def num_stalled(self) -> int:
-        """How many replicas get no requests because they do not move."""
-        return sum(not replica.moves for replica in self._replicas.values())
+    def stalled(self) -> set[str]:
+        """The replicas that get no requests because they do not move, by incarnation."""
+        return {name for name, replica in self._replicas.items() if not replica.moves}
 
     @property
     def may_decode(self) -> bool:

@@ -116,7 +116,7 @@ class Router:
         self.conditional: ConditionalPrefill | None = None
         if config.min_remote_prefill_tokens is None:
             self.conditional = ConditionalPrefill(
-                fleet.pools, fleet.prefixes.cached_tokens, self.lengths
+                fleet.pools, fleet.prefixes.cached_tokens, self.lengths, self.routes
             )
         self.admission: AdmissionWaits | None = None
         if config.admission is not None:

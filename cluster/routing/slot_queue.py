@@ -53,6 +53,7 @@ class Waiter:
         due_s: Since when.
         deadline_s: When it has waited too long; None before it is entered and due.
         refused: Placements that had no room for it just now.
+        spared: Those that it is to have only if no other can take it.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
         num_changes: Changes of the pools since which a refusal may be out of date.
     """
@@ -65,6 +66,7 @@ class Waiter:
     due_s: float = 0.0
     deadline_s: float | None = None
     refused: set[Placement] = field(default_factory=set)
+    spared: set[Placement] = field(default_factory=set)
     num_snapshots: int = 0
     num_changes: int = 0
 
@@ -256,7 +258,8 @@ class SlotQueue:
         for head in {self._first_due(), self._first_in_need()} - {None}:
             assert head is not None
             for view in self._pools.decode_views():
-                has_room = fits(head.demand, view) and view.placement not in head.refused
+                has_room = fits(head.demand, view)
+                has_room &= view.placement not in head.refused | head.spared
                 has_room &= not self._pools.is_held(head.demand.request_id, view.placement)
                 assert not has_room, f"{head!r} waits although {view} has room"
 
@@ -271,8 +274,10 @@ class SlotQueue:
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()
         placement = self._find(waiter, views)
-        if placement is None and waiter.refused and self._pools.num_changes != waiter.num_changes:
+        is_barred = bool(waiter.refused or waiter.spared)
+        if placement is None and is_barred and self._pools.num_changes != waiter.num_changes:
             waiter.refused.clear()
+            waiter.spared.clear()
             placement = self._find(waiter, views)
         if placement is not None:
             self._pools.hold(waiter.demand, placement)
@@ -281,13 +286,13 @@ class SlotQueue:
         return placement
 
     def _find(self, waiter: Waiter, views: Views) -> Placement | None:
-        demand, refused = waiter.demand, waiter.refused
-        placement = self._policy.place(demand, views, refused)
+        demand, refused, spared = waiter.demand, waiter.refused, waiter.spared - waiter.refused
+        placement = self._policy.place(demand, views, refused, spared)
         while placement is not None and self._pools.is_held(demand.request_id, placement):
             # It was asked for the prompt, and has changed its role since.
             engine = placement.incarnation
-            refused = refused | {p for p in views.placements if p.incarnation == engine}
-            placement = self._policy.place(demand, views, refused)
+            spared = spared | {p for p in views.placements if p.incarnation == engine}
+            placement = self._policy.place(demand, views, refused, spared)
         return placement
 
     def _check_ready(self) -> None:

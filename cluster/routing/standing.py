@@ -49,8 +49,8 @@ class Standing:
             order=self._order,
         )
         self._order = waiter.order
-        waiter.refused |= spared
+        waiter.spared |= spared
         if self.left:
             places = self._pools.decode_views().placements
-            waiter.refused |= {place for place in places if place.incarnation in self.left}
+            waiter.spared |= {place for place in places if place.incarnation in self.left}
         return waiter

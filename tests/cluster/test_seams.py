@@ -85,8 +85,8 @@ class Reader:
     def __init__(self):
         self.seen = []
 
-    def place(self, demand, views, refused=()):
-        view = next(view for view in views if view.placement not in refused)
+    def place(self, demand, views, refused=(), spared=()):
+        view = next(view for view in views if view.placement not in {*refused, *spared})
         fields = {f.name: getattr(demand, f.name) for f in dataclasses.fields(demand)}
         fields |= {
             "num_prompt_tokens": demand.num_prompt_tokens,

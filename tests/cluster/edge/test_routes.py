@@ -124,7 +124,7 @@ def test_an_objective_that_is_none_is_refused_with_its_name(value):
     assert not requests
 
 
-@pytest.mark.parametrize("names", [["a" * 129], ["alice", "bob"]])
+@pytest.mark.parametrize("names", [["a" * 129], ["alice", "bob"], ["alice, bob"]])
 def test_a_tenant_that_might_be_another_is_refused(names):
     admission = AdmissionConfig(tenant_header="x-account")
     client, requests = claimed(admission, [("x-account", name) for name in names])

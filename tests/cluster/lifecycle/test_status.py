@@ -1,14 +1,16 @@
 """What `ttserve status` prints of what Serve and Ray say."""
 
+import socket
 import warnings
 
 import msgspec
+import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     from ray.serve.schema import ServeStatus
 
-    from cluster.lifecycle.ray_nodes import RayNode
+    from cluster.lifecycle.ray_nodes import RayNode, check_reach
     from cluster.lifecycle.status import is_whole, status_text
 
 NODES = [RayNode("bb", "192.0.2.2", False), RayNode("aa", "192.0.2.1", True)]
@@ -27,6 +29,14 @@ def serve_status(message="", application="RUNNING", deployment="HEALTHY", **stat
     return msgspec.convert(
         {"applications": {"ttserve": of_application}, "proxies": proxies}, ServeStatus
     )
+
+
+def test_a_control_plane_that_cannot_be_reached_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reach(address)
+    with pytest.raises(ConnectionError, match=f"{address}: .*serve deploy"):
+        check_reach(address)
 
 
 def test_a_whole_cluster():

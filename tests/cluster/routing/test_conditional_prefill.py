@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from cluster.routing.conditional_prefill import ConditionalPrefill
 from cluster.routing.cost import OUTPUT_WEIGHT, nothing_known
 from cluster.routing.demand import Demand
+from cluster.routing.explain import predicted_ttft_s
 from cluster.routing.forecast import Lengths
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
@@ -173,7 +174,7 @@ def test_each_place_is_weighed_as_the_formula_says(
     began_s = {incarnation: engine.began_s for incarnation, engine in world.core._engines.items()}
     views = world.pools.decode_views()
     scene = world.core._scene(asks("r", num_tokens), views)
-    weighed = world.core._delays_s(scene, now_s).tolist()
+    weighed = sum(world.core._parts(scene, now_s)).tolist()
     assert len(weighed) == len(views) == 2 * (len(engines) - is_one_gone)
     assert {name: len(asked) for name, asked in own.items()} == {
         name: len(prompts) for name, prompts in given.items()
@@ -200,6 +201,37 @@ def test_each_place_is_weighed_as_the_formula_says(
         share = stop_s / (output * view.next_step_s)
         harm_s = view.num_rows * min(max(share, OUTPUT_WEIGHT), 1.0) * stop_s
         assert math.isclose(delay_s, wait_s + after_s + harm_s, rel_tol=1e-9)
+
+
+class Notes:
+    keeps_whole = False
+
+    def __init__(self):
+        self.made = []
+
+    def note(self, side, request_id, choice):
+        self.made.append((side, request_id, choice))
+
+
+def test_a_prompt_that_a_decode_engine_gets_is_explained():
+    world, notes = World(4, 0), Notes()
+    world.core = ConditionalPrefill(world.pools, nothing_known, world.lengths, notes)
+    world.queue(3)
+    place = world.place()
+    assert not notes.made, "it may not have its slot there"
+    world.core.give(asks("r"), place, 0.0)
+    [(side, request_id, choice)] = notes.made
+    assert (side, request_id, choice.chosen, choice.num_refused) == ("prompt", "r", place, 0)
+    terms = choice.terms(0)
+    assert list(terms) == ["wait_s", "prompt_s", "stands_still_s"]
+    assert choice.costs[0] == sum(terms.values()) == min(choice.costs)
+    assert choice.ttft_s == predicted_ttft_s(choice) == terms["wait_s"] + terms["prompt_s"]
+    assert choice.elsewhere_s > choice.costs[0]
+    world.core.drop("r", 1.0)
+    world.place(asks("gone"))
+    world.core.drop("gone", 1.0)
+    world.core.check_empty()
+    assert len(notes.made) == 1
 
 
 def test_equal_places_get_prompts_in_turn():

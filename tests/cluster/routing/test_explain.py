@@ -110,10 +110,13 @@ def test_a_place_without_rivals_is_kept_and_nothing_is_predicted_of_its_first_to
     decode = make_policies("least_delay", notes=notes).decode
     views = fleet.pools.decode_views()
     others = set(views.placements[1:])
-    assert decode.place(Demand("r", [7] * 100), views, others) == views.placements[0]
+    refused, spared = sorted(others)[:2], sorted(others)[2:]
+    demand = Demand("r", [7] * 100)
+    assert decode.place(demand, views, refused, spared) == views.placements[0]
     [made] = notes.made
     assert made.choice.places == [views.placements[0]]
-    assert (made.choice.num_fitting, made.choice.num_refused) == (1, len(others))
+    assert (made.choice.num_fitting, made.choice.num_refused) == (1, 2)
+    assert made.choice.num_spared == len(others) - 2
     assert made.choice.terms(0) == {}
     assert predicted_ttft_s(made.choice) is None
     assert predicted_token_s(made.choice) > 0.0

@@ -168,6 +168,30 @@ def test_a_member_that_drains_does_not_count_as_there():
     following(scenario, "a", "b", wanted=2)
 
 
+def test_a_member_that_does_not_answer_counts_as_still_while_it_is_there_and_is_told_once(caplog):
+    """It is tried again every few seconds; what others see of it does not change with that."""
+
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        assert fleet.num_still == 0
+        fleet.client.dead["a"] = EngineDeadError("test")
+        fleet.client.lose("a")
+        looks = discovery.num_looks
+        for more in range(1, 5):
+            await until(lambda more=more: discovery.num_looks > looks + more, "tried again")
+            assert fleet.num_still == 1
+        told = [r.levelname for r in caplog.records if "replica=" in r.getMessage()]
+        assert told.count("WARNING") == 1
+        del fleet.client.dead["a"]
+        await until(lambda: fleet.pools.num_open == 2, "it answers")
+        assert fleet.num_still == 0
+        fleet.client.lose("a")
+        discovery.members = discovery.members[1:]
+        await until(lambda: fleet.num_still == 0, "whoever is gone is not there")
+
+    following(scenario, "a", "b")
+
+
 def test_a_member_that_cannot_be_reached_is_forgotten_and_tried_again():
     async def scenario(fleet, discovery):
         fleet.client.dead["a"] = EngineDeadError("gone")

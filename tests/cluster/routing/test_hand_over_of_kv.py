@@ -150,7 +150,7 @@ def test_an_engine_that_stalls_already_when_it_is_to_lend_is_left_at_once():
     async def run():
         async with a_stream() as stream:
             stream.lender.stalled_s = 6.0
-            await until(lambda: stream.made.pools.num_stalled == 1, "it stalls")
+            await until(lambda: len(stream.made.pools.stalled) == 1, "it stalls")
             await stream.accept()
             await stream.end(activated=[5])
             assert not stream.lender.received(LendKV)

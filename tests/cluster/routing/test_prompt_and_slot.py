@@ -108,7 +108,7 @@ def test_prefill_engine_lost_before_the_decode_engine_answers_costs_another_one(
                 await until(lambda: made.lost, "known")
             elif trouble == "stalls":
                 asked.stalled_s = 5.5
-                await until(lambda: made.pools.num_stalled == 1, "known")
+                await until(lambda: len(made.pools.stalled) == 1, "known")
             else:
                 await asked.send(Refused(request_id(asked), "queue_full", "no"))
             await accept(decode)
@@ -131,10 +131,10 @@ def test_prefill_engine_that_is_late_while_the_decode_engine_stalls_costs_anothe
             task = asyncio.ensure_future(made.tokens(PROMPT))
             await until(lambda: prefill.messages, "the prompt is asked for")
             decode.stalled_s = 5.5
-            await until(lambda: made.pools.num_stalled == 1, "known")
+            await until(lambda: len(made.pools.stalled) == 1, "known")
             await until(lambda: prefill.received(Abort), "it had its time")
             decode.stalled_s = 0.0
-            await until(lambda: made.pools.num_stalled == 0, "known")
+            await until(lambda: len(made.pools.stalled) == 0, "known")
             prefill.answer = prefills
             await accept(decode)
             await until(lambda: decode.received(Activate), "it may start")

@@ -51,7 +51,7 @@ def ask(made):
 async def stall(made, engine, stalled_s=5.5):
     """Let an engine stall, or move again, and wait until the router knows."""
     engine.stalled_s = stalled_s
-    await until(lambda: made.pools.num_stalled == (stalled_s > 0), "known")
+    await until(lambda: bool(made.pools.stalled) == (stalled_s > 0), "known")
 
 
 async def told_once(engine, request_id):
@@ -223,7 +223,7 @@ def test_a_stream_that_has_tokens_goes_on_elsewhere_and_hears_no_late_one():
             assert other.received(Activate)[0].token_ids == [[5]]
             hung.stalled_s = 0.0
             await hung.send(TokenOutput(request_id, 1, [9], "length"))
-            await until(lambda: not made.pools.num_stalled, "it moves again")
+            await until(lambda: not made.pools.stalled, "it moves again")
             await other.send(TokenOutput(request_id, 1, [6], "length"))
             assert await answer_of(rest) == [6]
             await told_once(hung, request_id)
@@ -266,7 +266,7 @@ def test_what_an_engine_had_to_say_before_it_was_left_is_not_heard_when_it_is_as
             await until(lambda: other.received(Activate), "the other goes on")
             hung.answer = silent
             hung.stalled_s = 0.0
-            await until(lambda: not made.pools.num_stalled, "it moves again")
+            await until(lambda: not made.pools.stalled, "it moves again")
             other.die()
             await until(lambda: asked(hung) == 2, "it is asked again")
             await hung.send(TokenOutput(request_id, 7, [9], "length"))
@@ -402,7 +402,7 @@ def test_engines_that_stall_one_after_the_other_are_never_taken_for_lost(role, a
                 [last] = [e for e in engines if asked(e) and e not in stalling]
                 stalling.append(last)
                 last.stalled_s = 8.5
-                await until(lambda num=num: made.pools.num_stalled == num + 1, "known")
+                await until(lambda num=num: len(made.pools.stalled) == num + 1, "known")
             await asyncio.sleep(1.0)
             assert not task.done()
             assert sum(map(asked, engines)) == len(stalling)
@@ -461,13 +461,13 @@ def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_coun
         ):
             await made.connect(quiet.member, other.member)
             quiet.is_silent = True
-            await until(lambda: made.pools.num_stalled == 1, "nothing is heard of it")
+            await until(lambda: len(made.pools.stalled) == 1, "nothing is heard of it")
             tasks = [ask(made) for _ in range(3)]
             await until(lambda: asked(other) == 3, "the other is asked")
             assert asked(quiet) == 0
             assert made.lost == []
             quiet.is_silent = False
-            await until(lambda: made.pools.num_stalled == 0, "it speaks again")
+            await until(lambda: len(made.pools.stalled) == 0, "it speaks again")
             tasks.append(ask(made))
             await until(lambda: asked(quiet), "asked")
             for task in tasks:
@@ -618,7 +618,7 @@ def quiet_soon(monkeypatch):
 
 async def hush(made, engine):
     engine.is_silent = True
-    await until(lambda: made.pools.num_stalled == 1, "nothing is heard of it")
+    await until(lambda: len(made.pools.stalled) == 1, "nothing is heard of it")
 
 
 async def follow_on(stream):
@@ -681,7 +681,7 @@ def test_a_token_of_another_engine_is_too_late_once_the_quiet_one_has_spoken(qui
             await hush(made, late)
             await follow_on(stream)
             late.is_silent = False
-            await until(lambda: made.pools.num_stalled == 0, "it beats again")
+            await until(lambda: len(made.pools.stalled) == 0, "it beats again")
             await other.send(TokenOutput(request_id, 1, [9]))
             await until(lambda: other.received(Abort), "the other is not needed")
             await late.send(TokenOutput(request_id, 1, [6], "length"))
