@@ -378,7 +378,9 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             opens = msgspec.structs.replace(snapshot, seq=snapshot.seq + 2)
             service.fleet._take_snapshot(decode.incarnation, opens)
             service.fleet._lose(prefill.incarnation, "test")
-            assert service.is_ready() == (True, ""), "the decode pool can do without"
+            is_ready, reason = service.is_ready()
+            assert is_ready, "the decode pool can do without"
+            assert reason == "replicas that do not move: 1"
             service.fleet._lose(decode.incarnation, "test")
             assert service.is_ready() == (False, "no replica can decode")
             with pytest.raises(NotReadyError):
