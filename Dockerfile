@@ -57,6 +57,7 @@ ENV PATH=/opt/ttserve/bin:$PATH \
     RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_HAPROXY_BINARY_PATH=/opt/ttserve/bin/ttserve-haproxy \
     RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600 \
+    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" \
     RAY_worker_niceness=0 \
     RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=/run/ttserve/haproxy.cfg \
     RAY_SERVE_HAPROXY_SOCKET_PATH=/run/ttserve/admin.sock \

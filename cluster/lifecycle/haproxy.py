@@ -238,6 +238,10 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
         # Whatever changes among the replicas reloads HAProxy: its predecessor must stay as long as
         # a stream that it carries may take, which Serve would cut after two minutes.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(_LONGEST_STREAM_S),
+        # An ingress that ends before it has answered anything costs its requests another one, and
+        # not an error: what engines did for the first ends with it, and a completion has no effect
+        # that might come twice.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
