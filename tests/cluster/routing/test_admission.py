@@ -303,9 +303,11 @@ def test_who_is_refused_is_told_no_sooner_time_under_more_load(less, more, lengt
     assert retry_s[0] <= retry_s[1]
 
 
-@given(st.lists(POWERS, min_size=1, max_size=40), POWERS, st.integers(1, 4))
-def test_who_comes_again_when_told_to_is_let_in(load, length, num_engines):
-    world = World(make(ttft_s=3.0), num_engines)
+@given(
+    st.lists(POWERS, min_size=5, max_size=40), POWERS, st.integers(1, 4), st.sampled_from([1, 3])
+)
+def test_who_comes_again_when_told_to_is_let_in(load, length, num_engines, ttft_s):
+    world = World(make(ttft_s=float(ttft_s)), num_engines)
     world.admission.forecast.saw_prompts([1000], 1000 * TOKEN_S)
     for n in load:
         world.arrive(n, ttft_s=NEVER_S)
