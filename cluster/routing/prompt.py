@@ -190,11 +190,11 @@ class Prompt:
     def _place(self, consumer: str, tried: set[Placement]) -> Placement | None:
         views = self._pools.prefill_views()
         # An engine that changed its role meanwhile may be on both sides.
-        tried = tried | {Placement(consumer, ANY_GROUP)}
-        policy = self._means.policies.prefill
-        found = policy.place(self._demand, views, tried | self._unheard)
+        consumers = {Placement(consumer, ANY_GROUP)}.intersection(views.placements)
+        place = self._means.policies.prefill.place
+        found = place(self._demand, views, tried, consumers | (self._unheard - tried))
         if found is None and self._unheard:
-            found = policy.place(self._demand, views, tried)
+            found = place(self._demand, views, tried, consumers)
         return found
 
     async def _wait(self, asked: _Asked, consumer: Leg | None) -> list[TokenOutput]:
