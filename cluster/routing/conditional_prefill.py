@@ -137,7 +137,6 @@ class ConditionalPrefill:
         if least_s >= there_s:
             return None
         index = next_in_turn(here_s <= least_s + ROUNDING * abs(least_s), self._turn)
-        self._turn = index + 1
         if self._notes is not None:
             scene.weighed.append(Parts(_TERMS, list(parts)))
             scene.costs = here_s
@@ -155,6 +154,8 @@ class ConditionalPrefill:
         views = self._pools.decode_views()
         index = views.index_of(placement)
         if index is not None:
+            # Not before: it is looked for more than once for one request.
+            self._turn = index + 1
             scene = self._scene(demand, views)
             prompt_s = float(
                 views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)[index]
