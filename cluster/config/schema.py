@@ -130,7 +130,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             whose prompt is under way count from where there are more of them than empty slots;
             with a first token they wait, however many there are.
         queue_timeout_s: How long one may wait; then 408.
-        max_attempts: Replicas that are tried for one step of a request (reserve, prefill).
+        max_attempts: Replicas that are asked for one prompt, and that a request may lose in all, of
+            either kind: they may have died of it.
         min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself, all
             others by the prefill pool: 0 sends every prompt there. None goes by what either is
             predicted to take, see `cluster.routing.conditional_prefill`.
