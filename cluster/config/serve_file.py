@@ -32,6 +32,13 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: float | None = None
     keep_alive_timeout_s: int = 90
 
+    def __post_init__(self) -> None:
+        """Refuse what an ingress does not follow; a file that Serve has written says null."""
+        if self.request_timeout_s is not None:
+            raise ValueError(
+                "`request_timeout_s` is not followed; set args.ingress.request_timeout_s instead"
+            )
+
 
 class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of an application's `deployments`; values are checked by Serve."""

@@ -1,10 +1,12 @@
 """The door of a server: what every request passes before Serve counts it, and each answer after.
 
 Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`. It lets a request in when its body
-is there, so that a slow body takes no place from anybody; it takes off the headers that are
-Serve's own; and a client that does not read what it is sent is gone. Behind it no task waits for a
-client's bytes.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, or `ingress_middlewares`. It lets a
+request in when its body is there, so that a slow body takes no place from anybody; it takes off the
+headers that are Serve's own; and a client that does not read what it is sent is gone. Behind it no
+task waits for a client's bytes. In an ingress replica it also ends the requests of clients that are
+gone: Serve would, by two more tasks for each. An application that waits to hear of it ends by
+itself, and says so; what else runs is cancelled.
 
 Owner: a `Door` owns what its process holds of request bodies, an `_Exchange` one request's own.
 What a body may say, and its size in one application, is `cluster.edge.routes`' business.
@@ -21,9 +23,9 @@ from starlette.middleware import Middleware
 
 from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
-from cluster.edge.headers import INTERNAL_HEADERS
+from cluster.edge.headers import INTERNAL_HEADERS, LEFT_TO_US
 from cluster.edge.interrupt import Interrupt
-from cluster.edge.sse import ClientGoneError
+from cluster.edge.sse import ClientGoneError, until_gone
 from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
 
 if TYPE_CHECKING:
@@ -57,12 +59,27 @@ class DoorLimits:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around each of its HTTP servers."""
+    """What Serve puts around its own proxies."""
     return [Middleware(Door)]
+
+
+def ingress_middlewares() -> list[Middleware]:
+    """What Serve puts around the HTTP server of an ingress replica.
+
+    Only where Serve runs the application on the loop of its server
+    (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`): what a door tells stays on its loop.
+    """
+    return [Middleware(Door, ends_requests=True)]
 
 
 class Door:
     """ASGI middleware, the outermost one.
+
+    Args:
+        app: What is behind it.
+        limits: What clients may cost.
+        ends_requests: Whether it cancels what runs for a client that is gone and does not wait to
+            hear of it, and tells Serve that it need not; else the application has to.
 
     Attributes:
         num_bodies: Bodies under way.
@@ -70,9 +87,12 @@ class Door:
             `DoorLimits.shared_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, limits: DoorLimits | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: DoorLimits | None = None, *, ends_requests: bool = False
+    ) -> None:
         self._app = app
         self._limits = limits or DoorLimits()
+        self._ends_requests = ends_requests
         self.num_bodies = 0
         self.num_shared_bytes = 0
 
@@ -88,7 +108,7 @@ class Door:
         exchange = _Exchange(self, self._limits, receive, send)
         try:
             await exchange.read_body(dict(scope["headers"]))
-            await self._app(scope, exchange.receive, exchange.send)
+            await exchange.run(self._app, scope, ends_request=self._ends_requests)
         except _RefusedError as refused:
             response = error_response(refused.error)
             # The rest of the body would be read as the connection's next request.
@@ -119,8 +139,10 @@ class _Exchange:
         self._loop = asyncio.get_running_loop()
         self._body: bytes | None = None
         self._num_shared_bytes = 0
-        self._is_gone = False
-        self._receiving: list[Interrupt] = []
+        self._gone = asyncio.Event()
+        self._num_waiting = 0
+        self._interrupt: Interrupt | None = None
+        self._is_answered = False
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -133,6 +155,7 @@ class _Exchange:
         """
         declared = headers.get(b"content-length", b"")
         if b"transfer-encoding" not in headers and declared in {b"", b"0"}:
+            self._body = b""
             return
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
             raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
@@ -153,22 +176,35 @@ class _Exchange:
                 self._door.num_bodies -= 1
                 timer.cancel()
 
+    async def run(self, app: ASGIApp, scope: Scope, *, ends_request: bool) -> None:
+        """Let the application answer, until it has or the client is gone.
+
+        Raises:
+            ClientGoneError: The client was gone first, and what ran for it has been cancelled, as
+                far as that was not somebody who keeps cancellations to himself, as Serve does.
+        """
+        watching = asyncio.create_task(self._watch())
+        try:
+            if not ends_request:
+                await app(scope, self.receive, self.send)
+                return
+            scope["headers"] += LEFT_TO_US
+            with Interrupt() as self._interrupt:
+                await app(scope, self.receive, self.send)
+        finally:
+            watching.cancel()
+
     async def receive(self) -> Message:
         """ASGI's channel to the application: the body at once, then the client's end."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        if self._is_gone:
-            return {"type": "http.disconnect"}
-        interrupt = Interrupt()
-        self._receiving.append(interrupt)
+        self._num_waiting += 1
         try:
-            with interrupt:
-                return await self._receive()
-        except ClientGoneError:
-            return {"type": "http.disconnect"}
+            await self._gone.wait()
         finally:
-            self._receiving.remove(interrupt)
+            self._num_waiting -= 1
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
@@ -180,6 +216,7 @@ class _Exchange:
             await self._send(message)
         finally:
             self._sending_since_s = None
+        self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
     def close(self) -> None:
         """Nothing is held for this request any more."""
@@ -190,10 +227,19 @@ class _Exchange:
     def _look(self) -> None:
         since_s, now_s = self._sending_since_s, self._loop.time()
         if since_s is not None and now_s - since_s > self._limits.write_timeout_s:
-            self._is_gone = True
-            for interrupt in self._receiving:
-                interrupt.end(ClientGoneError())
+            self._leave()
         self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+
+    async def _watch(self) -> None:
+        await until_gone(self._receive)
+        self._leave()
+
+    def _leave(self) -> None:
+        is_told = self._num_waiting > 0
+        self._gone.set()
+        # Once it has its answer it may leave; there may be something yet to be written down.
+        if self._interrupt is not None and not (is_told or self._is_answered):
+            self._interrupt.end(ClientGoneError())
 
     async def _read(self) -> bytes:
         chunks: list[bytes] = []

@@ -24,6 +24,13 @@ UTF-8 before anybody can refuse them.
 Source: serve/_private/constants.py and http_util.py of Ray 2.60.
 """
 
+LEFT_TO_US = (
+    (b"x-request-disconnect-disabled", b"?1"),
+    (b"x-request-timeout-seconds", b"0"),
+)
+"""Say to Serve that somebody else watches whether the client leaves, and has deadlines: for either
+it would run the request in a task of its own, which nobody could end from outside."""
+
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """What a request says of its own objectives, in milliseconds; the names are llm-d's."""
 

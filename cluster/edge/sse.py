@@ -118,7 +118,7 @@ async def until_disconnect(
         DeadlineError: The time was over before the work was done.
     """
     with Interrupt() as interrupt:
-        watching = asyncio.create_task(_wait_for_disconnect(receive, interrupt))
+        watching = asyncio.create_task(_end_with_client(receive, interrupt))
         timer = None
         if timeout_s is not None:
             late = DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
@@ -132,9 +132,14 @@ async def until_disconnect(
                 timer.cancel()
 
 
-async def _wait_for_disconnect(receive: Receive, interrupt: Interrupt) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client is gone; the request's body, if there is any left, is passed over."""
     # A channel that fails has no client at its other end either.
     with contextlib.suppress(Exception):
         while (await receive())["type"] != "http.disconnect":
             pass
+
+
+async def _end_with_client(receive: Receive, interrupt: Interrupt) -> None:
+    await until_gone(receive)
     interrupt.end(ClientGoneError())

@@ -74,9 +74,9 @@ PROBE_S = 10.0
 _INGRESS_VARIABLES = {
     # Serve would run the ingress on an event loop of its own in a second thread, and carry every
     # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
-    # per token.
+    # per token. The door needs it, too.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    haproxy.DOOR_VARIABLE: haproxy.DOOR,
+    haproxy.DOOR_VARIABLE: haproxy.INGRESS_DOOR,
 }
 """What Ray Serve reads when the process of an ingress starts."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -153,7 +153,6 @@ def _deploy(file: ServeFile, application: serve.Application) -> None:
         http_options=HTTPOptions(
             host=file.http_options.host,
             port=file.http_options.port,
-            request_timeout_s=file.http_options.request_timeout_s,
             keep_alive_timeout_s=file.http_options.keep_alive_timeout_s,
         ),
     )

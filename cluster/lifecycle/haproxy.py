@@ -43,7 +43,8 @@ SCRIPT_NAME = "ttserve-haproxy"
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 DOOR = "cluster.edge.door:middlewares"
-"""What Serve calls for the middlewares of its HTTP servers."""
+INGRESS_DOOR = "cluster.edge.door:ingress_middlewares"
+"""What Serve calls for the middlewares of its own proxies, and of ingress replicas."""
 
 REQUEST_TIMEOUT_S = 10
 CLIENT_TIMEOUT_S = 30
@@ -173,6 +174,9 @@ def _added(config: str, timeout_file: str) -> dict[str, list[str]]:
             f"http-request del-header {INTERNAL_HEADERS} -m reg",
             # Serve reads it as UTF-8, and fails.
             "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
+            # The ingress names the request, and Serve does once more.
+            "http-response set-header x-request-id %[res.fhdr(x-request-id,1)]"
+            " if { res.fhdr_cnt(x-request-id) gt 1 }",
         ],
     }
 

@@ -149,6 +149,7 @@ FILE_MISTAKES = [
     # a wrong type
     ("http_options.port", "8000", "http_options.port: Expected `int`"),
     ("http_options.port", 8000.5, "http_options.port: Expected `int`"),
+    ("http_options.request_timeout_s", 30, "http_options: .*args.ingress.request_timeout_s"),
     ("http_options.host", 0, "http_options.host: Expected `str`"),
     ("applications", {}, "applications: Expected `array`"),
     ("applications[0].args.model", 3, "args.model: Expected `str`"),

@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import json
+import threading
+import warnings
 
 import pytest
 
-from cluster.edge.door import Door, DoorLimits
+from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares
+from cluster.edge.headers import LEFT_TO_US
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
@@ -33,13 +36,23 @@ def make_app(service, *, max_body_bytes=2**20, request_timeout_s=60):
 
 
 @contextlib.contextmanager
-def door(limits=QUICK, app=None):
-    door = Door(app or make_app(FakeBackend()), limits)
+def serving_door(make_middlewares, app, limits=QUICK):
+    """Built as Serve does, but for the limits."""
+    [middleware] = make_middlewares()
+    door = middleware.cls(app, limits, **middleware.kwargs)
     with serving(door) as port:
         yield door, port
 
 
-def test_hundreds_of_slow_bodies_get_408_and_leave_others_served():
+@pytest.fixture(params=[middlewares, ingress_middlewares], ids=["of a proxy", "of an ingress"])
+def door(request):
+    def make(limits=QUICK, app=None):
+        return serving_door(request.param, app or make_app(FakeBackend()), limits)
+
+    return make
+
+
+def test_hundreds_of_slow_bodies_get_408_and_leave_others_served(door):
     with door() as (guard, port), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(400)]
         for client in slow:
@@ -53,7 +66,7 @@ def test_hundreds_of_slow_bodies_get_408_and_leave_others_served():
         poll(lambda: guard.num_bodies == 0, "no body is left")
 
 
-def test_a_body_reaches_the_application_only_when_it_is_whole():
+def test_a_body_reaches_the_application_only_when_it_is_whole(door):
     reached = []
     app = make_app(FakeBackend())
 
@@ -70,7 +83,7 @@ def test_a_body_reaches_the_application_only_when_it_is_whole():
         assert answer(client)[0] == 200
 
 
-def test_a_client_that_leaves_within_its_body_leaves_nothing_behind():
+def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(door):
     with door(DoorLimits()) as (guard, port):
         with contextlib.closing(connect(port)) as client:
             client.sendall(request_bytes(b"x" * 200_000, length=300_000))
@@ -79,7 +92,7 @@ def test_a_client_that_leaves_within_its_body_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused_however_it_is_sent(chunked):
+def test_a_body_over_the_limit_is_refused_however_it_is_sent(door, chunked):
     limits = DoorLimits(max_body_bytes=1000)
     body = b"x" * 1001
     with door(limits) as (_, port), contextlib.closing(connect(port)) as client:
@@ -93,7 +106,7 @@ def test_a_body_over_the_limit_is_refused_however_it_is_sent(chunked):
         assert json.loads(text)["error"]["code"] == "payload_too_large"
 
 
-def test_large_bodies_share_what_small_ones_never_need():
+def test_large_bodies_share_what_small_ones_never_need(door):
     limits = DoorLimits(free_bytes=1000, shared_bytes=100_000)
     with door(limits) as (guard, port), contextlib.ExitStack() as stack:
         large = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
@@ -107,7 +120,7 @@ def test_large_bodies_share_what_small_ones_never_need():
         assert guard.num_shared_bytes == 89_000
 
 
-def test_more_bodies_than_there_may_be_get_429():
+def test_more_bodies_than_there_may_be_get_429(door):
     with (
         door(DoorLimits(max_bodies=1)) as (guard, port),
         contextlib.closing(connect(port)) as first,
@@ -117,7 +130,7 @@ def test_more_bodies_than_there_may_be_get_429():
         assert ask(port, HI)[0] == 429
 
 
-def test_a_large_body_comes_through_as_it_was_sent():
+def test_a_large_body_comes_through_as_it_was_sent(door):
     text, service = "x" * 200_000, FakeBackend()
     service.max_model_len = 2**18
     with door(app=make_app(service)) as (guard, port):
@@ -126,7 +139,7 @@ def test_a_large_body_comes_through_as_it_was_sent():
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
 
 
-def test_a_stream_that_nobody_reads_is_aborted():
+def test_a_stream_that_nobody_reads_is_aborted(door):
     service = FakeBackend(flood)
     with (
         door(app=make_app(service)) as (_, port),
@@ -137,7 +150,7 @@ def test_a_stream_that_nobody_reads_is_aborted():
         poll(lambda: service.num_open == 0, "its slot is free")
 
 
-def test_a_quiet_stream_outlives_the_time_for_writes():
+def test_a_quiet_stream_outlives_the_time_for_writes(door):
     async def pauses(request, emit):
         del request
         await emit(OutputDelta(0, "a", [1]))
@@ -151,16 +164,144 @@ def test_a_quiet_stream_outlives_the_time_for_writes():
         assert b"data: [DONE]" in body
 
 
-def test_headers_of_serve_do_not_pass():
+@pytest.mark.parametrize(
+    ("make_middlewares", "ours"), [(middlewares, []), (ingress_middlewares, [*LEFT_TO_US])]
+)
+def test_headers_of_serve_do_not_pass(make_middlewares, ours):
     app = NamesOfHeaders()
-    with door(app=app) as (_, port):
+    with serving_door(make_middlewares, app) as (_, port):
         assert ask(port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
-    assert sorted(app.seen) == [b"connection", b"content-length", b"host", b"x-mine"]
+    theirs = [b"connection", b"content-length", b"host", b"x-mine"]
+    assert sorted(app.seen) == sorted([*theirs, *(name for name, _ in ours)])
+
+
+def test_what_an_ingress_tells_serve_is_what_serve_reads():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Serve's own, while it is imported
+        from ray.serve._private import http_util
+
+    headers = dict(LEFT_TO_US)
+    assert http_util.parse_disconnect_disabled_header(headers)
+    assert http_util.parse_request_timeout_header(headers, 5.0) is None
+
+
+def whole_answer():
+    headers = [(b"content-length", b"1")]
+    start = {"type": "http.response.start", "status": 200, "headers": headers}
+    return start, {"type": "http.response.body", "body": b"x"}
+
+
+def test_an_ingress_ends_what_does_not_wait_to_hear_that_its_client_is_gone():
+    running, ended = threading.Event(), threading.Event()
+
+    async def deaf(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with serving_door(ingress_middlewares, deaf) as (_, port):
+        with contextlib.closing(connect(port)) as client:
+            client.sendall(request_bytes(HI))
+            assert running.wait(20)
+        assert ended.wait(20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream, door):
+    """What it says nobody reads, but whoever counts answers does."""
+    running, statuses = threading.Event(), []
+
+    async def endless(request, emit):
+        running.set()
+        await asyncio.Event().wait()
+
+    service = FakeBackend(endless)
+    app = make_app(service)
+
+    async def counted(scope, receive, send):
+        async def note(message):
+            statuses.append(message.get("status"))
+            await send(message)
+
+        try:
+            await app(scope, receive, note if scope["type"] == "http" else send)
+        except asyncio.CancelledError:  # as Serve does
+            statuses.append("cancelled")
+
+    with door(app=counted) as (_, port):
+        with contextlib.closing(connect(port)) as client:
+            client.sendall(request_bytes({**HI, "stream": stream}))
+            assert running.wait(20)
+        poll(lambda: statuses, "it is over")
+        assert service.num_open == 0
+    assert statuses[0] == 499
+
+
+@pytest.mark.parametrize("make_middlewares", [middlewares, ingress_middlewares])
+def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares):
+    [middleware] = make_middlewares()
+
+    async def answers(scope, receive, send):
+        for message in whole_answer():
+            await send(message)
+
+    async def stays():
+        await asyncio.Event().wait()
+
+    async def swallow(message):
+        pass
+
+    async def run():
+        await middleware.cls(answers, **middleware.kwargs)(
+            {"type": "http", "headers": []}, stays, swallow
+        )
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_what_is_left_to_do_after_an_answer_is_done_though_the_client_leaves():
+    written_down = threading.Event()
+
+    async def slow_after_all(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        for message in whole_answer():
+            await send(message)
+        assert (await receive())["type"] == "http.request"
+        assert (await receive())["type"] == "http.disconnect"
+        await asyncio.sleep(0.05)
+        written_down.set()
+
+    with serving_door(ingress_middlewares, slow_after_all) as (_, port):
+        assert ask(port, HI) == (200, b"x")
+        assert written_down.wait(20)
+
+
+def test_a_request_without_a_body_has_an_empty_one(door):
+    bodies = []
+
+    async def reads(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        bodies.append(await receive())
+        for message in whole_answer():
+            await send(message)
+
+    with door(app=reads) as (_, port), contextlib.closing(connect(port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert answer(client)[1] == b"x"
+    assert bodies == [{"type": "http.request", "body": b"", "more_body": False}]
 
 
 @pytest.mark.parametrize("num_events", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(stream, num_events):
+def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(door, stream, num_events):
     async def endless(request, emit):
         assert request.timeout_s == 0.5
         for _ in range(num_events):

@@ -363,3 +363,25 @@ def test_headers_of_serve_do_not_pass(config, shared):
         assert ask(front.port, HI, headers=["x-request-id: job 7"])[0] == 200
     names = [name for name in app.seen if name.startswith((b"x", b"serve"))]
     assert sorted(set(names)) == [b"x-mine", b"x-request-id"]
+
+
+def named_by_serve(app):
+    """An app under Serve's RequestIdMiddleware, which cannot be told to leave a name alone."""
+
+    async def named(scope, receive, send):
+        async def send_named(message):
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"X-Request-ID", b"serve")]}
+            await send(message)
+
+        await app(scope, receive, send_named)
+
+    return named
+
+
+def test_an_answer_names_its_request_once(config, shared):
+    with world(config, shared, named_by_serve(make_app())) as front:
+        client = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+        with contextlib.closing(client):
+            client.request("GET", "/health", headers={"x-request-id": "job-7"})
+            assert client.getresponse().headers.get_all("x-request-id") == ["job-7"]

@@ -38,11 +38,16 @@ def test_without_a_process_file_system_there_is_none(tmp_path):
 
 @pytest.mark.process
 def test_a_child_is_in_the_table_until_it_has_ended():
-    program = "import sys; sys.stdin.read()"
+    program = "import sys; print(flush=True); sys.stdin.read()"
     child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
+        # The kernel knows no arguments of one that is only about to become another program.
+        assert child.stdout.readline() == b"\n"
         found = process_table()[child.pid]
         assert found.parent_id == os.getpid()
         assert found.session_id == child.pid
@@ -50,6 +55,7 @@ def test_a_child_is_in_the_table_until_it_has_ended():
         assert found.command == f"{sys.executable} -c {program} "
     finally:
         child.stdin.close()
+        child.stdout.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         zombies = process_table()
         child.wait()
