@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kv_transfer.errors import ServerKeyError
+from kv_transfer.io_threads import new_context
 from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import (
     CONNECT_S,
@@ -80,7 +81,7 @@ class AsyncMPClient:
         on_kv_events: OnKVEvents | None = None,
     ) -> None:
         self._keys = keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._links: dict[str, _EngineLink] = {}
         self._on_snapshot = on_snapshot
         self._on_dead = on_dead

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
+from kv_transfer.io_threads import new_context
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
 from replicas.dealer import (
@@ -208,7 +209,7 @@ class SyncMPClient:
     ) -> None:
         self._handle = start_engine(config, env=env, progress=progress)
         self.description: EngineFacts = self._handle.description
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._frames: queue.SimpleQueue[list[WireEvent] | EngineDeadError] = queue.SimpleQueue()
         self._columns = ColumnReader()
         # Events of frames that were taken from the queue, which nobody has had yet.

@@ -78,6 +78,11 @@ class StepUnderWay(NamedTuple):
     meta: ConnectorMeta | None
     has_lapsed: bool
 
+    @property
+    def brings_tokens_alone(self) -> bool:
+        """Whether no transfers are served beside it, and no reservations were given up."""
+        return self.meta is None and not self.has_lapsed
+
 
 class EngineCore:
     """One engine; see the module docstring.
@@ -245,12 +250,7 @@ class EngineCore:
 
     def num_repeats(self, step: StepUnderWay) -> int:
         """How often a step may run in a row before there is anything else to decide, or to tell."""
-        if (
-            step.batch is None
-            or step.meta is not None
-            or step.has_lapsed
-            or self._transfers.are_at_stake
-        ):
+        if step.batch is None or not step.brings_tokens_alone or self._transfers.are_at_stake:
             return 1
         return self._scheduler.num_repeats(step.batch)
 

@@ -70,10 +70,12 @@ def sample(
     vocab = logits.shape[-1]
     places = np.arange(len(logits)) if places is None else places
     is_greedy = temperature < GREEDY_EPS
-    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0)
     token_ids = np.empty(len(places), dtype=np.int64)
     for rows in _portions(np.flatnonzero(is_greedy), vocab):
         token_ids[rows] = _most_likely(_rows_of(logits, places[rows]).float())
+    if is_greedy.all():
+        return token_ids
+    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0)
     whole = np.flatnonzero(~is_greedy & is_whole)
     if len(whole):
         token_ids[whole] = _draw_from_whole(

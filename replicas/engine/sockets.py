@@ -17,6 +17,7 @@ import zmq
 
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.curve import Doorkeeper, secure_server
+from kv_transfer.io_threads import new_context
 from replicas.codec import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
@@ -78,7 +79,7 @@ class Door:
         check_listen_host(arguments.host, has_secrets=True)
         self.incarnation = arguments.incarnation
         self._host, self._keys = arguments.host, arguments.config.keys
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = new_context()
         Doorkeeper(self.context, self._keys, self._on_denied)
 
     def open_input(self, max_model_len: int) -> zmq.Socket[bytes]:

@@ -255,7 +255,7 @@ class AdaptedModel(LoadedModel):
             raise TypeError("reset_batch is retired: give the four commands of decode contract 1")
         said = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
         commands = dict(zip(COMMANDS, said, strict=True))
-        self._check_commands(commands)
+        _check_commands(commands, self)
         name, parameters = self.signature.class_name, self.signature.decode
         if not self.signature.contract:
             # It guesses from the table of its last call, which the engine writes into.
@@ -292,13 +292,6 @@ class AdaptedModel(LoadedModel):
         if not read_from_device:
             return handle
         return self.process_decode_output_host(self.read_decode_output(handle)[0])
-
-    def _check_commands(self, commands: Mapping[str, bool]) -> None:
-        reload_inputs = commands["reload_inputs"]
-        assert not (reload_inputs and commands["reload_page_table"]), commands
-        assert reload_inputs or not commands["reset_sampling_state"], commands
-        may_continue = self.model_capabilities.get("supports_async_decode")
-        assert reload_inputs or may_continue, f"{self.signature.class_name} must reload every step"
 
     def _params_of_decode(
         self, sampling_params: DeviceSamplingParams, num_rows: int, *, is_new: bool
@@ -362,6 +355,14 @@ class AdaptedModel(LoadedModel):
             is_tokens=handle.is_tokens,
             wants_log_probs=handle.wants_log_probs,
         )
+
+
+def _check_commands(commands: Mapping[str, bool], model: AdaptedModel) -> None:
+    reload_inputs = commands["reload_inputs"]
+    assert not (reload_inputs and commands["reload_page_table"]), commands
+    assert reload_inputs or not commands["reset_sampling_state"], commands
+    may_continue = model.model_capabilities.get("supports_async_decode")
+    assert reload_inputs or may_continue, f"{model.signature.class_name} must reload every step"
 
 
 def _wait_for(events: Sequence[object]) -> None:

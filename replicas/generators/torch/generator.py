@@ -24,6 +24,7 @@ from replicas.generators.torch.kv_cache import TorchKVCache
 from replicas.generators.torch.linear import LONG_WEIGHTS
 from replicas.generators.torch.loader import load_weights
 from replicas.generators.torch.model import PagedTransformer
+from replicas.generators.torch.team import HELPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -338,6 +339,8 @@ class TorchGenerator:
             products *= self._config.num_hidden_layers
         is_long = self._layer_weights >= LONG_WEIGHTS or products >= LONG_PRODUCTS
         with torch.inference_mode(), _all_threads_if(is_long):
+            if (num_threads := torch.get_num_threads()) > 1:
+                HELPERS.keep_off(num_threads)
             return self._model.forward(batch, cache, before, after)
 
 

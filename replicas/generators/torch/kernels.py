@@ -44,6 +44,7 @@ from replicas.generators.torch import (
     vectors,
 )
 from replicas.generators.torch.compiled import TILE
+from replicas.generators.torch.team import in_team
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,8 +119,8 @@ class Kernel:
         block = (ctypes.c_int64 * (2 + len(arguments)))(0, num_units, *arguments)
         # Never fewer because there are fewer units: threads that a team has no use for would end.
         num_threads = torch.get_num_threads()
-        if num_threads > 1 and num_units > 1 and (in_team := _team()) is not None:
-            in_team(self._address, block, num_threads, 0)
+        if num_threads > 1 and num_units > 1 and (run := in_team()) is not None:
+            run(self._address, block, num_threads, 0)
         else:
             self._call(block)
 
@@ -171,20 +172,6 @@ def _version() -> str:
     facts = f"{numba.__version__} {llvmlite.__version__} {target} {has_tiles}"
     source = b"".join(Path(str(part.__file__)).read_bytes() for part in _SOURCES)
     return hashlib.blake2b(facts.encode() + source, digest_size=8).hexdigest()
-
-
-@cache
-def _team() -> Callable[[int, ctypes.Array[ctypes.c_int64], int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP that PyTorch uses, which runs a function on each thread."""
-    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
-        try:
-            found = ctypes.CDLL(library).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        return found
-    return None
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:

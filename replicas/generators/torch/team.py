@@ -1,0 +1,101 @@
+"""The threads of a pass: the OpenMP team of PyTorch, which kernels of our own use as well."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def in_team() -> Callable[[int | ctypes._FuncPointer, object, int, int], None] | None:
+    """`GOMP_parallel` of the OpenMP that PyTorch uses, which runs a function on each thread."""
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        try:
+            found = ctypes.CDLL(library).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.restype = None
+        return found
+    return None
+
+
+class Helpers(threading.local):
+    """The other threads of the team that a thread computes with, kept off its core.
+
+    A system may wake a thread on the core of the one that woke it. There a helper waits until the
+    time slice of whom it should help is over, some three milliseconds, while other cores are idle.
+
+    Owner: which cores these threads may run on. Each thread has a team, and hence one of this, of
+    its own.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+        # How many threads, the core of this one, and which ones it may run on, when it was last
+        # seen to.
+        self._seen: tuple[int, int, set[int]] | None = None
+        self._is_off = not hasattr(os, "sched_setaffinity") or in_team() is None
+
+    def keep_off(self, num_threads: int) -> None:
+        """Call before a pass of so many threads, which begins on this one."""
+        this_core = None if self._is_off else _this_core()
+        if this_core is None:
+            return
+        seen = num_threads, this_core(), os.sched_getaffinity(0)
+        _, core, cores = seen
+        # With more threads than cores, one has to share it.
+        if seen == self._seen or core not in cores or num_threads > len(cores):
+            return
+        is_listed = self._seen is not None and self._seen[0] == num_threads
+        try:
+            try:
+                self._confine(cores - {core}, None if is_listed else num_threads)
+            except ProcessLookupError:
+                # OpenMP ends those that a team has had no use for, and makes new ones.
+                self._confine(cores - {core}, num_threads)
+        except OSError as error:
+            # They compute wherever they are: it only takes longer.
+            self._is_off = True
+            logger.warning("compute threads stay where the system puts them: %s", error)
+        self._seen = seen
+
+    def _confine(self, cores: set[int], num_threads: int | None) -> None:
+        """Let them run there alone; those of a team of so many, if it has to be looked at."""
+        if num_threads is not None:
+            self._threads = _others_in_team(num_threads)
+        for thread in self._threads:
+            os.sched_setaffinity(thread, cores)
+
+
+HELPERS = Helpers()
+
+
+@cache
+def _this_core() -> Callable[[], int] | None:
+    """Tells on which core a thread runs, if that can be told; keeps the interpreter."""
+    return getattr(ctypes.PyDLL(None), "sched_getcpu", None)
+
+
+def _others_in_team(num_threads: int) -> list[int]:
+    """The system's numbers of the threads that this one computes with."""
+    found: list[int] = []
+    note = _Function(lambda _: found.append(threading.get_native_id()))
+    run = in_team()
+    assert run is not None
+    run(note, None, num_threads, 0)
+    return [thread for thread in found if thread != threading.get_native_id()]
