@@ -110,6 +110,7 @@ class Fleet:
         )  # fmt: skip
         started = time.thread_time()
         self.pools.take_snapshot(name, snapshot)
+        self.pools.settle()
         return 1e6 * (time.thread_time() - started)
 
 

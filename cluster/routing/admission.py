@@ -233,8 +233,7 @@ class Admission:
                 self.forecast.saw_slot(held_s, num_tokens)
             if num_tokens > 1 and entry.first_s is not None:
                 load = (entry.load + self.num_let_in) / 2
-                token_s = (now_s - entry.first_s) / (num_tokens - 1)
-                self.forecast.tokens.add(load, token_s, num_tokens - 1)
+                self.forecast.saw_tokens(load, now_s - entry.first_s, num_tokens - 1)
             for entries in (self._passed, self._unplaced, self._unasked):
                 entries.pop(entry, None)
             self._line.release(entry.tenant)

@@ -130,6 +130,8 @@ class Fleet(Generic[ClientT_co]):
         self._sought: set[str] | None = None
         # Those that were lost or do not answer, as long as discovery has them.
         self._unreachable: set[str] = set()
+        # Whether `_settle` is about to be called.
+        self._is_settling = False
         # When a replica is tried again that has failed requests.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
@@ -244,6 +246,16 @@ class Fleet(Generic[ClientT_co]):
         self._unreachable.discard(incarnation)
         self._found(incarnation)
         self.on_change()
+        if not self._is_settling:
+            self._is_settling = True
+            # No request should be who waits for that, nor the tokens that came with it: whoever
+            # they are handed to goes on before what is called the second time.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._settle)
+
+    def _settle(self) -> None:
+        self._is_settling = False
+        self.pools.settle()
 
     def _set_moves(self, incarnation: str, moves: bool) -> None:
         member = self.pools.member(incarnation)

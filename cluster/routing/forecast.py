@@ -166,6 +166,10 @@ class Forecast:
         self._slots.add(seconds)
         self._outputs.add(num_tokens)
 
+    def saw_tokens(self, load: float, seconds: float, num_tokens: int) -> None:
+        """So many tokens after a first one took so long, beside so many requests in the mean."""
+        self.tokens.add(load, seconds / num_tokens, num_tokens)
+
 
 def _length_class(num_tokens: int) -> int:
     return (num_tokens - 1).bit_length()

@@ -89,20 +89,26 @@ def engine_load(
                 sent_s[dp_group] += costs.prompts_s(1, length, its_pairs)
                 num_sent_tokens += length
     most_rows, most_tokens = max(rows), max(tokens)
-    each_s = [costs.prompts_s(*its) for its in zip(counts, lengths, pairs, strict=True)]
+    num_prompts, nothing = sum(counts), [0.0] * len(rows)
+    each_s = nothing
+    if num_prompts:
+        each_s = [costs.prompts_s(*its) for its in zip(counts, lengths, pairs, strict=True)]
+    spare_prompt_s = nothing
+    if num_sent_tokens:
+        spare_prompt_s = _spares_s(
+            sent_s,
+            each_s,
+            max(1.0 - max_step_tokens / max(sum(told["num_prompt_tokens"]), 1), 0.0),
+            max(max_step_tokens / num_sent_tokens - 1.0, 0.0) * sum(sent_s),
+        )
     return Load(
-        _queue_s(each_s, sum(counts), sum(lengths), max_step_tokens),
+        _queue_s(each_s, num_prompts, sum(lengths), max_step_tokens),
         costs.decode_step_s(most_rows, most_tokens, longest),
         rows,
         longest,
         [most_rows - num_rows for num_rows in rows],
         [most_tokens - num_tokens for num_tokens in tokens],
-        _spares_s(
-            sent_s,
-            each_s,
-            max(1.0 - max_step_tokens / max(sum(told["num_prompt_tokens"]), 1), 0.0),
-            max(max_step_tokens / max(num_sent_tokens, 1) - 1.0, 0.0) * sum(sent_s),
-        ),
+        spare_prompt_s,
     )
 
 

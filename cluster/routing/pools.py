@@ -10,6 +10,7 @@ request after request gets one now and then (`breaker`), unless there is nobody 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cluster.routing.demand import Demand
     from cluster.routing.load import Columns, Load
     from replicas.config import Role
-    from replicas.messages import EngineDescription, EngineSnapshot
+    from replicas.messages import EngineDescription, EngineSnapshot, StepWork
 
 DECODING: frozenset[Role] = frozenset({"decode", "both"})
 PREFILLING: frozenset[Role] = frozenset({"prefill"})
@@ -95,6 +96,13 @@ def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
     return snapshot.draining, snapshot.role, snapshot.epoch
 
 
+def _new_steps(old: EngineSnapshot | None, new: EngineSnapshot) -> list[StepWork]:
+    """The last steps of each kind, unless the snapshot before has told of them."""
+    told = (None, None) if old is None else (old.decode_step, old.prompt_step)
+    steps = zip((new.decode_step, new.prompt_step), told, strict=True)
+    return [step for step, before in steps if step is not None and step != before]
+
+
 class PoolState:
     """Replicas, their snapshots, and the holds of this ingress.
 
@@ -117,7 +125,9 @@ class PoolState:
         self.on_admit: Callable[[], None] = lambda: None
         self._decode = _Side(DECODING, self.breakers, is_whole=False)
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
-        self._learned = LearnedCosts()
+        self._costs = LearnedCosts()
+        # Snapshots, each with the one before, whose steps nobody has learned from yet.
+        self._unlearned: deque[tuple[_Replica, EngineSnapshot | None, EngineSnapshot]] = deque()
         self.num_snapshots = 0
         self.num_changes = 0
         self.is_looked_for = False
@@ -131,20 +141,26 @@ class PoolState:
 
     def remove(self, incarnation: str) -> None:
         """Forget a replica and what was sent to it."""
-        replica = self._replicas.pop(incarnation, None)
-        if replica is not None:
-            self._learned.forget(replica.member.pool, incarnation)
-            self._relist()
+        try:
+            self.settle()
+        finally:
+            replica = self._replicas.pop(incarnation, None)
+            if replica is not None:
+                self._costs.forget(replica.member.pool, incarnation)
+                self._relist()
 
     def take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
-        """Replace a replica's snapshot, unless this one is older."""
+        """Replace a replica's snapshot, unless this one is older.
+
+        What follows from it is worked out for whoever asks first, and by `settle` at the latest.
+        """
         replica = self._replicas.get(incarnation)
         if replica is None:
             return
         old = replica.snapshot
         if old is not None and snapshot.seq < old.seq:
             return
-        self._learn(replica, snapshot)
+        self._unlearned.append((replica, old, snapshot))
         was_open = replica.is_open
         if old is None or snapshot.seq > old.seq:
             # Its own word is newer than a refusal, which may be of what was sent in another epoch.
@@ -155,9 +171,15 @@ class PoolState:
             self._relist()
         else:
             self._change(incarnation)
-        # No request should be who waits for that, even if all of the pool have other costs now.
-        self._decode.write(self._replicas)
-        self._prefill.write(self._replicas)
+
+    def settle(self) -> None:
+        """Work out what follows from new snapshots: it may be other costs of a whole pool."""
+        if self._unlearned:
+            while self._unlearned:
+                # Taken out first: what fails fails once, and not whoever asks from then on.
+                self._learn(*self._unlearned.popleft())
+            self._decode.write(self._replicas)
+            self._prefill.write(self._replicas)
 
     def set_moves(self, incarnation: str, moves: bool) -> None:
         """A replica stalls or is quiet and gets no requests, or it moves again."""
@@ -318,10 +340,12 @@ class PoolState:
 
     def decode_views(self) -> Views:
         """Every DP group that may decode; not to be changed, and good until something is."""
+        self.settle()
         return self._decode.get(self._replicas)
 
     def prefill_views(self) -> Views:
         """Every engine that prefills for others, as a whole; as `decode_views`."""
+        self.settle()
         return self._prefill.get(self._replicas)
 
     def holds(self) -> list[tuple[str, str]]:
@@ -335,6 +359,7 @@ class PoolState:
 
     def check_invariants(self) -> None:
         """Kept views are as new ones would be, and none is negative."""
+        self.settle()
         for views in (self._decode, self._prefill):
             kept = views.get(self._replicas)
             views.relist()
@@ -343,20 +368,20 @@ class PoolState:
                 assert view.num_empty_slots >= 0
                 assert min(view.num_free_blocks) >= 0
 
-    def _learn(self, replica: _Replica, new: EngineSnapshot) -> None:
+    @property
+    def _learned(self) -> LearnedCosts:
+        self.settle()
+        return self._costs
+
+    def _learn(self, replica: _Replica, old: EngineSnapshot | None, new: EngineSnapshot) -> None:
         """Learn from steps that a snapshot tells of for the first time."""
-        old, member = replica.snapshot, replica.member
-        steps = [
-            step
-            for step, before in (
-                (new.decode_step, old and old.decode_step),
-                (new.prompt_step, old and old.prompt_step),
-            )
-            if step is not None and step != before
-        ]
+        member = replica.member
+        if self._replicas.get(member.description.incarnation) is not replica:
+            return  # It was removed after a failure of what it had told before.
+        steps = _new_steps(old, new)
         if not steps and old is not None:
             return
-        changed = self._learned.learn(member.pool, member.description.incarnation, steps)
+        changed = self._costs.learn(member.pool, member.description.incarnation, steps)
         for incarnation, costs in changed.items():
             other = self._replicas[incarnation]
             if other.costs is not costs:

@@ -42,6 +42,10 @@ for good shows all the same, in some steps.
 _KNOWN = 0.25
 """And where steps like it have been seen: of ones that are all alike, so many are four."""
 
+MOST_UNITS = 1e5
+"""A step that says more of anything is none that was taken, and would leave nothing of the others:
+a thousand million KV tokens, or a prompt of four million."""
+
 _KINDS = slice(0, 4), slice(4, 7)
 """What is of decodes, and what of prompts, in the order of `StepCosts`."""
 
@@ -115,11 +119,11 @@ class StepTimeModel:
         return f"StepTimeModel({self.known_costs})"
 
     def learn(self, work: StepWork) -> None:
-        """Take over a step; one that did nothing, or took no time that can be, is passed over."""
+        """Take over a step; one that did nothing, or says what cannot be, is passed over."""
         if not math.isfinite(work.device_s) or work.device_s < 0.0:
             return
         inputs = _inputs(work)
-        if not inputs.any():
+        if not 0.0 < inputs.max() <= MOST_UNITS:
             return
         self._information *= FORGETTING
         self._information += np.outer(inputs, inputs)

@@ -76,7 +76,7 @@ class VirtualLink:
         """Send a message; lost if the link is."""
         if self.is_open:
             self.num_sent += 1
-            self._client.observer.sent(self.host, message)
+            self._client.observer.sent(self.host, message, is_stalled=self.is_stalled)
             self._up.send(self._reach_engine, message)
 
     def send_frame(self, frame: EngineFrame, step_times_s: list[float]) -> None:
@@ -89,6 +89,11 @@ class VirtualLink:
             self.is_open = False
             self.is_heard_of.set()
             self._loop.call_later(NOTICE_S, self.host.client_gone, self._client_id)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine stalls, as far as the ingress has heard, and does not hand over."""
+        return self.table.stalled is not None and self.table.leaving is None
 
     @property
     def is_quiet(self) -> bool:

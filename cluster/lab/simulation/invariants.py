@@ -191,11 +191,7 @@ class Invariants:
 
     def _check_stays(self, ingress: VirtualIngress) -> None:
         """Nobody stays with a decode engine that stalls while another one has room."""
-        stalled = {
-            link.host.incarnation
-            for link in ingress.fleet.client.links
-            if link.table.stalled is not None and link.table.leaving is None
-        }
+        stalled = {link.host.incarnation for link in ingress.fleet.client.links if link.is_stalled}
         if not stalled:
             return
         num_left = self.monitor(ingress.name).num_left

@@ -80,7 +80,7 @@ class ProtocolMonitor:
 
     Attributes:
         failures: What engines have failed to do.
-        num_left: How many decode engines that hang each request has left.
+        num_left: How many decode engines each request has left that said that they stall.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class ProtocolMonitor:
         """Whether one engine lends another one what it has of a request."""
         return request_id in self._lent
 
-    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
-        """A message was sent."""
-        self._recorder.sent(host, message)
+    def sent(self, host: VirtualHost, message: ClientMessage, *, is_stalled: bool) -> None:
+        """See `Recorder.sent`."""
+        self._recorder.sent(host, message, is_stalled=is_stalled)
         self._waits.sent(host, message)
         match message:
             case AddRequest():
@@ -156,7 +156,7 @@ class ProtocolMonitor:
             case Abort():
                 for request_id in message.request_ids:
                     asked_here = self._asked.get(request_id, {}).get(host.incarnation)
-                    if asked_here is not None and asked_here.decodes and host.core.stuck_s:
+                    if asked_here is not None and asked_here.decodes and is_stalled:
                         self.num_left[request_id] += 1
                     if asked_here is not None and not asked_here.is_answered:
                         self._unanswered[host.incarnation, request_id] += 1

@@ -122,8 +122,9 @@ class Recorder:
 
     # --- messages ------------------------------------------------------------------------------
 
-    def sent(self, host: VirtualHost, message: ClientMessage) -> None:
-        """A message was sent."""
+    def sent(self, host: VirtualHost, message: ClientMessage, *, is_stalled: bool) -> None:
+        """A message was sent, to an engine that stalls as far as the ingress has heard, or not."""
+        del is_stalled
         if isinstance(message, AddRequest):
             entry = self._entries.get(message.request.request_id)
             if entry is None:

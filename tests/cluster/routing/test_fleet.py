@@ -359,3 +359,30 @@ def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing,
 def test_engines_have_to_tell_nothing_where_nobody_asks():
     assert Fleet(Connections, KEYS).client.on_kv_events is not None
     assert Fleet(Connections, KEYS, follows_prefixes=False).client.on_kv_events is None
+
+
+def test_what_a_snapshot_tells_is_worked_out_after_those_who_came_with_it_have_gone_on():
+    async def scenario(fleet, discovery):
+        await until_complete(fleet)
+        loop, views = asyncio.get_running_loop(), fleet.pools.decode_views()
+        tokens, found = asyncio.Queue(), []
+
+        async def read():
+            for _ in range(2):
+                token = await tokens.get()
+                found.append((token, views[0].num_empty_slots))
+
+        reader = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        for seq in (1, 2):
+            groups = [GroupSnapshot(4 - seq, [64], 0, 0, 0)]
+            fleet.client.on_snapshot("a", EngineSnapshot(seq, False, 0, 0, 0, groups))
+            tokens.put_nowait(seq)
+            settled = loop.create_future()
+            loop.call_later(0.001, settled.set_result, None)
+            await settled
+        await reader
+        assert found == [(1, 4), (2, 3)]
+        assert views[0].num_empty_slots == 2
+
+    following(scenario, "a")

@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -9,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from cluster.routing.breaker import FIRST_OPEN_S, THRESHOLD
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
+from cluster.routing.learned_costs import LearnedCosts
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
 from replicas.messages import EngineSnapshot, GroupSnapshot, StepWork
@@ -293,12 +295,66 @@ def test_a_change_of_one_replica_shows_at_its_place_only():
     assert before != after
 
 
-def test_a_snapshot_is_in_the_views_before_anybody_asks():
+def test_what_a_snapshot_tells_is_in_the_views_once_they_are_settled():
     """So that no request waits for what engines have told since the one before."""
     pools = three_replicas()
     views = pools.decode_views()
     pools.take_snapshot("d0", idle(seq=1, num_slots=1))
+    pools.settle()
     assert [view.num_empty_slots for view in views] == [1, 1, 2, 2]
+
+
+def test_who_asks_before_what_snapshots_tell_was_looked_at_is_told_the_same():
+    step = StepWork(4, 400, 100, 0, 0, 0, 0.02)
+    snapshots = [msgspec.structs.replace(idle(seq=seq), decode_step=step) for seq in (1, 2)]
+    told = []
+    for settles in (True, False):
+        pools = three_replicas()
+        for name in ("d0", "b0"):
+            for snapshot in snapshots:
+                pools.take_snapshot(name, snapshot)
+                if settles:
+                    pools.settle()
+        told.append((pools.num_steps_learned, pools.pool_costs, list(pools.decode_views())))
+    assert told[0] == told[1]
+    assert told[0][0] == 2
+
+
+def test_what_cannot_be_learned_fails_once_and_nobody_else(monkeypatch):
+    pools = three_replicas()
+    pools.settle()
+    learn = LearnedCosts.learn
+
+    def learn_or_fail(self, pool, incarnation, steps):
+        if incarnation == "d0":
+            raise ArithmeticError("a step like no other")
+        return learn(self, pool, incarnation, steps)
+
+    monkeypatch.setattr(LearnedCosts, "learn", learn_or_fail)
+    step = StepWork(4, 400, 100, 0, 0, 0, 0.02)
+    for name in ("d0", "b0"):
+        told = msgspec.structs.replace(idle(seq=1, num_slots=1), decode_step=step)
+        pools.take_snapshot(name, told)
+    with pytest.raises(ArithmeticError):
+        pools.settle()
+    assert [view.num_empty_slots for view in pools.decode_views()] == [1, 1, 1, 1]
+    assert pools.num_steps_learned == 1
+    for seq in (2, 3):
+        step = msgspec.structs.replace(step, num_rows=4 + seq)
+        pools.take_snapshot("d0", msgspec.structs.replace(idle(seq=seq), decode_step=step))
+    with pytest.raises(ArithmeticError):
+        pools.remove("d0")
+    assert order(pools) == [("b0", 0), ("b0", 1)]
+    assert pools.num_steps_learned == 1
+
+
+def test_a_replica_that_has_gone_is_learned_from_before_it_is_forgotten():
+    pools = three_replicas()
+    step = StepWork(4, 400, 100, 0, 0, 0, 0.02)
+    pools.take_snapshot("d0", msgspec.structs.replace(idle(seq=1), decode_step=step))
+    pools.remove("d0")
+    assert pools.num_steps_learned == 1
+    assert order(pools) == [("b0", 0), ("b0", 1)]
 
 
 def test_several_changes_between_two_looks_all_show():

@@ -108,6 +108,8 @@ def test_steps_that_say_nothing_are_passed_over():
         work(rows=1, device_s=math.nan),
         work(rows=1, device_s=math.inf),
         work(rows=1, device_s=-1.0),
+        work(rows=2**63 - 1, prompts=2**31, device_s=0.02),
+        work(rows=1, context=10**12, device_s=0.02),
     ):
         model.learn(step)
     assert model.seconds(work(rows=1)) == before

@@ -62,7 +62,7 @@ def scenarios(num_events):
 @pytest.fixture(scope="module")
 def sweep():
     """Enough of them that everything happens."""
-    return scenarios(280_000)
+    return scenarios(340_000)
 
 
 def check(runs):

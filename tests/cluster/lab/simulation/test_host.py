@@ -89,7 +89,7 @@ class Bench:
     def told(self, host, snapshot):
         pass
 
-    def sent(self, host, message):
+    def sent(self, host, message, *, is_stalled):
         pass
 
     def arrived(self, host, event):
