@@ -75,6 +75,12 @@ class _Request:
     is_finished: bool = False
     """The engine is done with it and keeps its blocks until results name it."""
 
+    def num_loadable(self, block_size: int) -> int:
+        """Return how many leading tokens the pool can give, in whole blocks."""
+        # The last token is always computed here: its logits give the next one.
+        num_whole = (self.num_prompt_tokens - 1) // block_size * block_size
+        return min(self.found or 0, num_whole)
+
     @property
     def is_busy(self) -> bool:
         """Whether the worker side has, or will get, something to do for it."""
@@ -191,7 +197,7 @@ class PooledConnectorScheduler:
             return 0, False
         if request.found is None or request.is_cancelled:
             return None, True
-        num_external = max(0, self._num_loadable(request) - num_computed_tokens)
+        num_external = max(0, request.num_loadable(self._layout.block_size) - num_computed_tokens)
         return num_external, num_external > 0
 
     def update_state_after_alloc(
@@ -205,7 +211,7 @@ class PooledConnectorScheduler:
         request = self._requests.get(request_id)
         if request is None or request.is_loading or num_external_tokens == 0:
             return
-        end = self._num_loadable(request)
+        end = request.num_loadable(self._layout.block_size)
         num_computed = end - num_external_tokens
         if not 0 <= num_computed < end:
             raise TransferError(
@@ -343,13 +349,6 @@ class PooledConnectorScheduler:
         is_asked = self._lookups.pop(request_id, None) is None and request.found is None
         if is_asked or request.is_saving:
             self._drops.append(request_id)
-
-    def _num_loadable(self, request: _Request) -> int:
-        """Return how many leading tokens the pool can give, in whole blocks."""
-        # The last token is always computed here: its logits give the next one.
-        block_size = self._layout.block_size
-        num_whole = (request.num_prompt_tokens - 1) // block_size * block_size
-        return min(request.found or 0, num_whole)
 
     def _save(self, progress: SaveProgress) -> PoolSaveSpec | None:
         """Return what of a request became whole units, unless it was saved before."""

@@ -5,34 +5,31 @@ Messages, commands and ``now_s`` come in; messages to send and events for the co
 transfer belongs to the connection that first showed its ticket; nobody else is listened to.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.connector import ConnectorSettings
-from kv_transfer.errors import FailureReason, TicketError
+from kv_transfer.errors import FailureReason
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseState, LeaseTable
 from kv_transfer.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     Credit,
-    Data,
     Done,
     Fail,
     Fetch,
     LeaseInfo,
-    Mapped,
     PayloadPath,
     Renew,
     ToConsumer,
     ToProducer,
-    chunk_checksum,
 )
+from kv_transfer.parked import Parked, ParkedFetches
+from kv_transfer.sending import Sending
 from kv_transfer.ticket import Ticket
+from kv_transfer.ticket_checks import TicketChecks, ticket_mismatch
 from kv_transfer.transport import (
     Chunk,
     Delivered,
@@ -43,9 +40,6 @@ from kv_transfer.transport import (
     SendFailed,
     WireCounters,
 )
-
-MAX_PARKED = 4096
-"""FETCHes that are kept for transfers this engine has not heard of yet; the oldest give way."""
 
 _REASON = {
     LeaseState.DONE: FailureReason.UNKNOWN_TRANSFER,
@@ -60,39 +54,6 @@ class SendToConsumer(NamedTuple):
     peer: bytes
     message: ToConsumer
     payload: NDArray[np.uint8] | None = None
-
-
-class _Parked(NamedTuple):
-    peer: bytes
-    fetch: Fetch
-    ticket: Ticket
-    deadline_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Sending:
-    ticket: Ticket
-    num_rows: int
-    peer: bytes | None = None
-    path: PayloadPath = "inline"
-    probe_s: float = 0.0
-    """When to address a consumer that stays silent, to learn whether it is still there."""
-    repeat_s: float = 0.0
-    repeated: set[int] = field(default_factory=set)
-    """Rows that were sent once more, and are not again before ``repeat_s``: whoever asks faster
-    gains nothing."""
-    start_row: int = 0
-    limit: int = 0
-    consumed_row: int = 0
-    """One past the last row that the consumer has let go of."""
-    ready_rows: int = 0
-    sent_rows: int = 0
-    stalled_s: float | None = None
-    """Since when computed rows wait for credit."""
-
-    @property
-    def is_stalled(self) -> bool:
-        return self.peer is not None and self.limit < self.num_rows and self.limit < self.ready_rows
 
 
 class ProducerSessions:
@@ -111,16 +72,15 @@ class ProducerSessions:
         config = settings.config
         self._paths = paths
         self._incarnation = settings.incarnation
-        self._keys = settings.keys
-        self._unix_now_s = settings.unix_now_s
+        self._checks = TicketChecks(settings, layout, counters, paths)
         self._layout = layout
         self._window = config.window_rows(layout.row_bytes)
         self._rendezvous_s = config.rendezvous_s
         self._probe_s = config.probe_s
         self._counters = counters
         self._leases = LeaseTable(config)
-        self._sending: dict[bytes, _Sending] = {}
-        self._parked: OrderedDict[bytes, _Parked] = OrderedDict()
+        self._sending: dict[bytes, Sending] = {}
+        self._parked = ParkedFetches()
         self._sends: list[SendToConsumer] = []
         self._events: list[Event] = []
 
@@ -143,8 +103,8 @@ class ProducerSessions:
             return
         self._counters.count_lease("granted")
         num_rows = self._layout.num_rows(ticket.num_tokens)
-        self._sending[ticket.transfer_id] = _Sending(ticket, num_rows)
-        parked = self._parked.pop(ticket.transfer_id, None)
+        self._sending[ticket.transfer_id] = Sending(ticket, num_rows)
+        parked = self._parked.take(ticket.transfer_id)
         if parked is not None:
             self._on_valid_fetch(parked.peer, parked.fetch, parked.ticket, now_s)
 
@@ -157,23 +117,12 @@ class ProducerSessions:
 
     def send_chunk(self, chunk: Chunk | MappedChunk, now_s: float) -> None:
         """Send rows if the lease still lives; a dead one answers ``expired`` instead."""
-        transfer_id, first_row = chunk.transfer_id, chunk.first_row
-        if not self._leases.is_live(transfer_id, now_s):
+        if not self._leases.is_live(chunk.transfer_id, now_s):
             self._expire(now_s)
             return
-        sending = self._sending[transfer_id]
-        epoch = sending.ticket.epoch
-        is_mapped = isinstance(chunk, MappedChunk)
-        num_rows = chunk.num_rows if isinstance(chunk, MappedChunk) else len(chunk.payload)
-        checksum = chunk_checksum(transfer_id, epoch, first_row, num_rows, chunk.payload)
-        coordinates = (transfer_id, epoch, self._incarnation, first_row, num_rows)
-        header = (
-            Mapped(*coordinates, chunk.lane, checksum)
-            if isinstance(chunk, MappedChunk)
-            else Data(*coordinates, checksum)
-        )
-        if is_mapped == (sending.path == "shared"):
-            sending.sent_rows = max(sending.sent_rows, first_row + num_rows)
+        sending = self._sending[chunk.transfer_id]
+        header = sending.take_out(self._incarnation, chunk)
+        if header is not None:
             self._tell(sending, header, chunk.payload)
 
     def cancel(self, transfer_id: bytes) -> None:
@@ -190,14 +139,12 @@ class ProducerSessions:
         if isinstance(message, Fetch):
             self._on_fetch(peer, message, now_s)
             return
-        if self._leases.state(message.transfer_id) is None and not self._end_early(message, now_s):
+        if self._leases.state(message.transfer_id) is None and not self._end_early(message):
             self._counters.num_unknown_ids += 1
             return
         sending = self._sending.get(message.transfer_id)
         if sending is not None:
-            if message.epoch != sending.ticket.epoch or not self._may_speak(
-                peer, sending, message, now_s
-            ):
+            if message.epoch != sending.ticket.epoch or not self._may_speak(peer, sending, message):
                 self._counters.num_unknown_ids += 1
                 return
             sending.probe_s = now_s + 2 * self._probe_s
@@ -218,17 +165,13 @@ class ProducerSessions:
             if sending.peer is not None and now_s >= sending.probe_s:
                 sending.probe_s = now_s + self._probe_s
                 self._answer(sending.peer, transfer_id, sending.ticket.epoch, now_s)
-        while self._parked and next(iter(self._parked.values())).deadline_s <= now_s:
-            self._parked.popitem(last=False)
-            self._counters.num_unknown_ids += 1
+        self._counters.num_unknown_ids += self._parked.expire(now_s)
 
     def next_deadline_s(self) -> float | None:
         """Return when ``tick`` has something to do, or None."""
         deadlines_s = [x.probe_s for x in self._sending.values() if x.peer is not None]
-        deadlines_s += [parked.deadline_s for parked in list(self._parked.values())[:1]]
-        lease_s = self._leases.next_deadline_s()
-        if lease_s is not None:
-            deadlines_s.append(lease_s)
+        others_s = (self._parked.next_deadline_s(), self._leases.next_deadline_s())
+        deadlines_s += [deadline_s for deadline_s in others_s if deadline_s is not None]
         return min(deadlines_s, default=None)
 
     @property
@@ -260,10 +203,9 @@ class ProducerSessions:
         self._leases.check_invariants()
         for transfer_id, sending in self._sending.items():
             assert self._leases.state(transfer_id) in {LeaseState.WAITING, LeaseState.SERVING}
-            assert sending.limit <= sending.num_rows
-            assert sending.sent_rows <= sending.num_rows
-        assert not self._sending.keys() & self._parked.keys()
-        assert len(self._parked) <= MAX_PARKED
+            sending.check_invariants()
+        assert not self._sending.keys() & self._parked.transfer_ids
+        self._parked.check_invariants()
 
     # ---- messages
 
@@ -273,39 +215,11 @@ class ProducerSessions:
             # It has shown its ticket, whose age says nothing about a lease that lives.
             self._on_valid_fetch(peer, fetch, sending.ticket, now_s)
             return
-        try:
-            ticket = self._keys.unseal(fetch.ticket, self._unix_now_s())
-        except TicketError as error:
-            self._counters.num_bad_tickets += 1
-            if error.reason is not FailureReason.AUTH:
-                # Strangers get no answer: it would wait in memory for one who never reads it.
-                self._refuse(peer, fetch, error.reason or FailureReason.EXPIRED)
-            return
-        reason = (
-            self._contradiction(fetch, ticket)
-            if fetch.version == PROTOCOL_VERSION
-            else FailureReason.VERSION
-        )
-        if reason is not None:
-            self._counters.num_bad_tickets += 1
-            self._refuse(peer, fetch, reason)
-            return
-        self._on_valid_fetch(peer, fetch, ticket, now_s)
-
-    def _contradiction(self, fetch: Fetch, ticket: Ticket) -> FailureReason | None:
-        """Return what of a fetch its own ticket does not allow, or None."""
-        if ticket.producer_incarnation != self._incarnation:
-            return FailureReason.INCARNATION
-        if not ticket.consumer or ticket.consumer != fetch.consumer:
-            return FailureReason.AUDIENCE
-        if ticket.transfer_id != fetch.transfer_id:
-            return FailureReason.AUTH
-        if ticket.epoch != fetch.epoch:
-            return FailureReason.EPOCH
-        is_in_range = fetch.start_row < fetch.end_row <= self._layout.num_rows(ticket.num_tokens)
-        # Payload that travels can replace every path but one: memory that is not shared.
-        is_possible = fetch.path != "shared" or "shared" in self._paths
-        return None if is_in_range and is_possible else FailureReason.LAYOUT
+        shown = self._checks.of_fetch(fetch)
+        if isinstance(shown, Ticket):
+            self._on_valid_fetch(peer, fetch, shown, now_s)
+        elif shown is not None:
+            self._refuse(peer, fetch, shown)
 
     def _on_valid_fetch(self, peer: bytes, fetch: Fetch, ticket: Ticket, now_s: float) -> None:
         state = self._leases.state(fetch.transfer_id)
@@ -315,7 +229,7 @@ class ProducerSessions:
         elif sending is None:
             self._counters.count_lease("late_fetch")
             self._refuse(peer, fetch, _REASON[state])
-        elif (reason := _mismatch(ticket, sending.ticket)) is not None:
+        elif (reason := ticket_mismatch(ticket, sending.ticket)) is not None:
             self._counters.num_bad_tickets += 1
             self._refuse(peer, fetch, reason)
         elif sending.peer not in {None, peer}:
@@ -333,11 +247,10 @@ class ProducerSessions:
             self._counters.count_lease("late_fetch")
             self._refuse(peer, fetch, FailureReason.EXPIRED)
 
-    def _attach(self, sending: _Sending, peer: bytes, fetch: Fetch, now_s: float) -> None:
+    def _attach(self, sending: Sending, peer: bytes, fetch: Fetch, now_s: float) -> None:
         if sending.peer is None:
-            sending.peer = peer
-            sending.path = fetch.path if fetch.path in self._paths else "inline"
-            sending.start_row = sending.sent_rows = sending.limit = fetch.start_row
+            path = fetch.path if fetch.path in self._paths else "inline"
+            sending.attach(peer, path, fetch.start_row)
         sending.probe_s = now_s + 2 * self._probe_s
         if fetch.attempt:
             self._repeat(sending, fetch, now_s)
@@ -346,33 +259,23 @@ class ProducerSessions:
 
     def _park(self, peer: bytes, fetch: Fetch, ticket: Ticket, now_s: float) -> None:
         """Keep a fetch for a transfer that the router has not told this engine of yet."""
-        known = self._parked.get(fetch.transfer_id)
-        if known is None:
-            if len(self._parked) >= MAX_PARKED:
-                self._parked.popitem(last=False)
-            deadline_s = now_s + self._rendezvous_s
-            self._parked[fetch.transfer_id] = _Parked(peer, fetch, ticket, deadline_s)
-        elif known.peer != peer:
+        if self._parked.park(Parked(peer, fetch, ticket, now_s + self._rendezvous_s)):
+            self._answer(peer, fetch.transfer_id, fetch.epoch, now_s)
+        else:
             self._counters.num_bad_tickets += 1
             self._refuse(peer, fetch, FailureReason.AUDIENCE)
-            return
-        self._answer(peer, fetch.transfer_id, fetch.epoch, now_s)
 
     def _refuse(self, peer: bytes, fetch: Fetch, reason: FailureReason) -> None:
         self._sends.append(SendToConsumer(peer, Fail(fetch.transfer_id, fetch.epoch, reason)))
 
-    def _repeat(self, sending: _Sending, fetch: Fetch, now_s: float) -> None:
-        start = max(fetch.start_row, sending.start_row)
-        end = min(fetch.end_row, sending.sent_rows)
-        if now_s >= sending.repeat_s:
-            sending.repeated.clear()
-        if start < end and sending.repeated.isdisjoint(range(start, end)):
-            sending.repeat_s = now_s + self._probe_s / 2
-            sending.repeated.update(range(start, end))
+    def _repeat(self, sending: Sending, fetch: Fetch, now_s: float) -> None:
+        rows = sending.repeat(fetch, now_s, self._probe_s / 2)
+        if rows is not None:
+            start, end = rows
             self._counters.num_retransmits += 1
             self._events.append(Repeat(fetch.transfer_id, start, end - start))
 
-    def _on_live(self, sending: _Sending, message: ToProducer, now_s: float) -> None:
+    def _on_live(self, sending: Sending, message: ToProducer, now_s: float) -> None:
         transfer_id = sending.ticket.transfer_id
         if isinstance(message, Credit | Renew):
             if self._leases.renew(transfer_id, now_s) and sending.peer is not None:
@@ -385,63 +288,33 @@ class ProducerSessions:
         elif isinstance(message, Cancel):
             self._fail(transfer_id, message.reason)
 
-    def _may_speak(self, peer: bytes, sending: _Sending, message: ToProducer, now_s: float) -> bool:
+    def _may_speak(self, peer: bytes, sending: Sending, message: ToProducer) -> bool:
         """Tell whether a message is from the transfer's consumer.
 
         Once attached, that is whoever holds its connection; before, whoever has the ticket.
         """
         if sending.peer is not None:
             return sending.peer == peer
-        ticket = self._shown(message, now_s)
-        return ticket is not None and _mismatch(ticket, sending.ticket) is None
+        ticket = self._checks.of_last_word(message)
+        return ticket is not None and ticket_mismatch(ticket, sending.ticket) is None
 
-    def _shown(self, message: ToProducer, now_s: float) -> Ticket | None:
-        """Return the ticket of a last word, if it is one of this transfer and engine."""
-        if not isinstance(message, Done | Cancel) or not message.ticket:
-            return None
-        try:
-            ticket = self._keys.unseal(message.ticket, self._unix_now_s())
-        except TicketError:
-            self._counters.num_bad_tickets += 1
-            return None
-        is_right = (
-            ticket.transfer_id == message.transfer_id
-            and ticket.producer_incarnation == self._incarnation
-            and ticket.consumer
-        )
-        return ticket if is_right else None
-
-    def _end_early(self, message: ToProducer, now_s: float) -> bool:
+    def _end_early(self, message: ToProducer) -> bool:
         """Remember that a transfer is over before this engine has heard of it."""
-        if self._shown(message, now_s) is None:
+        if self._checks.of_last_word(message) is None:
             return False
-        self._parked.pop(message.transfer_id, None)
+        self._parked.take(message.transfer_id)
         state = LeaseState.DONE if isinstance(message, Done) else LeaseState.CANCELLED
         return self._leases.end(message.transfer_id, state)
 
-    def _grant(self, sending: _Sending, consumed: int, window: int, now_s: float) -> None:
-        """Raise the limit; never beyond this engine's own window, whatever the peer asks.
-
-        Nothing is in flight on the path ``shared``: there, no window is needed.
-        """
-        consumed = min(consumed, sending.sent_rows - sending.start_row)
-        if sending.path != "shared":
-            window = min(window, self._window)
-        sending.consumed_row = max(sending.consumed_row, sending.start_row + consumed)
-        limit = min(sending.start_row + consumed + window, sending.num_rows)
-        if limit > sending.limit:
-            self._watch_stall(sending, now_s)
-            sending.limit = limit
+    def _grant(self, sending: Sending, consumed: int, window: int, now_s: float) -> None:
+        if sending.grant(consumed, window, self._window):
             self._events.append(
-                Granted(sending.ticket.transfer_id, sending.start_row, limit, sending.path)
+                Granted(sending.ticket.transfer_id, sending.start_row, sending.limit, sending.path)
             )
         self._watch_stall(sending, now_s)
 
-    def _watch_stall(self, sending: _Sending, now_s: float) -> None:
-        """Count the seconds in which only credit was missing."""
-        if sending.stalled_s is not None:
-            self._counters.credit_stalled_s += now_s - sending.stalled_s
-        sending.stalled_s = now_s if sending.is_stalled else None
+    def _watch_stall(self, sending: Sending, now_s: float) -> None:
+        self._counters.credit_stalled_s += sending.take_stalled_s(now_s)
 
     def _answer(self, peer: bytes, transfer_id: bytes, epoch: int, now_s: float) -> None:
         sending = self._sending.get(transfer_id)
@@ -466,7 +339,7 @@ class ProducerSessions:
         if self._end(transfer_id, LeaseState.CANCELLED) is not None:
             self._events.append(SendFailed(transfer_id, reason))
 
-    def _end(self, transfer_id: bytes, state: LeaseState) -> _Sending | None:
+    def _end(self, transfer_id: bytes, state: LeaseState) -> Sending | None:
         sending = self._sending.pop(transfer_id, None)
         if sending is not None:
             self._leases.end(transfer_id, state)
@@ -474,21 +347,7 @@ class ProducerSessions:
         return sending
 
     def _tell(
-        self, sending: _Sending, message: ToConsumer, payload: NDArray[np.uint8] | None = None
+        self, sending: Sending, message: ToConsumer, payload: NDArray[np.uint8] | None = None
     ) -> None:
         if sending.peer is not None:
             self._sends.append(SendToConsumer(sending.peer, message, payload))
-
-
-def _mismatch(shown: Ticket, offered: Ticket) -> FailureReason | None:
-    """Return in what a consumer's ticket contradicts the one that this engine was given."""
-    if offered.consumer not in {"", shown.consumer}:
-        return FailureReason.AUDIENCE
-    if shown.epoch != offered.epoch:
-        return FailureReason.EPOCH
-    is_same = (
-        shown.num_tokens == offered.num_tokens
-        and shown.layout_hash == offered.layout_hash
-        and shown.request_id == offered.request_id
-    )
-    return None if is_same else FailureReason.LAYOUT

@@ -5,7 +5,7 @@ what to tell the core. Pure, like the two state machines that it joins.
 """
 
 from kv_transfer.connector import ConnectorSettings
-from kv_transfer.consumer import ConsumerSessions, Route
+from kv_transfer.consumer import ConsumerSessions
 from kv_transfer.layout import KVLayout
 from kv_transfer.messages import PayloadPath
 from kv_transfer.producer import ProducerSessions
@@ -20,6 +20,7 @@ from kv_transfer.transport import (
     MappedChunk,
     Offer,
     Ready,
+    Route,
     Spoiled,
     WireCounters,
 )

@@ -7,7 +7,7 @@ whatever carries bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec import Struct, field
@@ -17,6 +17,21 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.messages import PayloadPath
 from kv_transfer.ticket import Ticket
+
+
+class Route(NamedTuple):
+    """How a transport reaches one producer: what it has found out for a ``Load``.
+
+    Attributes:
+        endpoint: Where messages go.
+        path: How payload comes back.
+        source: The producer's blocks of each lane, mapped here; for the path ``shared`` alone.
+    """
+
+    endpoint: str
+    path: PayloadPath = "inline"
+    source: Sequence[HostBlocks] = ()
+
 
 # ---- commands: core thread -> transport
 

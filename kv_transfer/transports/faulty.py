@@ -53,8 +53,8 @@ class FaultyTransport(ZmqTransport):
         num_breaks = self._faults.num_breaks(now_s)
         if num_breaks > self._num_breaks:
             self._num_breaks = num_breaks
-            for peer in list(self._peers.values()):
-                self._drop_peer(peer)
+            for peer in self._peers:
+                self._forget(peer.endpoint)
             for endpoint in self._endpoints:
                 if not endpoint.startswith("shm://"):
                     break_accepted(address_of(endpoint))

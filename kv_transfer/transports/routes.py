@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kv_transfer.consumer import Route
 from kv_transfer.errors import WireError
 from kv_transfer.layout import KVLayout
 from kv_transfer.peer_user import peer_user_id
 from kv_transfer.shared_region import RegionFetch
-from kv_transfer.transport import Load
+from kv_transfer.transport import Load, Route
 
 logger = logging.getLogger(__name__)
 

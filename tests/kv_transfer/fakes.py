@@ -22,7 +22,6 @@ from kv_transfer.connector import (
     TransferRequest,
     TransferStats,
 )
-from kv_transfer.consumer import Route
 from kv_transfer.errors import FailureReason, WireError
 from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.keys import KeyRing
@@ -41,7 +40,7 @@ from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.shared_region import RegionLayout, SharedRegion
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import Command, Event, Load, WireCounters
+from kv_transfer.transport import Command, Event, Load, Route, WireCounters
 
 KEYS = KeyRing((b"a secret of this cluster's router",))
 FOREVER_MS = 1 << 52

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.transports import zmq
+from kv_transfer.transports import options
 from tests.kv_transfer.fakes import FakeEngine, FakeIO, make_engine, make_ticket
 
 NUM_BLOCKS = 64
@@ -63,7 +63,7 @@ def obey(engine: FakeEngine, command: str, *args: Any) -> object:
 
 def main(name: str, config: str, bind: str, shares: str, heartbeat_timeout_s: str) -> None:
     """Run one end until standard input closes."""
-    zmq.HEARTBEAT_TIMEOUT_S = float(heartbeat_timeout_s)
+    options.HEARTBEAT_TIMEOUT_S = float(heartbeat_timeout_s)
     engine = make_engine(
         name,
         FakeIO(NUM_BLOCKS, seed=SEEDS[name[0]], shares=shares == "shared"),

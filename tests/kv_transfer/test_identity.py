@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-import kv_transfer.consumer
+import kv_transfer.loading
 from kv_transfer.errors import FailureReason, LayoutMismatchError, TicketError
 from kv_transfer.keys import CLOCK_TOLERANCE_S, KeyRing
 from kv_transfer.messages import (
@@ -77,7 +77,7 @@ def test_another_version_of_the_protocol_is_refused_by_name(
     path: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(path)
-    monkeypatch.setattr(kv_transfer.consumer, "PROTOCOL_VERSION", version)
+    monkeypatch.setattr(kv_transfer.loading, "PROTOCOL_VERSION", version)
     pair.start()
     pair.prefill()
     pair.steps(3)
@@ -167,7 +167,7 @@ def keyed(producer: tuple[bytes, ...], consumer: tuple[bytes, ...]) -> Pair:
     for engine, secrets in ((pair.producer, producer), (pair.consumer, consumer)):
         ring = KeyRing(secrets)
         engine.scheduler._keys = ring
-        pair.node(engine).producer._keys = ring
+        pair.node(engine).producer._checks._keys = ring
         engine.keys = ring
     return pair
 
@@ -204,7 +204,7 @@ def test_a_producer_without_the_secret_gives_nothing_away() -> None:
 def set_wall_clock(pair: Pair, engine: FakeEngine, skew_s: float) -> None:
     """Let an engine's wall clock be ahead of the network's from now on."""
     engine.scheduler._unix_now_s = lambda: pair.network.now_s + skew_s
-    pair.node(engine).producer._unix_now_s = lambda: pair.network.now_s + skew_s
+    pair.node(engine).producer._checks._unix_now_s = lambda: pair.network.now_s + skew_s
 
 
 @pytest.mark.parametrize("jump_s", [-180.0, 180.0])
@@ -501,7 +501,7 @@ def test_well_formed_nonsense_of_the_consumer_harms_only_its_own_transfer(
         ask(pair, nonsense(dice, pair), b"tcp://D:1")
         pair.node(pair.producer).producer.check_invariants()
     pair.producer.step()
-    assert pair.node(pair.producer).producer._parked.keys() <= {pair.ticket.transfer_id}
+    assert pair.node(pair.producer).producer._parked.transfer_ids <= {pair.ticket.transfer_id}
     assert not pair.producer.io.changed()
 
 

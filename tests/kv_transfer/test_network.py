@@ -195,8 +195,8 @@ def test_two_deployments_do_not_speak() -> None:
 def test_nixl_that_is_passed_over_for_encryption_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transports.zmq.is_installed", lambda: True)
-    monkeypatch.setattr("kv_transfer.transports.zmq.has_rdma_device", lambda: True)
+    monkeypatch.setattr("kv_transfer.transports.nixl_payload.is_installed", lambda: True)
+    monkeypatch.setattr("kv_transfer.transports.nixl_payload.has_rdma_device", lambda: True)
     caplog.set_level("INFO", "kv_transfer")
     make_engine("P", FakeIO(10, seed=0)).worker.close(5.0)
     assert [r.message for r in caplog.records if "NIXL" in r.message] == [

@@ -7,20 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
-import numpy as np
 import pytest
 
 from kv_transfer.messages import Data
 from kv_transfer.transports.nixl import FinishedRead, NixlEnd, RemoteRows, is_installed
-from tests.kv_transfer.fakes import LAYOUT, QUICK, FakeIO, make_engine, make_ticket, run_until
+from tests.kv_transfer.nixl_runs import deliver
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
-
-SOURCE = tuple(range(9, 1, -1))
-TARGET = tuple(range(1, 9))
-NUM_TOKENS = 8 * 32 - 5
-ROW = LAYOUT.row_bytes
 
 PRODUCER = """
 import sys, numpy as np
@@ -47,46 +40,18 @@ def end() -> Iterator[NixlEnd]:
 
 @pytest.fixture(autouse=True)
 def _pretend_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.transports.zmq.has_rdma_device", lambda: True)
-
-
-def _deliver(num_slots: int) -> str:
-    """Move three requests and return the paths that they took."""
-    slot_bytes = QUICK.chunk_rows(ROW) * ROW
-    config = msgspec.structs.replace(QUICK, max_inflight_bytes=num_slots * max(2048, slot_bytes))
-    producer = make_engine("P", FakeIO(10, seed=1), config=config, network="plain")
-    consumer = make_engine("D", FakeIO(10, seed=2), config=config, network="plain")
-    try:
-        for number in range(3):
-            request_id = f"r{number}"
-            ticket = make_ticket(request_id, producer.worker.endpoints[:1], NUM_TOKENS)
-            producer.add(ticket)
-            consumer.load(ticket, TARGET)
-            producer.save(request_id, SOURCE, NUM_TOKENS)
-            run_until(
-                lambda wanted=request_id: wanted in producer.ended & consumer.ended,
-                [producer, consumer],
-            )
-            want = producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
-            assert np.array_equal(consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
-            consumer.io.cache[:] = 0
-        assert not producer.failed
-        assert not consumer.failed
-        return ",".join(sorted(consumer.stats.paths))
-    finally:
-        producer.worker.close(2.0)
-        consumer.worker.close(2.0)
+    monkeypatch.setattr("kv_transfer.transports.nixl_payload.has_rdma_device", lambda: True)
 
 
 def test_rows_arrive_over_nixl() -> None:
-    assert _deliver(num_slots=64) == "nixl"
+    assert deliver(num_slots=64) == "nixl"
 
 
 def test_rows_travel_behind_their_header_when_staging_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(NixlEnd, "stage", lambda self, payload: None)
-    assert _deliver(num_slots=2) == "inline"
+    assert deliver(num_slots=2) == "inline"
 
 
 def test_a_read_from_a_frozen_producer_ends_by_its_deadline(end: NixlEnd) -> None:

@@ -137,7 +137,7 @@ def engine(name: str, path: str, config=CONFIG, bind: str = TCP) -> Iterator[Fak
 
 @pytest.fixture(autouse=True)
 def _patient_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.transports.zmq.HEARTBEAT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("kv_transfer.transports.options.HEARTBEAT_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(params=["inline", "shared"])

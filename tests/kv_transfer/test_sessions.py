@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kv_transfer.consumer import Route
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import (
     Cancel,
@@ -34,6 +33,7 @@ from kv_transfer.transport import (
     Offer,
     Ready,
     Repeat,
+    Route,
     SendFailed,
     Spoiled,
     WireCounters,

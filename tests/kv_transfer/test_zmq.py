@@ -20,7 +20,7 @@ from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.messages import encode
 from kv_transfer.transport import CancelSend
 from kv_transfer.transports.far import address_of
-from kv_transfer.transports.zmq import ZmqTransport
+from kv_transfer.transports.wake_up import WakeUp
 from tests.kv_transfer.fakes import (
     KEYS,
     LAYOUT,
@@ -429,23 +429,24 @@ class Interrupted:
 def test_a_command_that_comes_while_wake_ups_are_read_wakes_the_thread_again(
     num_reading: int,
 ) -> None:
-    transport = object.__new__(ZmqTransport)
-    receiver, transport._wake_sender = socket.socketpair()
-    with receiver, transport._wake_sender:
-        receiver.setblocking(False)
-        count = iter(range(100))
+    wake_up = WakeUp()
+    receiver = wake_up._receiver
+    count = iter(range(100))
 
-        def meanwhile() -> None:
-            if next(count) == num_reading - 1:
-                transport._wake()
+    def meanwhile() -> None:
+        if next(count) == num_reading - 1:
+            wake_up.wake()
 
-        transport._wake_receiver = Interrupted(receiver, meanwhile)
-        transport._is_waking = False
-        transport._wake()
-        transport._drain_wake()
+    try:
+        wake_up._receiver = Interrupted(receiver, meanwhile)
+        wake_up.wake()
+        wake_up.drain()
         # All commands so far are read now. The next one:
-        transport._wake()
+        wake_up.wake()
         assert receiver.recv(1)
+    finally:
+        receiver.close()
+        wake_up._sender.close()
 
 
 # ---- start and end

@@ -1,0 +1,124 @@
+"""Connections to the producers that an engine fetches from: one DEALER and its monitor each."""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kv_transfer.connector import ConnectorSettings
+from kv_transfer.errors import ServerKeyError
+from kv_transfer.transports.far import address_of, connect_far
+from kv_transfer.transports.options import set_options
+
+logger = logging.getLogger(__name__)
+
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+"""Monitor events after which a producer counts as gone: the connection broke, or was refused."""
+
+
+class Peer:
+    """Connection to one producer. Owner: ``Peers``."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.dealer = context.socket(zmq.DEALER)
+        self.monitor: zmq.Socket[bytes] | None = None
+
+    def connect(self, settings: ConnectorSettings, max_bytes: int, producer: str) -> None:
+        """Start to connect to this incarnation, watched from before the first attempt."""
+        set_options(self.dealer, max_bytes)
+        self.monitor = self.dealer.get_monitor_socket(_LOST)
+        if self.endpoint.startswith("tcp://"):
+            connect_far(self.dealer, self.endpoint, settings, producer)
+        else:
+            self.dealer.connect(self.endpoint)
+
+    def is_lost(self) -> bool:
+        """Tell whether the monitor has seen the connection break or be refused."""
+        while self.monitor is not None and self.monitor.poll(0):
+            if int(recv_monitor_message(self.monitor)["event"]) & _LOST:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close both sockets, dropping what is queued."""
+        if self.monitor is not None:
+            self.dealer.disable_monitor()
+            self.monitor.close(linger=0)
+        self.dealer.close(linger=0)
+
+
+class Peers:
+    """All of them, by endpoint.
+
+    Owner: the I/O thread, whose poller knows their sockets.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: ConnectorSettings,
+        max_bytes: int,
+        poller: zmq.Poller,
+    ) -> None:
+        """Know nobody.
+
+        Args:
+            context: Makes the sockets.
+            settings: The engine's.
+            max_bytes: Longest frame that a producer may send.
+            poller: Of the I/O thread.
+        """
+        self._context = context
+        self._settings = settings
+        self._max_bytes = max_bytes
+        self._poller = poller
+        self._connected: dict[str, Peer] = {}
+        self._incarnations: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Peer]:
+        """Yield those that are connected, some of which may be closed meanwhile."""
+        return iter(list(self._connected.values()))
+
+    def ready(self, ready: Mapping[object, int]) -> list[Peer]:
+        """Return those of which a poll says that they have something."""
+        return [peer for peer in self if peer.dealer in ready or peer.monitor in ready]
+
+    def expect(self, endpoint: str, incarnation: str) -> None:
+        """Note which engine has to answer at an endpoint."""
+        self._incarnations[endpoint] = incarnation
+
+    def reach(self, endpoint: str) -> Peer | None:
+        """Connect to a producer unless that is done, and return it; None if it cannot be."""
+        return self._connected.get(endpoint) or self._connect(endpoint)
+
+    def close(self, endpoint: str) -> None:
+        """Let go of a producer, if it is known, and of what was expected there."""
+        self._incarnations.pop(endpoint, None)
+        peer = self._connected.pop(endpoint, None)
+        if peer is not None:
+            self._poller.unregister(peer.dealer)
+            self._poller.unregister(peer.monitor)
+            peer.close()
+
+    def close_all(self) -> None:
+        """Let go of everybody, once nobody polls any more."""
+        for peer in self._connected.values():
+            peer.close()
+        self._connected.clear()
+
+    def _connect(self, endpoint: str) -> Peer | None:
+        peer = None
+        try:
+            peer = Peer(self._context, endpoint)
+            peer.connect(self._settings, self._max_bytes, self._incarnations.get(endpoint, ""))
+        except (zmq.ZMQError, ServerKeyError) as error:
+            logger.warning("cannot connect KV transfer to %s: %s", address_of(endpoint), error)
+            if peer is not None:
+                peer.close()
+            return None
+        self._connected[endpoint] = peer
+        self._poller.register(peer.dealer, zmq.POLLIN)
+        self._poller.register(peer.monitor, zmq.POLLIN)
+        return peer

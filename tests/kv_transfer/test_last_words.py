@@ -1,0 +1,103 @@
+"""What is said at the end of a transfer, and what is kept for one that has not begun."""
+
+import pytest
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import FailureReason
+from kv_transfer.last_words import LastWords
+from kv_transfer.lease import LeaseState
+from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Done, Fail, Fetch, LeaseInfo
+from kv_transfer.parked import MAX_PARKED, Parked, ParkedFetches
+from tests.kv_transfer.fakes import make_ticket
+
+CONFIG = TransferConfig(renew_s=1.0, no_progress_s=3.0, closing_s=3.5)
+ONE, OTHER = b"1" * 16, b"2" * 16
+
+
+def done(transfer_id: bytes = ONE) -> Done:
+    return Done(transfer_id, 7, b"ticket")
+
+
+def said(*messages: Done | Cancel) -> LastWords:
+    words = LastWords(CONFIG)
+    for message in messages:
+        words.say(f"tcp://{message.transfer_id[:1].decode()}", message, 0.0)
+    return words
+
+
+def info(state: LeaseState, epoch: int = 7) -> LeaseInfo:
+    return LeaseInfo(ONE, epoch, state, 0, 0, 0)
+
+
+def test_a_last_word_is_repeated_until_it_is_no_use_any_more() -> None:
+    words = said(done())
+    assert words.deadlines_s() == [1.0]
+    assert words.due(0.9) == []
+    for now_s in (1.0, 2.0, 3.0):
+        assert words.due(now_s) == [("tcp://1", done())]
+        assert words.due(now_s) == [], "not twice in one turn"
+    assert words.due(3.5) == []
+    assert (len(words), words.deadlines_s()) == (0, [])
+
+
+@pytest.mark.parametrize("state", list(LeaseState))
+def test_a_producer_that_says_that_the_transfer_is_over_has_heard_it(state: LeaseState) -> None:
+    words = said(done(), Cancel(OTHER, 7, FailureReason.CANCELLED, b"ticket"))
+    words.hear(info(state, epoch=6))
+    assert ONE in words, "it speaks of another transfer under this id"
+    words.hear(info(state))
+    assert (ONE in words) == (state in {LeaseState.WAITING, LeaseState.SERVING})
+    assert OTHER in words
+    words.hear(Fail(ONE, 7, FailureReason.EXPIRED))
+    assert ONE not in words
+
+
+def test_nothing_is_said_to_who_is_gone_or_of_what_begins_anew() -> None:
+    words = said(done(ONE), done(OTHER))
+    words.on_peer_lost("tcp://1")
+    assert words.due(1.0) == [("tcp://2", done(OTHER))]
+    words.take_back(OTHER)
+    words.take_back(OTHER)
+    assert words.due(2.0) == []
+
+
+def parked(number: int, peer: bytes = b"D", deadline_s: float = 1.0) -> Parked:
+    ticket = make_ticket("r", ("tcp://p",), 32)
+    transfer_id = number.to_bytes(16, "big")
+    fetch = Fetch(
+        version=PROTOCOL_VERSION,
+        transfer_id=transfer_id,
+        epoch=1,
+        ticket=b"sealed",
+        consumer="D",
+        start_row=0,
+        end_row=1,
+        window=1,
+    )
+    return Parked(peer, fetch, ticket, deadline_s)
+
+
+def test_the_first_who_asks_for_a_transfer_is_the_one_who_waits() -> None:
+    fetches = ParkedFetches()
+    assert fetches.park(parked(1))
+    assert not fetches.park(parked(1, peer=b"E"))
+    assert fetches.park(parked(1, deadline_s=9.0)), "it asks again"
+    assert fetches.next_deadline_s() == 1.0, "and waits for no longer"
+    first = fetches.take((1).to_bytes(16, "big"))
+    assert first is not None
+    assert first.peer == b"D"
+    assert fetches.take((1).to_bytes(16, "big")) is None
+    assert fetches.next_deadline_s() is None
+
+
+def test_fetches_give_way_to_newer_ones_and_to_time() -> None:
+    fetches = ParkedFetches()
+    for number in range(MAX_PARKED + 1):
+        assert fetches.park(parked(number, deadline_s=float(number)))
+    fetches.check_invariants()
+    assert (0).to_bytes(16, "big") not in fetches.transfer_ids
+    assert fetches.expire(0.5) == 0
+    assert fetches.expire(10.0) == 10
+    assert fetches.next_deadline_s() == 11.0
+    assert fetches.expire(float(MAX_PARKED)) == MAX_PARKED - 10
+    assert fetches.transfer_ids == set()
