@@ -382,6 +382,7 @@ class ScriptedEngine:
         self._context = zmq.asyncio.Context()
         Doorkeeper(zmq.Context.shadow(self._context), KEYS)
         self._input, self._output = (self._bind(incarnation) for _ in range(2))
+        self._output.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.role: Role = role
         self.member = make_member(
             role,
@@ -394,6 +395,7 @@ class ScriptedEngine:
         self.is_silent = False
         self.answer = answer
         self._clients: set[bytes] = set()
+        self._reached: set[bytes] = set()
         self._seq = 0
         self._snapshot = self.snapshot(num_empty_slots=4)
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
@@ -436,14 +438,27 @@ class ScriptedEngine:
         )
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
-        """Send a frame to every client."""
+        """Send a frame to every client that can be reached."""
         if snapshot is not None:
             self._snapshot = snapshot
-        for client in self._clients:
-            frame = EngineFrame(
-                self.member.description.incarnation, list(events), snapshot, self.stalled_s
-            )
-            await self._output.send_multipart((client, encode(frame)))
+        frame = EngineFrame(
+            self.member.description.incarnation, list(events), snapshot, self.stalled_s
+        )
+        raw = encode(frame)
+        for client in list(self._clients):
+            await self._send_to(client, raw)
+
+    async def _send_to(self, client: bytes, raw: bytes) -> None:
+        try:
+            await self._output.send_multipart((client, raw), zmq.NOBLOCK)
+            self._reached.add(client)
+        except zmq.ZMQError as error:
+            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
+                raise
+            if client not in self._reached:
+                # It is still connecting to this socket, says Hello again, and is to hear nothing
+                # until then: a heartbeat that is its first frame would end its greeting.
+                self._clients.discard(client)
 
     def _bind(self, incarnation: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)

@@ -15,9 +15,12 @@ CASES = [
     pytest.param("mistral", marks=pytest.mark.slow),
 ]
 """What a model computes of its own is compared in float32; the others round alike."""
-NEAR_TIE = 2.0
-"""A near tie: exact arithmetic puts the two candidates no further apart than twice the error that
-transformers makes in bfloat16 at this place, which either of them may have suffered."""
+NEAR_TIE = 3.0
+"""A near tie: in exact arithmetic the two candidates are no further apart than so many times the
+error that transformers makes in bfloat16 at this place. An implementation whose error is the same
+puts them in the wrong order up to twice that; its error is another one, and may be half as large
+again: 2.01 times was seen on a processor with AVX2 alone. A wrong token is 20 times apart and more.
+"""
 
 
 def first_difference(output, other):
@@ -68,4 +71,4 @@ def test_a_wrong_token_is_no_near_tie():
     wanted = references(folder, PROMPTS, GREEDY.max_tokens, torch.bfloat16)
     right = [reference.token_ids for reference in wanted]
     wrong = [[(tokens[0] + 1) % 160, *tokens[1:]] for tokens in right]
-    assert min(gaps(folder, wrong, right)) > NEAR_TIE
+    assert min(gaps(folder, wrong, right)) > 5 * NEAR_TIE

@@ -54,6 +54,7 @@ def test_prompt_is_computed_while_the_decode_engine_has_not_answered():
             task = asyncio.ensure_future(made.tokens(PROMPT))
             await until(lambda: prefill.received(AddRequest), "the prompt is asked for")
             await until(lambda: [i for i, _ in made.pools.holds()] == ["d"], "and answered")
+            await until(lambda: decode.messages, "the slot is asked for beside it")
             assert told(decode) == [AddRequest]
             await accept(decode)
             await end(decode, task)

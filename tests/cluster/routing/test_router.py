@@ -343,8 +343,10 @@ def test_prefill_engine_killed_before_it_answers_gives_way_to_another(pool, vict
             lost.signal(signal.SIGSTOP)
             task = asyncio.ensure_future(made.tokens(prompt))
             await until_reserved(made, decode)
-            await made.connect(prefill.member)
             before = await transfers(made, decode)
+            # Until now nobody else could have it. From now on it is lost by the kill; or, on a busy
+            # host, before that, by silence.
+            await made.connect(prefill.member)
             lost.kill()
             result = await task
             after = await transfers(made, decode)
@@ -640,7 +642,6 @@ def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt(
     store = StoreConfig(
         backend="shm", capacity_bytes=2**26, address=name, unit_tokens=64, timeout_s=10.0
     )
-    ensure_server(store, idle_s=5.0)
     config = engine_config("both", kv_connector="pooled", kv_store=store)
     (prompt,) = prompts(1, lengths=(200,))
 
@@ -652,18 +653,38 @@ def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt(
 
     async def run(one, other):
         async with rig(one) as first, rig(other) as second:
-            results = [await cached(first, "a")]
 
-            async def is_stored():
-                return (await first.engine_metrics(one)).transfer.store.puts == 3
+            async def stores(made, engine, salt):
+                """Whether all three units are stored; what comes before the server is dropped."""
 
-            await until(is_stored, "three units are stored")
+                async def counters():
+                    return (await made.engine_metrics(engine)).transfer.store
+
+                before = await counters()
+                results.append(await cached(made, salt))
+
+                async def is_done():
+                    now = await counters()
+                    return now.puts + now.drops == before.puts + before.drops + 3
+
+                await until(is_done, "the store has had three units")
+                return (await counters()).puts == before.puts + 3
+
+            results = []
+            for place in ((first, one), (second, other)):
+                await until(
+                    lambda place=place: stores(*place, secrets.token_hex(8)), "the server is there"
+                )
+            results.clear()
+            assert await stores(first, one, "a")
             results += [await cached(second, salt) for salt in ("b", "", "a")]
             await until_idle(first, one)
             await until_idle(second, other)
             return results
 
     with running(("both", config), ("both", config)) as engines:
+        # Not before: engines may take longer to start than it waits for them.
+        ensure_server(store, idle_s=20.0)
         results = asyncio.run(run(*engines))
     expected = reference((prompt, sampling()))[0]
     assert [token_ids for token_ids, _ in results] == [expected] * 4

@@ -33,6 +33,7 @@ from tests.cluster.engines import (
     prefills,
     rig,
     sampling,
+    silent,
     until,
 )
 
@@ -679,16 +680,19 @@ def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_compute
 
 def test_predicted_asks_for_prompt_and_slot_at_once_when_nobody_is_before_the_prompt():
     async def scenario():
-        engines = ("prefill", "p", accepts), ("decode", "d", decodes)
+        engines = ("prefill", "p", accepts), ("decode", "d", silent)
         async with cluster(*engines, order="predicted") as (made, p, d):
             result = asyncio.ensure_future(tokens(start(made)))
+            reserve, add = await told(d, AddRequest), await told(p, AddRequest)
+            d.answer = decodes
+            await d.send(*accepts(reserve))
             load = await told(d, LoadKV)
-            [add] = p.received(AddRequest)
             offer, ticket = ticket_of(add), ticket_of(load)
             assert (offer.consumer, ticket.consumer) == ("", "d"), "KV may flow from now on"
             assert (offer.transfer_id, offer.epoch) == (ticket.transfer_id, ticket.epoch)
             await p.send(TokenOutput(load.request_id, 0, [FIRST]))
             assert await result == [FIRST, 6, 7]
+            assert p.received(AddRequest) == [add]
             assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
             made.router.moments.check_empty()
 
@@ -696,31 +700,23 @@ def test_predicted_asks_for_prompt_and_slot_at_once_when_nobody_is_before_the_pr
 
 
 def test_slot_that_is_refused_leaves_a_prompt_alone_that_was_asked_for_before():
-    def refuses_once(message):
-        if isinstance(message, AddRequest):
-            engine.answer = decodes
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return []
-
     async def scenario():
-        nonlocal engine
-        engines = ("prefill", "p", accepts), ("decode", "d", refuses_once)
+        engines = ("prefill", "p", accepts), ("decode", "d", silent)
         async with cluster(*engines, order="predicted") as (made, p, d):
-            engine = d
             outputs = start(made)
             first = asyncio.ensure_future(anext(outputs))
-            await told(d, AddRequest)
+            reserve, add = await told(d, AddRequest), await told(p, AddRequest)
+            d.answer = decodes
+            await d.send(Refused(reserve.request.request_id, "no_slot", "taken"))
             await until(lambda: made.num_queued == 1, "it waits on")
-            [add] = p.received(AddRequest)
             await p.send(TokenOutput(add.request.request_id, 0, [FIRST]))
             assert (await first).token_ids == [FIRST], "the client does not wait for the slot"
             rest = asyncio.ensure_future(tokens(outputs))
             await d.send(snapshot=d.snapshot(1))
             assert await rest == [6, 7]
-            assert p.received(Abort) == []
+            assert (p.received(AddRequest), p.received(Abort)) == ([add], [])
             assert ticket_of(d.received(LoadKV)[0]).transfer_id == ticket_of(add).transfer_id
 
-    engine = None
     run(scenario)
 
 

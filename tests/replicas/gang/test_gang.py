@@ -148,7 +148,10 @@ def test_an_idle_gang_takes_no_turn_and_a_request_to_any_rank_wakes_all(pair, al
     time.sleep(6.0)  # longer than silence may last
     assert hub.num_turns == turns
     assert run_all(handles[1:], GREEDY) == alone[GREEDY]
-    time.sleep(0.2)
+    give_up_s = time.monotonic() + 10
+    while not hub._waves.is_paused:
+        assert time.monotonic() < give_up_s, "nobody has a batch any more"
+        time.sleep(0.01)
     assert run_all(handles[:1], GREEDY) == alone[GREEDY]
     assert hub.num_waves >= waves + 2
 
