@@ -74,6 +74,43 @@ def test_an_answer_that_is_not_whole_ends_the_benchmark(answer, said):
     assert OUTPUT_TOKENS == 64
 
 
+def test_a_connection_that_was_closed_while_it_waited_is_made_anew():
+    asked = []
+
+    async def reply(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split()[0]))
+        )
+        writer.write(f'data: {{"usage":{{"completion_tokens":{OUTPUT_TOKENS}}}}}\n\n'.encode())
+        writer.write(b"\r\n0\r\n\r\n")
+        writer.close()
+
+    async def run():
+        port = free_port()
+        async with await asyncio.start_server(reply, HOST, port):
+            await level(port, 1, 3)
+
+    asyncio.run(run())
+    assert len(set(asked)) == 3
+
+
+def test_one_that_breaks_off_within_an_answer_ends_the_benchmark():
+    async def reply(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'data: {"text":"a"}\n\n')
+        await writer.drain()
+        writer.transport.abort()
+
+    async def run():
+        port = free_port()
+        async with await asyncio.start_server(reply, HOST, port):
+            await level(port, 1, 2)
+
+    with pytest.raises(SystemExit, match="early"):
+        asyncio.run(run())
+
+
 def test_a_server_that_ends_by_itself_ends_the_benchmark():
     dead = Server("dead", (sys.executable, "-c", "pass"), {})
     with pytest.raises(SystemExit, match="ended with 0"), running(dead):
@@ -94,10 +131,24 @@ def test_ratios_are_to_the_better_variant_and_above_one_where_ours_is_better():
     assert ratios(rows) == {**expected, "ray_tps_32": 5.0, "ray_ttft_32": 10.0}
 
 
+def test_a_burst_is_no_stream():
+    def rows(*vllm):
+        return {
+            "ours": {n: Measured(4, 8, 1, 100) for n in (1, 32, 128)},
+            **{
+                f"vllm {i}": {n: Measured(*row, 50) for n in (1, 32, 128)}
+                for i, row in enumerate(vllm)
+            },
+        }
+
+    assert ratios(rows((100, 200, 0.003), (8, 16, 2)))["tpot_1"] == 2.0
+    assert ratios(rows((100, 200, 0.0), (120, 300, 0.01)))["tpot_1"] is None
+
+
 def test_servers_without_a_python_are_left_out():
     asked = argparse.Namespace(
         config=None, peer_python="vllm-python", peer_cores="0-1", peer_preload="", ray_python=None
     )
     assert [server.name for server in servers(asked)] == [
-        "client alone", "ours", "vllm tuned", "vllm installed", "ours again",
+        "client alone", "ours", "vllm tuned", "vllm joined", "vllm installed", "ours again",
     ]  # fmt: skip

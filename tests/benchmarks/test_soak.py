@@ -143,15 +143,18 @@ def test_the_text_of_a_choice_of_either_api():
 
 @pytest.mark.process
 def test_the_processes_below_one_are_measured_and_keep_their_names():
-    script = "import subprocess,sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+    child = "print('ready', flush=True); input()"
+    script = f'import subprocess,sys; subprocess.run([sys.executable, "-c", {child!r}])'
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        # A child that has just begun is still called and as large as the one that began it.
+        assert process.stdout.readline() == b"ready\n"
         sampler = ProcessSampler(process.pid)
-        looked = []
-        # Until both have started to do what they are for.
-        while len([s for s in looked if s.anonymous_bytes > MB]) < 2:
-            looked = sampler.look(0.0, 0)
+        looked = sampler.look(0.0, 0)
         again = sampler.look(1.0, 5)
         process.communicate(b"\n")
+    assert len(looked) == 2
     assert [s.process for s in again] == [s.process for s in looked]
     assert {s.is_ours for s in again if s.process_id == process.pid} == {True}
     assert [s.num_threads for s in again] == [1, 1]
