@@ -24,6 +24,9 @@ OPTIONS: dict[str, Any] = {"fastmath": {*vectors.FLAGS, "reassoc"}, "error_model
 TILE = 4
 """Tokens of a prompt that read a key together."""
 
+_AHEAD = 2
+"""Blocks that are on their way while one is read: memory takes longer than a block's arithmetic."""
+
 
 # --- what numba cannot say -----------------------------------------------------------------------
 
@@ -255,7 +258,8 @@ def attend(item, head_dim, share, num_tokens):
             tile, head = divmod(unit, num_kv_heads)
             token = tokens[tile]
             reads, writes = (q, token * q_stride, q_stride), (out, token * out_stride, out_stride)
-            here = counts[tile], lengths[tile], tables, requests[tile] * width
+            table = requests[tile] * width
+            here = counts[tile], lengths[tile], tables, table, table
             attend_tile(
                 reads, writes, here, planes, block_size, num_kv_heads, head, room,
                 head_dim, share, num_tokens, num_rows,
@@ -298,7 +302,8 @@ def attend_tile(
     Args:
         reads: Queries, where the first token's are, and from one token to the next.
         writes: The same of what they find.
-        here: Tokens, what the last of them sees, blocks of sequences, where this one's are.
+        here: Tokens, what the last of them sees, blocks of sequences, where this one's are, and
+            where those of the sequence are that comes next.
         planes: Keys and values.
         block_size: S.
         num_kv_heads: G.
@@ -311,7 +316,7 @@ def attend_tile(
     """
     q, q_at, q_stride = reads
     out, out_at, out_stride = writes
-    count_tokens, length, tables, table = here
+    count_tokens, length, tables, table, after = here
     k_plane, v_plane = planes
     queries, found, scores, weights, stride, tops, totals, fades, seen = room
     last = count_tokens - 1
@@ -323,13 +328,13 @@ def attend_tile(
     tops[:] = -np.inf
     totals[:] = 0
     size, num_blocks = block_size * head_dim, -(-length // block_size)
-    soon = (tables[table] * num_kv_heads + head) * size
     for index in range(num_blocks):
-        at, left = soon, length - index * block_size
-        if index + 1 < num_blocks:
-            soon = (tables[table + index + 1] * num_kv_heads + head) * size
-            vectors.fetch(k_plane, soon, size)
-            vectors.fetch(v_plane, soon, size)
+        at, left = (tables[table + index] * num_kv_heads + head) * size, length - index * block_size
+        soon = size * _place_of(
+            index + _AHEAD, tables, table, after, num_blocks, head, num_kv_heads
+        )
+        vectors.fetch(k_plane, soon, size)
+        vectors.fetch(v_plane, soon, size)
         count = min(left, block_size)
         heads.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
         for row in range(num_rows):
@@ -339,6 +344,20 @@ def attend_tile(
         heads.add_weighted(weights, stride, v_plane, at, count, found, fades, head_dim, num_rows)
     for j in range(last + 1):
         write(found, totals, j, share, head_dim, out, out_at + j * out_stride + first)
+
+
+@njit(inline="always")
+def _place_of(nth, tables, table, after, num_blocks, head, num_kv_heads):
+    """In a plane, of the nth block from a head's first on.
+
+    Behind a head's last one is the next head's first, and behind the last head's that of the
+    sequence that comes next.
+    """
+    if nth < num_blocks:
+        return tables[table + nth] * num_kv_heads + head
+    if head + 1 < num_kv_heads:
+        return tables[table + min(nth - num_blocks, num_blocks - 1)] * num_kv_heads + head + 1
+    return tables[after] * num_kv_heads
 
 
 @njit(**OPTIONS)

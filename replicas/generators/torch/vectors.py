@@ -249,7 +249,9 @@ def unpacked(context: _Value, builder: _Value, signature: _Value, values: _Value
 
 @intrinsic
 def fetch(_context, array, at, size):
-    """Have numbers brought near the core that are read soon: what lies anywhere is not foreseen.
+    """Have numbers brought to the core's second cache that are read soon.
+
+    What lies anywhere is not foreseen.
 
     Args:
         array: Where they are.
@@ -262,8 +264,8 @@ def fetch(_context, array, at, size):
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # To read, into the nearest cache, data.
-        how = [ir.Constant(flag, number) for number in (0, 3, 1)]
+        # To read, into the second cache, data: the first one cannot wait for many at once.
+        how = [ir.Constant(flag, number) for number in (0, 2, 1)]
         of_line = number_of(_LINE_BYTES * 8 // signature.args[0].dtype.bitwidth)
         with cgutils.for_range(builder, builder.sdiv(size, of_line)) as loop:
             index = builder.add(at, builder.mul(loop.index, of_line))
