@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 # Where ttnn is, which has no wheel for Python 3.11; TTNN_PYTHON=/path/to/python3.12 names another.
 VENV_TTNN := .venv-ttnn
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --timeout 60
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
