@@ -223,6 +223,14 @@ async def freeze_at_first_token(llm):
 
 
 @pytest.mark.process
+def test_all_threads_of_an_engine_stand_as_far_behind_as_it_is_told():
+    with running(niceness=3) as handle:
+        threads = Path(f"/proc/{handle.description.pid}/task").iterdir()
+        found = {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads}
+    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 3}
+
+
+@pytest.mark.process
 def test_a_frozen_idle_engine_is_killed():
     with running() as handle:
         os.kill(handle.description.pid, signal.SIGSTOP)

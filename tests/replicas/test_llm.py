@@ -314,6 +314,8 @@ def test_engine_option_of_a_wrong_type_is_named():
         {"max_model_len": -5},
         {"max_num_waiting": -1},
         {"num_threads": 0},
+        {"niceness": -1},
+        {"niceness": 20},
     ],
     ids=str,
 )
