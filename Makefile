@@ -13,11 +13,13 @@ export RAY_USAGE_STATS_ENABLED := 0
 serve: $(VENV)/.installed
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
-# Exit code 5: none of the asked tests is of this kind. Where nobody looks on (CI=true) what failed beside
-# others is tried once more by itself: a process that they keep from a core may miss what it is given to.
-PYTEST = $(VENV)/bin/python -m pytest -q $(1) || [ $$? = 5 ]$(if $(CI), || $(call AGAIN,$(1)))
-AGAIN = { echo "Failed beside others; again, by themselves:"; \
-	$(VENV)/bin/python -m pytest -q $(1) -n 0 -x --last-failed --last-failed-no-failures none; }
+# Exit code 5: none of the asked tests is of this kind. Where nobody looks on (CI=true) what failed (1) is
+# tried once more, nothing beside it: who is kept from a core may miss what he is given to. A run that
+# ended otherwise has not tried everything.
+PYTEST = $(VENV)/bin/python -m pytest -q $(if $(CI),--cache-clear) $(1) || { \
+	code=$$?; [ $$code = 5 ]$(if $(CI), || { [ $$code = 1 ] && $(call AGAIN,$(1)); }); }
+AGAIN = echo "Once more, by themselves:" && \
+	$(VENV)/bin/python -m pytest -q $(1) -n 0 -x --last-failed --last-failed-no-failures none
 # A laptop or a CI machine has two cores at least; a third process computes while others wait for an
 # engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
 # so that what the tests of a file share is mostly made once, and takes over from others at the end.

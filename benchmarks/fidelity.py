@@ -569,7 +569,7 @@ def engine_configs(config: Path) -> list[tuple[Role, EngineConfig]]:
     cluster = resolve(read_serve_file(config).args)
     roles: list[Role] = [r for r in ("both", "prefill", "decode") if r in cluster.pools]
     return [
-        (role, msgspec.structs.replace(cluster.engines[role], num_threads=1, keys=KEYS))
+        (role, msgspec.structs.replace(cluster.engines[role], num_threads=1, niceness=0, keys=KEYS))
         for role in roles
     ]
 

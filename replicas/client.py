@@ -126,7 +126,8 @@ class InprocClient:
         progress: Called with (stage, fraction done) while the engine starts.
 
     Raises:
-        ConfigError: A class of others on a mesh: it needs an environment of its own.
+        ConfigError: A class of others on a mesh needs an environment of its own, and niceness a
+            process.
     """
 
     def __init__(
@@ -140,6 +141,11 @@ class InprocClient:
             raise ConfigError(
                 f"generator {config.generator!r} on a mesh needs an environment of its own, or it "
                 "writes beside the model: run the engine in a process, set multiprocess=True"
+            )
+        if config.niceness:
+            raise ConfigError(
+                f"niceness {config.niceness} is that of an engine's own process: set "
+                "multiprocess=True, or leave it out"
             )
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self._columns = ColumnReader()

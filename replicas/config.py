@@ -247,10 +247,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             been read, where the generator can; 1 does not.
         num_threads: Compute threads of the generator; None leaves the library's default, or takes
             one on a simulated mesh.
-        niceness: How far the engine's process stands behind others of its host that want a core,
-            0 to 19, as Linux has it: with 3 it gets one core in three that two want, with 5 one in
-            four. Where engines share cores, first tokens come sooner if those that decode stand
-            behind those that compute prompts.
+        niceness: How much nicer the engine's process is than its parent, 19 being all that Linux
+            has, to others of its container (of its session, where Linux groups by these) that want
+            the same core: with 3 it gets a third of it, with 5 a quarter. Where engines share
+            cores, first tokens come sooner if those that decode are. It stays when the role
+            changes; an engine in its caller's process has none.
         simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
             the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
         mesh: A Tenstorrent mesh instead of the CPU. It decides dtype and KV capacity. `generator`

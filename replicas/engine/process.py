@@ -225,7 +225,7 @@ def main() -> None:
     raise_descriptor_limit()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     report = _open_reports(arguments)
-    os.nice(arguments.config.niceness)  # before there are threads, each of which has its own
+    os.nice(arguments.config.niceness)  # before there are threads of ours: each has its own
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox = Inbox()
     # Ctrl-C reaches the whole process group: the parent decides when this process ends.

@@ -20,7 +20,7 @@ from kv_transfer.keys import KeyRing
 from replicas import async_client, client, launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
-from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
+from replicas.config import MOST_NICE, EngineConfig, MeshConfig, SimulatedMeshConfig
 from replicas.engine.reports import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
@@ -223,11 +223,11 @@ async def freeze_at_first_token(llm):
 
 
 @pytest.mark.process
-def test_all_threads_of_an_engine_stand_as_far_behind_as_it_is_told():
+def test_all_threads_of_an_engine_are_as_nice_as_it_is_told():
     with running(niceness=3) as handle:
         threads = Path(f"/proc/{handle.description.pid}/task").iterdir()
         found = {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads}
-    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 3}
+    assert found == {min(os.getpriority(os.PRIO_PROCESS, 0) + 3, MOST_NICE)}
 
 
 @pytest.mark.process

@@ -314,8 +314,9 @@ def test_engine_option_of_a_wrong_type_is_named():
         {"max_model_len": -5},
         {"max_num_waiting": -1},
         {"num_threads": 0},
-        {"niceness": -1},
+        {"niceness": 3, "multiprocess": False},
         {"niceness": 20},
+        {"niceness": -1},
     ],
     ids=str,
 )

@@ -258,8 +258,7 @@ def attend(item, head_dim, share, num_tokens):
             tile, head = divmod(unit, num_kv_heads)
             token = tokens[tile]
             reads, writes = (q, token * q_stride, q_stride), (out, token * out_stride, out_stride)
-            table = requests[tile] * width
-            here = counts[tile], lengths[tile], tables, table, table
+            here = counts[tile], lengths[tile], tables, requests[tile] * width, -1, width
             attend_tile(
                 reads, writes, here, planes, block_size, num_kv_heads, head, room,
                 head_dim, share, num_tokens, num_rows,
@@ -302,8 +301,9 @@ def attend_tile(
     Args:
         reads: Queries, where the first token's are, and from one token to the next.
         writes: The same of what they find.
-        here: Tokens, what the last of them sees, blocks of sequences, where this one's are, and
-            where those of the sequence are that comes next.
+        here: Tokens, what the last of them sees, blocks of sequences, where this one's are, where
+            those of the sequence are that this thread reads next (-1: somebody else may read even
+            the next head), from one sequence to the next.
         planes: Keys and values.
         block_size: S.
         num_kv_heads: G.
@@ -316,7 +316,7 @@ def attend_tile(
     """
     q, q_at, q_stride = reads
     out, out_at, out_stride = writes
-    count_tokens, length, tables, table, after = here
+    count_tokens, length, tables, table, after, width = here
     k_plane, v_plane = planes
     queries, found, scores, weights, stride, tops, totals, fades, seen = room
     last = count_tokens - 1
@@ -328,13 +328,17 @@ def attend_tile(
     tops[:] = -np.inf
     totals[:] = 0
     size, num_blocks = block_size * head_dim, -(-length // block_size)
+    if after < 0:
+        nth = 1  # nobody has asked for it, and the first one is read at once
+        while nth < min(_AHEAD, num_blocks):
+            fetch(planes, (tables[table + nth] * num_kv_heads + head) * size, size)
+            nth += 1
     for index in range(num_blocks):
         at, left = (tables[table + index] * num_kv_heads + head) * size, length - index * block_size
-        soon = size * _place_of(
-            index + _AHEAD, tables, table, after, num_blocks, head, num_kv_heads
-        )
-        vectors.fetch(k_plane, soon, size)
-        vectors.fetch(v_plane, soon, size)
+        nth = index + _AHEAD
+        if nth < num_blocks or after >= 0:
+            soon = _place_of(nth, tables, table, after, width, num_blocks, head, num_kv_heads)
+            fetch(planes, soon * size, size)
         count = min(left, block_size)
         heads.score(queries, k_plane, at, count, scores, stride, head_dim, num_rows)
         for row in range(num_rows):
@@ -347,7 +351,7 @@ def attend_tile(
 
 
 @njit(inline="always")
-def _place_of(nth, tables, table, after, num_blocks, head, num_kv_heads):
+def _place_of(nth, tables, table, after, width, num_blocks, head, num_kv_heads):
     """In a plane, of the nth block from a head's first on.
 
     Behind a head's last one is the next head's first, and behind the last head's that of the
@@ -355,9 +359,17 @@ def _place_of(nth, tables, table, after, num_blocks, head, num_kv_heads):
     """
     if nth < num_blocks:
         return tables[table + nth] * num_kv_heads + head
+    nth -= num_blocks
     if head + 1 < num_kv_heads:
-        return tables[table + min(nth - num_blocks, num_blocks - 1)] * num_kv_heads + head + 1
-    return tables[after] * num_kv_heads
+        return tables[table + min(nth, num_blocks - 1)] * num_kv_heads + head + 1
+    return tables[after + min(nth, width - 1)] * num_kv_heads
+
+
+@njit(**OPTIONS)
+def fetch(planes, at, size):
+    """Keys and values of a block."""
+    vectors.fetch(planes[0], at, size)
+    vectors.fetch(planes[1], at, size)
 
 
 @njit(**OPTIONS)

@@ -106,8 +106,7 @@ def share_layers(item, head_dim, share):
             elif phase == 2:
                 tile, head = divmod(part, num_kv_heads)
                 token = tiles[0][tile]
-                table = tiles[3][tile] * width
-                here = tiles[1][tile], tiles[2][tile], tables, table, table
+                here = tiles[1][tile], tiles[2][tile], tables, tiles[3][tile] * width, -1, width
                 reads = heads, token * heads_size, heads_size
                 writes = attended, token * size, size
                 attend(

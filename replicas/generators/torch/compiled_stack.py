@@ -139,7 +139,8 @@ def run_layers(item, head_dim, share):
                 row = token - begin
                 length = lengths[request] - (behind - token - num_tokens)
                 ends = token + num_tokens == behind and behind < end
-                here = num_tokens, length, tables, request * a[11], (request + ends) * a[11]
+                table, after = request * a[11], (request + ends) * a[11]
+                here = num_tokens, length, tables, table, after, a[11]
                 reads = heads, row * heads_size, heads_size
                 writes = attended, row * size, size
                 is_alone = behind - starts[request] == 1
