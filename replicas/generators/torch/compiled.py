@@ -329,10 +329,8 @@ def attend_tile(
     totals[:] = 0
     size, num_blocks = block_size * head_dim, -(-length // block_size)
     if after < 0:
-        nth = 1  # nobody has asked for it, and the first one is read at once
-        while nth < min(_AHEAD, num_blocks):
+        for nth in range(1, min(_AHEAD, num_blocks)):  # the first one is read at once
             fetch(planes, (tables[table + nth] * num_kv_heads + head) * size, size)
-            nth += 1
     for index in range(num_blocks):
         at, left = (tables[table + index] * num_kv_heads + head) * size, length - index * block_size
         nth = index + _AHEAD
