@@ -30,8 +30,7 @@ FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)'
 # TESTS=tests/kv_transfer runs a part.
 test: $(VENV)/.installed-dev
 	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
-	@# Those that start Ray look for what they leave behind on the whole host, and a host has room
-	@# for one cluster: they run alone.
+	@# A host has room for one cluster: the tests that start Ray run alone.
 	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
 
 # What `make test` leaves out: quicker tests show most of it, and only CI has the time.

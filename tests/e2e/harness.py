@@ -1,8 +1,9 @@
 """Starts real servers and real Ray clusters, and accounts for what they leave.
 
-Each server or cluster runs in a session of its own; its footprint is every process of the
-sessions that were seen below it, the ports on which these listen, and new entries of /dev/shm.
-Processes are ended by recorded id only. Linux only: reads /proc.
+Each server or cluster runs in a session of its own. Its footprint is every process of the
+sessions that were seen below it, the sockets on which these listen, and the files of /dev/shm that
+they hold: other programs on the host do not matter. Processes are ended by recorded id only. Linux
+only: reads /proc.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.lifecycle import supervisor
+from tests.shared_memory import shared_memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,13 +83,18 @@ def process_table() -> dict[int, Process]:
 
 def listening_ports(process_ids: set[int]) -> set[tuple[str, int]]:
     """(hexadecimal address, port) of every TCP socket on which one of these processes listens."""
+    return {(address, port) for address, port, _ in listening_sockets(process_ids)}
+
+
+def listening_sockets(process_ids: set[int]) -> set[tuple[str, int, str]]:
+    """The same, with each socket's inode: no other socket has it, also on the same port."""
     inodes = set()
     for process_id in process_ids:
         with contextlib.suppress(OSError):
             for descriptor in os.scandir(f"/proc/{process_id}/fd"):
                 with contextlib.suppress(OSError):
                     inodes.add(os.readlink(descriptor.path))
-    return {(address, port) for address, port, inode in _sockets() if f"socket:[{inode}]" in inodes}
+    return {entry for entry in _sockets() if f"socket:[{entry[2]}]" in inodes}
 
 
 def _sockets() -> Iterator[tuple[str, int, str]]:
@@ -99,11 +106,6 @@ def _sockets() -> Iterator[tuple[str, int, str]]:
                 yield address, int(port, 16), columns[9]
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return {entry.name for entry in os.scandir("/dev/shm")}
-
-
 @dataclass
 class Footprint:
     """What a process tree holds; grows with every `look`, and is what must be gone at the end.
@@ -111,13 +113,14 @@ class Footprint:
     Attributes:
         root: Process id at the top of the tree, a session leader.
         sessions: Session ids of the tree.
-        ports: Ports on which the tree has listened.
+        sockets: TCP sockets on which the tree has listened.
+        shared_memory: Files of /dev/shm that the tree has held.
     """
 
     root: int
-    shm_before: set[str] = field(default_factory=shared_memory)
     sessions: set[int] = field(default_factory=set)
-    ports: set[int] = field(default_factory=set)
+    sockets: set[tuple[str, int, str]] = field(default_factory=set)
+    shared_memory: set[str] = field(default_factory=set)
 
     def look(self) -> set[int]:
         """Add what the tree holds now; returns its process ids."""
@@ -134,7 +137,8 @@ class Footprint:
                 break
             family |= more
             self.sessions |= {table[process_id].session_id for process_id in more}
-        self.ports |= {port for _, port in listening_ports(family)}
+        self.sockets |= listening_sockets(family)
+        self.shared_memory |= shared_memory_of(family)
         return family
 
     def processes_left(self) -> list[Process]:
@@ -145,8 +149,8 @@ class Footprint:
         """What is still there; empty when nothing is."""
         found = {
             "processes": self.processes_left(),
-            "ports": self.ports & {port for _, port, _ in _sockets()},
-            "shared memory": shared_memory() - self.shm_before,
+            "ports": {port for _, port, _ in self.sockets.intersection(_sockets())},
+            "shared memory": {path for path in self.shared_memory if os.path.exists(path)},
         }
         return {name: value for name, value in found.items() if value}
 

@@ -29,6 +29,7 @@ from tests.kv_transfer.fakes import (
     run_until,
 )
 from tests.kv_transfer.peer_process import NUM_BLOCKS, SEEDS
+from tests.shared_memory import shared_memory_of
 
 pytestmark = pytest.mark.process
 
@@ -385,7 +386,6 @@ def digest(data: np.ndarray) -> bytes:
 
 
 def test_nothing_is_left_of_processes_that_were_killed(path: str, tmp_path: Path) -> None:
-    files = set(os.listdir("/dev/shm"))
     with peer("P", path) as producer, peer("D", path, bind=TCP) as consumer:
         producer.tell("offer", "r", "D", NUM_TOKENS)
         consumer.tell("load", "r", "P", producer.endpoints, NUM_TOKENS, target("before"))
@@ -395,11 +395,11 @@ def test_nothing_is_left_of_processes_that_were_killed(path: str, tmp_path: Path
         known = Path("/proc/net/unix").read_text()
         assert names
         assert all(name in known for name in names)
+        files = shared_memory_of([producer.process.pid, consumer.process.pid])
         for end in (producer, consumer):
             end.signal(signal.SIGKILL)
             end.process.wait()
     known = Path("/proc/net/unix").read_text()
     assert not any(name in known for name in names)
-    mine = {x for x in set(os.listdir("/dev/shm")) - files if "ttserve-kv" in x}
-    assert not mine
+    assert not [file for file in files if os.path.exists(file)]
     assert not list(tmp_path.iterdir())
