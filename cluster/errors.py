@@ -47,6 +47,14 @@ class PayloadTooLargeError(ServingError):
         super().__init__(f"the body is larger than the limit of {limit_bytes} bytes")
 
 
+class UnsupportedMediaTypeError(ServingError):
+    """The body does not call itself JSON."""
+
+    status = 415
+    type = "BadRequestError"
+    code = "unsupported_media_type"
+
+
 class NotFoundError(ServingError):
     """The model, or the path, does not exist here."""
 

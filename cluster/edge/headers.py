@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from email.message import Message
 from typing import TYPE_CHECKING
 
 from cluster.config.schema import MAX_TENANT_CHARS
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, UnsupportedMediaTypeError
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -38,6 +39,30 @@ TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 def asks_for(headers: Headers, name: str) -> bool:
     """Whether a header is there, and says anything but no."""
     return headers.get(name, "0") not in {"", "0", "false"}
+
+
+def require_json(headers: Headers) -> None:
+    """Refuse a body that does not call itself JSON in UTF-8.
+
+    A browser sends a page's `text/plain` or form to any host unasked; for `application/json` it
+    first asks that host for permission, which this edge never gives.
+
+    Raises:
+        UnsupportedMediaTypeError: There is no content type, or one of another kind or charset.
+    """
+    given = headers.getlist("content-type")
+    if not given or not all(map(_is_json, given)):
+        raise UnsupportedMediaTypeError(
+            "send the header Content-Type: application/json, and the body as JSON in UTF-8"
+        )
+
+
+def _is_json(content_type: str) -> bool:
+    header = Message()
+    header["content-type"] = content_type
+    charset = header.get_param("charset", "utf-8")
+    is_utf8 = isinstance(charset, str) and charset.lower() == "utf-8"
+    return header.get_content_type() == "application/json" and is_utf8
 
 
 def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
-from cluster.edge.headers import asks_for, claims
+from cluster.edge.headers import asks_for, claims, require_json
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -362,6 +362,7 @@ class _Routes:
         return json_response({"version": self._version})
 
     async def _parse_body(self, request: Request) -> dict[str, Any]:
+        require_json(request.headers)
         raw = await self._read_body(request)
         return parse_body(raw, Limits.of(self._backend.models(), self._backend.tokenizer))
 

@@ -205,7 +205,10 @@ def test_a_closed_socket_ends_the_request(port, service, stream):
         await asyncio.Event().wait()
 
     body = json.dumps({"prompt": "x", "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     with scripted(service, script):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
             connection.sendall(head.encode() + body)

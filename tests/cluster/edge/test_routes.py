@@ -33,6 +33,8 @@ class Client:
         self.chunks = []
 
     async def request(self, method, path, body=b"", headers=()):
+        if method == "POST" and not any(name == "content-type" for name, _ in headers):
+            headers = [*headers, ("content-type", "application/json")]
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         parts = [body[i : i + 1000] for i in range(0, len(body), 1000)] or [b""]
         scope = {
@@ -44,7 +46,7 @@ class Client:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers],
+            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers if v is not None],
             "server": ("test", 80),
             "client": ("test", 1),
             "scheme": "http",
@@ -141,6 +143,45 @@ def test_the_longest_tenant_counts_and_one_named_twice_is_one():
 
 def generate(service, path, **fields):
     return call(service, "POST", path, {**PROMPTS[path], **fields})
+
+
+POSTS = [*GENERATE, "/tokenize", "/detokenize"]
+BODIES = {**PROMPTS, "/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [104]}}
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "types",
+    [
+        [None],
+        [""],
+        ["text/plain"],
+        ["text/plain;charset=UTF-8"],
+        ["application/x-www-form-urlencoded"],
+        ["multipart/form-data; boundary=application/json"],
+        ["application/json; charset=utf-16"],
+        ["application/jsonx"],
+        ["text/plain, application/json"],
+        ["application/json", "text/plain"],
+    ],
+)
+def test_a_body_that_a_web_page_can_send_without_permission_is_refused(path, types):
+    service = FakeBackend()
+    headers = [("content-type", kind) for kind in types]
+    response = call(service, "POST", path, BODIES[path], headers=headers)
+    assert response.status == 415
+    assert response.body["error"]["code"] == "unsupported_media_type"
+    assert not service.requests
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "kind",
+    ["application/json", "Application/JSON", 'application/json; charset="UTF-8"'],
+)
+def test_json_in_utf_8_is_taken_however_it_is_written(path, kind):
+    headers = [("content-type", kind)]
+    assert call(FakeBackend(), "POST", path, BODIES[path], headers=headers).status == 200
 
 
 async def poll(predicate):
