@@ -114,6 +114,9 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tenant_header: Header that names the tenant, which whoever stands before the ingresses sets
             and takes from clients; None: there is one tenant.
         tenants: What tenants may have that are not as the others.
+        share_prefix_cache: Whether tenants find each other's prompts in the prefix caches. Sharing
+            saves work, and lets a tenant measure what another one has asked. Without a
+            `tenant_header` there is one tenant, and this changes nothing.
     """
 
     ttft_s: float | None = None
@@ -121,6 +124,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_tokens: int | None = None
     tenant_header: str | None = None
     tenants: dict[str, TenantConfig] = {}
+    share_prefix_cache: bool = False
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +171,11 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
         request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
             a last event with the error. Clients cannot say another time.
+        prompt_tokens_details: Whether answers say how many prompt tokens were cached
+            (`usage.prompt_tokens_details.cached_tokens`). It tells a client exactly which prompts
+            of others are cached, as far as their caches are shared.
+        route_header: Whether `x-debug-route` is answered, with names of replicas, predicted times
+            and, likewise, the number of cached tokens.
     """
 
     replicas: int = 1
@@ -175,6 +184,8 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_ongoing_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 3600.0
+    prompt_tokens_details: bool = False
+    route_header: bool = False
 
 
 class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

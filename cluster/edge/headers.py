@@ -83,6 +83,22 @@ def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, obj
     return fields
 
 
+def cache_salt(tenant: str, given: str, admission: AdmissionConfig | None) -> str:
+    """Return the salt under which a request's KV is cached.
+
+    Where a header names tenants the salt begins with the tenant, by its length, so that no salt
+    that one tenant gives makes another's.
+
+    Args:
+        tenant: Of the request.
+        given: The client's own `cache_salt`; "" is none.
+        admission: Says whether tenants are named, and share their caches.
+    """
+    if admission is None or admission.tenant_header is None or admission.share_prefix_cache:
+        return given
+    return f"{len(tenant)}:{tenant}{given}"
+
+
 def _tenant(headers: Headers, name: str) -> str:
     """Who is named; two names, or one that would have to be cut, might be somebody else's."""
     given = set(headers.getlist(name))

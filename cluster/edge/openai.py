@@ -58,6 +58,7 @@ class ResponseSpec:
         include_usage: Whether a stream ends with a chunk of token counts.
         continuous_usage_stats: Whether each chunk of a stream has token counts.
         return_token_ids: Whether the answer has the token ids of prompt and output.
+        prompt_tokens_details: Whether token counts say how much of the prompt was cached.
     """
 
     request_id: str
@@ -67,3 +68,4 @@ class ResponseSpec:
     include_usage: bool = False
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
+    prompt_tokens_details: bool = False

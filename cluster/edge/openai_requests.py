@@ -325,11 +325,23 @@ def _session(values: Mapping[str, Any]) -> str:
 
 
 def response_spec(
-    parsed: ParsedRequest, model: str, *, request_id: str, created: int
+    parsed: ParsedRequest,
+    model: str,
+    *,
+    request_id: str,
+    created: int,
+    prompt_tokens_details: bool = False,
 ) -> ResponseSpec:
     """What the body asks of its response alone; for the arguments see `ResponseSpec`."""
     flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
-    return ResponseSpec(request_id, created, model, **flags, **parsed.stream_options)
+    return ResponseSpec(
+        request_id,
+        created,
+        model,
+        prompt_tokens_details=prompt_tokens_details,
+        **flags,
+        **parsed.stream_options,
+    )
 
 
 def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int, seed: int) -> SamplingParams:

@@ -133,7 +133,7 @@ def whole_body(
         text = shape.whole_choice("".join(delta.text for delta in own))
         choices.append({"index": index, **text, **_details(shape, spec, own, 0)[0]})
     body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
-    body["usage"] = usage_body(usage)
+    body["usage"] = usage_body(usage, spec)
     if spec.return_token_ids:
         for holder in choices if shape.prompt_token_ids_in_choice else [body]:
             holder["prompt_token_ids"] = request.prompt_token_ids
@@ -202,7 +202,7 @@ class ChunkWriter:
             raise InternalError(_NO_END)
         end = self._chunk(self._last, usage)
         if self._spec.include_usage:
-            end += self._head + b"]" + _rest({"usage": usage_body(usage)}) + b"\n\n"
+            end += self._head + b"]" + _rest({"usage": usage_body(usage, self._spec)}) + b"\n\n"
         return end + _DONE
 
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
@@ -213,7 +213,7 @@ class ChunkWriter:
             holder = inner if self._shape.prompt_token_ids_in_choice else outer
             holder["prompt_token_ids"] = self._prompt_token_ids
         if self._spec.continuous_usage_stats:
-            outer["usage"] = usage_body(usage)
+            outer["usage"] = usage_body(usage, self._spec)
         elif self._spec.include_usage:
             outer["usage"] = None
         return self._beginning(choice, unsent[-1].text) + _end(inner, outer)
@@ -273,14 +273,16 @@ def _finite(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
 
 
-def usage_body(usage: Usage) -> Body:
-    """The `usage` object."""
-    return {
+def usage_body(usage: Usage, spec: ResponseSpec) -> Body:
+    """Return the `usage` object."""
+    body: Body = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if spec.prompt_tokens_details:
+        body["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return body
 
 
 def error_body(error: ServingError) -> Body:

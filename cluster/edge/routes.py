@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
-from cluster.edge.headers import asks_for, claims, require_json
+from cluster.edge.headers import asks_for, cache_salt, claims, require_json
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from cluster.config.schema import AdmissionConfig
+    from cluster.config.schema import AdmissionConfig, IngressConfig
     from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
@@ -152,22 +152,20 @@ class Backend(Protocol):
 
 def create_app(
     backend: Backend,
+    ingress: IngressConfig,
     *,
     version: str,
-    max_body_bytes: int,
-    request_timeout_s: float,
     admission: AdmissionConfig | None = None,
 ) -> Starlette:
     """Build the ASGI app, which `cluster.edge.door` keeps slow clients from.
 
     Args:
         backend: Runs the requests.
+        ingress: Limits of bodies and times, and what answers say of caches and placement.
         version: What /version says.
-        max_body_bytes: Larger request bodies are answered with 413.
-        request_timeout_s: A request that is not done by then is aborted: 408, or an error event.
         admission: Which headers name a tenant and objectives; None: none does.
     """
-    routes = _Routes(backend, version, max_body_bytes, request_timeout_s, admission)
+    routes = _Routes(backend, ingress, version, admission)
     return _App(
         routes=[
             _route("/v1/completions", routes.completions, "POST"),
@@ -218,16 +216,17 @@ class _Routes:
     def __init__(
         self,
         backend: Backend,
+        ingress: IngressConfig,
         version: str,
-        max_body_bytes: int,
-        request_timeout_s: float,
         admission: AdmissionConfig | None,
     ) -> None:
         self._backend = backend
         self._version = version
-        self._max_body_bytes = max_body_bytes
-        self._request_timeout_s = request_timeout_s
+        self._max_body_bytes = ingress.max_body_bytes
+        self._request_timeout_s = ingress.request_timeout_s
         self._admission = admission
+        self._prompt_tokens_details = ingress.prompt_tokens_details
+        self._has_route_header = ingress.route_header
         self._heavy_work = HeavyWork(_NUM_THREADS, _MAX_JOBS)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
@@ -257,8 +256,16 @@ class _Routes:
         )
         claimed = claims(http_request.headers, self._admission)
         request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
-        spec = response_spec(parsed, card.id, request_id=request_id, created=_unix_time_s())
-        is_explained = asks_for(http_request.headers, ROUTE_HEADER)
+        salt = cache_salt(request.tenant, request.cache_salt, self._admission)
+        request = msgspec.structs.replace(request, cache_salt=salt)
+        spec = response_spec(
+            parsed,
+            card.id,
+            request_id=request_id,
+            created=_unix_time_s(),
+            prompt_tokens_details=self._prompt_tokens_details,
+        )
+        is_explained = self._has_route_header and asks_for(http_request.headers, ROUTE_HEADER)
 
         def more_headers() -> list[tuple[bytes, bytes]]:
             if not is_explained:

@@ -235,9 +235,8 @@ class IngressReplica:
         ingress = self._ingress = Ingress(self._config, self._keys)
         app = create_app(
             ingress,
+            self._config.ingress,
             version=importlib.metadata.version("ttserve"),
-            max_body_bytes=self._config.ingress.max_body_bytes,
-            request_timeout_s=self._config.ingress.request_timeout_s,
             admission=self._config.router.admission,
         )
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cluster.config.resolve import resolve
+from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lab.replay import read, replay
@@ -30,8 +31,8 @@ def pool():
 
 
 @contextlib.asynccontextmanager
-async def serving(engines, **router):
-    """An HTTP client of an ingress that has found these engines."""
+async def serving(engines, options=None, **router):
+    """An HTTP client of an ingress that has found these engines; `options` are of its app."""
     config = resolve(
         {"model": str(model_folder()), "pools": {"both": {"replicas": 2}}, "router": router}
     )
@@ -39,7 +40,12 @@ async def serving(engines, **router):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: len(ingress.fleet.pools.decode_views()) == 4, "all lanes are known")
-        app = create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60)
+        app = create_app(
+            ingress,
+            IngressConfig(max_body_bytes=2**20, request_timeout_s=60, **options or {}),
+            version="0",
+            admission=config.router.admission,
+        )
 
         async def ask(method, path, body=b"", **headers):
             named = [(name.replace("_", "-"), value) for name, value in headers.items()]
@@ -64,7 +70,9 @@ def num_cached(ingress):
 
 def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_path):
     async def scenario():
-        async with serving(pool, policy="least_delay", route_log=str(tmp_path)) as (ask, ingress):
+        options = {"route_header": True}
+        serve = serving(pool, options, policy="least_delay", route_log=str(tmp_path))
+        async with serve as (ask, ingress):
             for number in range(6):
                 await ask("POST", "/v1/completions", body(f"{number} {PROMPT}"))
             await ask("POST", "/v1/completions", body())
@@ -115,6 +123,67 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
     asyncio.run(scenario())
 
 
+SECRET = "the account number is 1234 and the pin is {pin:02d}; "
+PIN = 21
+TENANTS = {"tenant_header": "x-account"}
+
+
+async def hits(ask, pins, **headers):
+    """The guesses that some engine has cached, by any answer to them."""
+    found = []
+    for pin in pins:
+        answer = await ask(
+            "POST",
+            "/v1/completions",
+            body(SECRET.format(pin=pin) * 3, max_tokens=1),
+            x_debug_route="1",
+            **headers,
+        )
+        assert answer.status == 200
+        usage = answer.body["usage"].get("prompt_tokens_details", {"cached_tokens": 0})
+        short = answer.headers.get("x-debug-route", "actual-cached-tokens=0")
+        cached = max(
+            usage["cached_tokens"], int(re.findall(r"actual-cached-tokens=(\d+)", short)[0])
+        )
+        # All guesses have the first block in common, and only the right one has all of them.
+        if cached > len(SECRET.format(pin=0)):
+            found.append(pin)
+    return found
+
+
+def test_no_field_of_an_answer_says_what_others_have_asked(pool):
+    async def scenario():
+        async with serving(pool) as (ask, _):
+            await hits(ask, [PIN])
+            assert await hits(ask, range(PIN - 5, PIN + 5)) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_finds_what_it_has_asked_itself_and_nothing_of_another(pool):
+    options = {"prompt_tokens_details": True, "route_header": True}
+
+    async def scenario():
+        async with serving(pool, options, admission=TENANTS) as (ask, _):
+            assert await hits(ask, [PIN], x_account="alice") == []
+            assert await hits(ask, range(PIN - 5, PIN + 5), x_account="mallory") == []
+            assert await hits(ask, [PIN], x_account="alice") == [PIN]
+
+    asyncio.run(scenario())
+
+
+def test_tenants_that_share_their_caches_find_each_others_prompts(pool):
+    options = {"prompt_tokens_details": True}
+    admission = {**TENANTS, "share_prefix_cache": True}
+
+    async def scenario():
+        async with serving(pool, options, admission=admission) as (ask, _):
+            await hits(ask, [PIN], x_account="bob")
+            assert await hits(ask, [PIN], x_account="carol") == [PIN]
+
+    asyncio.run(scenario())
+
+
 def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch):
     async def scenario():
         monkeypatch.setattr("cluster.routing.explain.KEPT", 2)
@@ -135,7 +204,9 @@ def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch)
                 await until(
                     lambda: len(pools.decode_views()) == len(pools.prefill_views()) == 2, "known"
                 )
-                app = create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60)
+                app = create_app(
+                    ingress, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+                )
                 for number in range(5):
                     await Client(app).request(
                         "POST",

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import ingress as ingress_module
 from cluster.config.resolve import resolve
+from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from cluster.errors import InternalError, NotReadyError, ReplicaLostError
 from cluster.ingress import Ingress
@@ -209,7 +210,9 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
             serving(engine.member, pools=["both"]) as service,
         ):
             client = Client(
-                create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+                create_app(
+                    service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+                )
             )
             for seed in (None, None, 0):
                 body = {"prompt": "x", "max_tokens": 1, "seed": seed}
@@ -243,7 +246,9 @@ def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
             ScriptedEngine("decode", "d", finishes) as decode,
             serving(prefill.member, decode.member) as service,
         ):
-            app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+            app = create_app(
+                service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+            )
             client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
             return client.status, [*prefill.messages, *decode.messages]
 
@@ -510,7 +515,9 @@ def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeyp
             ScriptedEngine("both", "e", lambda _: []) as engine,
             serving(engine.member, pools=["both"]) as service,
         ):
-            app = create_app(service, version="1", max_body_bytes=1000, request_timeout_s=60.0)
+            app = create_app(
+                service, IngressConfig(max_body_bytes=1000, request_timeout_s=60.0), version="1"
+            )
             paths = ["/metrics", "/kv"] * 50
             looks = [asyncio.create_task(Client(app).request("GET", path)) for path in paths]
             await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.resolve import resolve
+from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress, one_by_one
 from replicas.messages import EngineRequest, TokenOutput
@@ -49,7 +50,9 @@ async def serving(engines):
         await until(lambda: ingress.fleet.pools.can_prefill, "prefill is known")
         yield (
             ingress,
-            create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60),
+            create_app(
+                ingress, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+            ),
         )
     finally:
         await ingress.close()

@@ -15,7 +15,7 @@ import pytest
 
 import configs
 from cluster.config.resolve import resolve
-from cluster.config.schema import OrderName
+from cluster.config.schema import IngressConfig, OrderName
 from cluster.config.serve_file import read_serve_file
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
@@ -61,7 +61,9 @@ async def serving(*engines, args=None, **fields):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: ingress.is_ready()[0], "ready")
-        app = create_app(ingress, version="0", max_body_bytes=2**20, request_timeout_s=60)
+        app = create_app(
+            ingress, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+        )
         yield ingress, lambda *request: Client(app).request(*request)
     finally:
         await ingress.close()

@@ -8,6 +8,7 @@ import time
 import pytest
 import uvicorn
 
+from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from examples.server_client import main
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -19,7 +20,9 @@ def url():
     service.max_model_len = 256
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+        app = create_app(
+            service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+        )
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 
+from cluster.config.schema import IngressConfig
 from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares
 from cluster.edge.headers import LEFT_TO_US
 from cluster.edge.openai import Usage
@@ -31,7 +32,9 @@ QUICK = DoorLimits(body_timeout_s=1.0, write_timeout_s=0.5)
 
 def make_app(service, *, max_body_bytes=2**20, request_timeout_s=60):
     return create_app(
-        service, version="0", max_body_bytes=max_body_bytes, request_timeout_s=request_timeout_s
+        service,
+        IngressConfig(max_body_bytes=max_body_bytes, request_timeout_s=request_timeout_s),
+        version="0",
     )
 
 

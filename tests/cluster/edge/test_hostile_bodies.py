@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config.resolve import demo_model_folder
+from cluster.config.schema import IngressConfig
 from cluster.edge.openai import Usage
 from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from cluster.edge.routes import create_app
@@ -56,7 +57,9 @@ async def longest_stall_s(stop):
 
 async def attack(service, path, body):
     """Sends a body while 32 clients stream; the answer, and the loop's longest stall."""
-    app = create_app(service, version="1", max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0)
+    app = create_app(
+        service, IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0), version="1"
+    )
     streams = [Client(app) for _ in range(32)]
     ask = {"prompt": "hi", "stream": True}
     tasks = [asyncio.create_task(c.request("POST", "/v1/completions", ask)) for c in streams]
@@ -184,7 +187,9 @@ def test_when_as_many_texts_are_encoded_as_may_be_the_next_one_is_told_to_wait(m
 
         monkeypatch.setattr(service.tokenizer, "decode", slow)
         app = create_app(
-            service, version="1", max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0
+            service,
+            IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0),
+            version="1",
         )
         body = {"tokens": [7] * 5000}
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 import uvicorn
 
+from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
@@ -31,7 +32,9 @@ def service():
 def port(service):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        app = create_app(service, version="0", max_body_bytes=2**20, request_timeout_s=60)
+        app = create_app(
+            service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+        )
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -23,7 +23,6 @@ USAGE = {
     "prompt_tokens": 5,
     "completion_tokens": 4,
     "total_tokens": 9,
-    "prompt_tokens_details": {"cached_tokens": 2},
 }
 
 
@@ -113,6 +112,15 @@ def test_a_chat_that_ends_without_text_has_an_empty_last_delta():
     writer.add(OutputDelta(0, "", [], "length"))
     _, last = events(first + writer.finish(Usage(5, 1)))
     assert last["choices"][0]["delta"] == {}
+
+
+def test_cached_tokens_are_counted_only_where_that_is_configured():
+    counted = {**USAGE, "prompt_tokens_details": {"cached_tokens": 2}}
+    assert whole(COMPLETION, prompt_tokens_details=True)["usage"] == counted
+    stream = chunks(CHAT, continuous_usage_stats=True, prompt_tokens_details=True)
+    assert all("prompt_tokens_details" in chunk["usage"] for chunk in stream)
+    stream = chunks(CHAT, include_usage=True, continuous_usage_stats=True)
+    assert "prompt_tokens_details" not in str([whole(COMPLETION), stream])
 
 
 def test_usage_comes_only_when_asked_for():

@@ -3,9 +3,12 @@ import contextlib
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.config.schema import AdmissionConfig
+from cluster.config.schema import AdmissionConfig, IngressConfig
 from cluster.edge import routes
+from cluster.edge.headers import cache_salt
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
@@ -81,12 +84,17 @@ class Client:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-def make_app(service, max_body_bytes=MAX_BODY_BYTES):
-    return create_app(service, version="1.2.3", max_body_bytes=max_body_bytes, request_timeout_s=60)
+def make_app(service, max_body_bytes=MAX_BODY_BYTES, admission=None, **options):
+    return create_app(
+        service,
+        IngressConfig(max_body_bytes=max_body_bytes, request_timeout_s=60, **options),
+        version="1.2.3",
+        admission=admission,
+    )
 
 
-def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES):
-    app = make_app(service, max_body_bytes)
+def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES, **options):
+    app = make_app(service, max_body_bytes, **options)
     return asyncio.run(Client(app).request(method, path, body, headers))
 
 
@@ -98,7 +106,10 @@ CLAIMS = [("x-account", "alice"), ("x-slo-ttft-ms", "1500"), ("x-slo-tpot-ms", "
 def claimed(admission, headers):
     service = FakeBackend()
     app = create_app(
-        service, version="1", max_body_bytes=2**20, request_timeout_s=60, admission=admission
+        service,
+        IngressConfig(max_body_bytes=2**20, request_timeout_s=60),
+        version="1",
+        admission=admission,
     )
     client = Client(app)
     asyncio.run(client.request("POST", "/v1/completions", {"prompt": "hi"}, headers))
@@ -139,6 +150,34 @@ def test_the_longest_tenant_counts_and_one_named_twice_is_one():
     admission = AdmissionConfig(tenant_header="x-account")
     _, [request] = claimed(admission, [("x-account", "a" * 128)] * 2)
     assert request.tenant == "a" * 128
+
+
+def salt_of(tenant, **fields):
+    """The salt under which a tenant's request is cached."""
+    service = FakeBackend()
+    sharing = fields.pop("share_prefix_cache", False)
+    admission = AdmissionConfig(tenant_header="x-account", share_prefix_cache=sharing)
+    headers = [("x-account", tenant)] if tenant else []
+    body = {"prompt": "hi", **fields}
+    call(service, "POST", "/v1/completions", body, headers=headers, admission=admission)
+    [request] = service.requests
+    return request.cache_salt
+
+
+NAMES = st.text(alphabet="abc0123456789:", max_size=4)
+
+
+@given(mine=st.tuples(NAMES, NAMES), other=st.tuples(NAMES, NAMES))
+def test_no_salt_of_one_tenant_is_a_salt_of_another(mine, other):
+    admission = AdmissionConfig(tenant_header="x-account")
+    salts = [cache_salt(tenant, given, admission) for tenant, given in (mine, other)]
+    assert (salts[0] == salts[1]) == (mine == other)
+
+
+def test_the_salt_of_a_request_is_its_tenants_unless_tenants_share():
+    assert salt_of("alice") == salt_of("alice")
+    assert len({salt_of("alice"), salt_of("bob"), salt_of(""), salt_of("bob", cache_salt="s")}) == 4
+    assert salt_of("alice", share_prefix_cache=True) == salt_of("", share_prefix_cache=True) == ""
 
 
 def generate(service, path, **fields):
@@ -585,9 +624,11 @@ def test_a_request_that_is_not_known_has_no_route():
 )
 def test_a_route_comes_in_a_header_for_those_who_ask(stream, headers, answer):
     body = {"prompt": "abc", "stream": stream}
-    client = call(FakeBackend(), "POST", "/v1/completions", body, headers=headers)
+    ask = ("POST", "/v1/completions", body)
+    client = call(FakeBackend(), *ask, headers=headers, route_header=True)
     assert client.status == 200
     assert client.headers.get("x-debug-route") == answer
+    assert "x-debug-route" not in call(FakeBackend(), *ask, headers=headers).headers
 
 
 def test_kv_says_what_moves_between_the_replicas():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.schema import IngressConfig
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
@@ -83,7 +84,9 @@ def replica(app):
 
 def make_app(script=None, service=None):
     service = service or FakeBackend(script)
-    return create_app(service, version="0", max_body_bytes=2**23, request_timeout_s=60)
+    return create_app(
+        service, IngressConfig(max_body_bytes=2**23, request_timeout_s=60), version="0"
+    )
 
 
 # --- other users of the host -------------------------------------------------------------------
