@@ -121,9 +121,7 @@ class SlotQueue:
 
     def has_room(self, demand: Demand) -> bool:
         """Whether a request that came now would be placed at once."""
-        return self._first_in_need() is None and bool(
-            self._pools.decode_views().fitting(demand).any()
-        )
+        return self._first_in_need() is None and self._has_room_somewhere(demand)
 
     def check_open(self) -> None:
         """Whether a request that will want a slot later should be let in.
@@ -169,7 +167,8 @@ class SlotQueue:
             self.set_due(waiter, now_s)
         if not waiter.is_promised:
             self._check_ready()
-        before = self._first_due() if waiter.has_stream else self._first_in_need()
+        # Streams in front of it have no room now, or `assign` would have placed them.
+        before = self._first_in_need()
         if waiter.is_due and (before is None or waiter.key < before.key):
             placement = self._place(waiter)
             if placement is not None:
@@ -202,23 +201,27 @@ class SlotQueue:
             self._waiters.remove(waiter)
 
     def assign(self) -> list[tuple[Waiter, Placement]]:
-        """Place whoever is next, as long as there is room; they wait no longer, and hold it.
+        """Place requests in their order as long as there is room, and hold it for them.
 
-        Call it whenever the pools have changed or somebody has left.
+        A request without a stream that does not fit ends the walk, so that later ones cannot starve
+        it. A stream that does not fit is passed over: it is still decoded elsewhere. Call it
+        whenever the pools have changed or a request has left the queue.
+
+        Returns:
+            Each request that was placed, which has left the queue, and its placement.
         """
         assigned = []
         at = 0
         while at < len(self._waiters):
             waiter = self._waiters[at]
-            placement = self._place(waiter) if waiter.is_due else None
+            # The cheap test first: a replica that drains may hand over hundreds of streams.
+            may_fit = not waiter.has_stream or self._has_room_somewhere(waiter.demand)
+            placement = self._place(waiter) if waiter.is_due and may_fit else None
             if placement is not None:
                 assigned.append((self._waiters.pop(at), placement))
-                continue
-            if waiter.is_due and not waiter.has_stream:
+            elif waiter.is_due and not waiter.has_stream:
                 break
-            at += 1
-            # Whoever has a stream waits without need. The others who do are as long, or longer.
-            while waiter.has_stream and at < len(self._waiters) and self._waiters[at].has_stream:
+            else:
                 at += 1
         return assigned
 
@@ -252,24 +255,29 @@ class SlotQueue:
         )
 
     def check_invariants(self) -> None:
-        """The queue is in order, and after every `assign` its head has no room."""
+        """Check the order, and that after `assign` no request that may be placed has room.
+
+        These are the first request without a stream, and every stream in front of it.
+        """
         keys = [waiter.key for waiter in self._waiters]
         assert keys == sorted(set(keys)), f"{keys=}"
-        for head in {self._first_due(), self._first_in_need()} - {None}:
-            assert head is not None
+        for waiter in self._waiters:
+            if not waiter.is_due:
+                continue
             for view in self._pools.decode_views():
-                has_room = fits(head.demand, view)
-                has_room &= view.placement not in head.refused | head.spared
-                has_room &= not self._pools.is_held(head.demand.request_id, view.placement)
-                assert not has_room, f"{head!r} waits although {view} has room"
+                has_room = fits(waiter.demand, view)
+                has_room &= view.placement not in waiter.refused | waiter.spared
+                has_room &= not self._pools.is_held(waiter.demand.request_id, view.placement)
+                assert not has_room, f"{waiter!r} waits although {view} has room"
+            if not waiter.has_stream:
+                break
 
     def _first_in_need(self) -> Waiter | None:
         """The first of these who get nothing before they have it."""
         return next((w for w in self._waiters if w.is_due and not w.has_stream), None)
 
-    def _first_due(self) -> Waiter | None:
-        """The first of those who want a slot now."""
-        return next((waiter for waiter in self._waiters if waiter.is_due), None)
+    def _has_room_somewhere(self, demand: Demand) -> bool:
+        return bool(self._pools.decode_views().fitting(demand).any())
 
     def _place(self, waiter: Waiter) -> Placement | None:
         views = self._pools.decode_views()

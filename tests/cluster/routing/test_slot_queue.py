@@ -464,6 +464,35 @@ def test_whoever_has_a_stream_is_in_nobodys_way_while_there_is_no_room_for_it():
     assert [w for w, _ in queue.assign()] == heirs
 
 
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_stream_that_does_not_fit_keeps_no_smaller_stream_from_moving(comes_late):
+    pools = one_engine(num_slots=0)
+    queue, _ = make(pools)
+    large = queue.new_waiter(asks("large", 20), is_promised=True, has_stream=True)
+    small = queue.new_waiter(asks("small", 1), is_promised=True, has_stream=True)
+    assert queue.enter(large, 0.0) is None
+    if comes_late:
+        pools.take_snapshot("one", snapshot(1, num_slots=2, num_blocks=8))
+        assert queue.assign() == []
+        assert queue.enter(small, 0.0) is not None
+    else:
+        assert queue.enter(small, 0.0) is None
+        pools.take_snapshot("one", snapshot(1, num_slots=2, num_blocks=8))
+        assert [waiter for waiter, _ in queue.assign()] == [small]
+    queue.check_invariants()
+    assert queue.waiters == [large]
+
+
+def test_invariants_see_a_stream_that_waits_behind_another_although_there_is_room():
+    pools = one_engine(num_slots=0)
+    queue, _ = make(pools)
+    for name, num_blocks in (("large", 20), ("small", 1)):
+        queue.enter(queue.new_waiter(asks(name, num_blocks), is_promised=True, has_stream=True), 0)
+    pools.take_snapshot("one", snapshot(1, num_slots=2, num_blocks=8))
+    with pytest.raises(AssertionError, match="small"):
+        queue.check_invariants()
+
+
 def test_a_wait_that_is_given_up_lets_go_of_its_place_before_its_task_has_run():
     pools = one_engine(num_slots=0)
 
