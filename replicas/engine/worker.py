@@ -9,6 +9,7 @@ Life cycle, each step called once, in this order, through `Executor.collective_r
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections import deque
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     )
     from replicas.generators.ttnn.mesh import TTMesh
     from replicas.kv_groups import KVGroup
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MESH_DTYPE = torch.bfloat16
@@ -140,7 +143,17 @@ class Worker:
             name = config.generator or next(iter(self._hf_config.architectures), "")
             self._generator_class = resolve_generator(name)
             self._device = self._cpu()
+            self._report_lost_precision()
             keep_heap()
+
+    def _report_lost_precision(self) -> None:
+        saved = self._hf_config.dtype
+        if self._config.dtype == "auto" and saved == "float16":
+            logger.warning(
+                "%s holds float16 weights and is computed in bfloat16, which keeps 8 of their 11 "
+                "bits; set engine.dtype to float32 to compute with all of them",
+                self._config.model,
+            )
 
     def load_model(self) -> ModelFacts:
         """Load the weights and measure how many KV blocks fit."""

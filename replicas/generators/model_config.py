@@ -33,6 +33,11 @@ _DEFAULT_MAX_POSITIONS = {
     "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072,
     "qwen3_moe": 32768,
 }  # fmt: skip
+_POSITION_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
+    "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Names that configurations give the longest sequence. Source: vLLM's `_get_and_verify_max_len`."""
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
 _DEFAULT_THETA = {"mixtral": 1e6}
 
@@ -317,7 +322,7 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
     head_dim = int(raw.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads))
     if head_dim % 2:
         raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
-    max_positions = int(raw.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS[family])
+    max_positions = _max_positions(raw, family)
     attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(
         raw.get("attention_bias", False)
     )
@@ -388,6 +393,12 @@ def _refuse_unsupported(raw: Mapping[str, Any], name: str) -> None:
     layer_types = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if layer_types:
         raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")
+
+
+def _max_positions(raw: Mapping[str, Any], family: str) -> int:
+    """Return the longest sequence in tokens: the smallest of the stated ones, as vLLM has it."""
+    stated = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
+    return min(stated, default=_DEFAULT_MAX_POSITIONS[family])
 
 
 def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:

@@ -49,6 +49,18 @@ def test_a_minimal_configuration_gets_the_defaults_of_its_family():
     assert not config.tie_word_embeddings
 
 
+@pytest.mark.parametrize(
+    ("stated", "longest"),
+    [
+        ({"max_sequence_length": 4096}, 4096),
+        ({"seq_length": 512, "max_position_embeddings": None}, 512),
+        ({"max_position_embeddings": 8192, "model_max_length": 4096}, 4096),
+    ],
+)
+def test_longest_sequence_is_read_from_every_key_that_configurations_use(stated, longest):
+    assert parse(**stated).max_position_embeddings == longest
+
+
 def test_reading_a_folder_agrees_with_transformers(model):
     theirs, ours = model.hf_config, model.config
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):

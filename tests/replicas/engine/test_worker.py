@@ -1,0 +1,28 @@
+"""A worker's start, before it has weights."""
+
+import json
+import shutil
+
+import pytest
+
+from replicas.config import EngineConfig
+from replicas.engine.worker import Worker
+from tests.models import model_folder
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "is_reported"),
+    [
+        ("float16", "auto", True),
+        ("float16", "float32", False),
+        ("bfloat16", "auto", False),
+    ],
+)
+def test_weights_that_lose_precision_are_reported(tmp_path, caplog, saved, asked, is_reported):
+    folder = shutil.copytree(model_folder("llama-mha"), tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "dtype": saved}))
+    Worker(
+        EngineConfig(model=str(folder), dtype=asked), "e.1", lambda: None, lambda *_: None
+    ).init_device()
+    assert ("float16 weights" in caplog.text) == is_reported
