@@ -394,8 +394,8 @@ def _supervise(options: ServeOptions, path: Path) -> int:
         ClusterConfigError: The file, or what it names, does not do.
     """
     from cluster.config.resolve import resolve
+    from cluster.lifecycle.key_file import key_ring
     from cluster.lifecycle.supervisor import serve as supervise
-    from cluster.routing.tickets import key_ring
 
     # Checked here too: a mistake costs no start of Ray.
     file = options.read()

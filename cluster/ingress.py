@@ -30,7 +30,7 @@ from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineError
-from replicas.generators.plugin.checkpoints import model_name
+from replicas.model_name import model_name
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 

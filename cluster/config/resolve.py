@@ -28,11 +28,11 @@ from replicas.config import EngineConfig, GangConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
-from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
 from replicas.kv_sizing import longest_sequence
 from replicas.mesh_environment import check_generator
+from replicas.model_name import model_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from cluster.routing.tickets import key_ring
+from cluster.lifecycle.key_file import key_ring
 from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
 
 if TYPE_CHECKING:

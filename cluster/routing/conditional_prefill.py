@@ -1,4 +1,4 @@
-"""Which decode engine computes a prompt itself, as no prefill engine has it sooner. Pure.
+"""Which decode engine computes a prompt itself, as no prefill engine has it sooner.
 
 Owner: one ingress's event loop; of the prompts that it has given to decode engines and that have
 given no token yet. Either way is weighed in seconds: those of the prompt to its first token, and

@@ -1,8 +1,8 @@
-"""Choose where a request runs: one cost, summed from terms, whose weights are the policies. Pure.
+"""Choose where a request runs: one cost, summed from terms, whose weights are the policies.
 
 A policy is a list of levels; a level is a sum of weighted terms, and the least sum wins. The next
-level decides among those that are equal, and turns after the last. No I/O and no clock; what is
-drawn comes from a generator whose seed is given: simulations repeat, ingresses choose differently.
+level decides among those that are equal, and turns after the last. No I/O and no clock. Random
+numbers come from a generator whose seed is given: simulations repeat, ingresses choose differently.
 
 A placement is a proposal. Views are what replicas last said, less what this ingress has sent since;
 the replica stays the authority and may refuse.

@@ -75,11 +75,11 @@ class DecodeLostError(Exception):
 
 
 class DecodeLeftError(Exception):
-    """It stalls, hands over, or is quiet, and another one goes on; or it has no part in it.
+    """The request must move: its decode replica is stalled, draining or unresponsive.
 
     Args:
-        reason: "stalled", "leaving", "quiet" or "refused".
-        why: What the engine said.
+        reason: "stalled", "leaving" or "quiet".
+        why: Details for the log.
     """
 
     def __init__(self, reason: str, why: str) -> None:

@@ -13,9 +13,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
-from replicas.generators.plugin.checkpoints import model_name
 from replicas.generators.ttnn.budget import lane_memory
 from replicas.kv_sizing import DEFAULT_TOKEN_BUDGET
+from replicas.model_name import model_name
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, MeshConfig

@@ -1,10 +1,12 @@
 """No module imports itself by way of others, imports for type checking included."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from pip._vendor import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("cluster", "replicas", "kv_transfer")
@@ -51,3 +53,15 @@ def test_a_circle_for_type_checking_is_one():
     with pytest.raises(CycleError) as caught:
         TopologicalSorter(import_graph(texts)).prepare()
     assert {"p.a", "p.b"} <= set(caught.value.args[1])
+
+
+def test_modules_that_call_themselves_pure_are_held_to_the_contract():
+    contracts = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (pure,) = (c for c in contracts["contracts"] if c["name"].startswith("pure cores"))
+    claims = {
+        name
+        for name, text in sources().items()
+        if re.search(r"\bPure\.", ast.get_docstring(ast.parse(text)) or "")
+    }
+    assert claims
+    assert claims <= set(pure["source_modules"])

@@ -1,4 +1,4 @@
-"""Scenarios that chance brings together. Pure.
+"""Scenarios that chance brings together.
 
 One generator for all draws, in a fixed order: a seed's scenario is the same everywhere.
 """

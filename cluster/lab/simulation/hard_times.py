@@ -1,6 +1,6 @@
 """The scenario of a seed, and hard times for some: troubles that chance does not bring together.
 
-Pure. Each makes of a scenario another one with what it needs: enough replicas, streams that are
+Each makes of a scenario another one with what it needs: enough replicas, streams that are
 long, slots that are full.
 """
 

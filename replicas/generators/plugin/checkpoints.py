@@ -18,18 +18,6 @@ from replicas.errors import ConfigError
 from replicas.user_cache import NO_HOME, user_cache
 
 
-def model_name(folder: str) -> str:
-    """What Hugging Face calls the model in a folder, as far as its path says.
-
-    Of a snapshot in Hugging Face's cache that is the repository's name, else the folder's own.
-    """
-    path = Path(folder)
-    repository = path.parent.parent.name
-    if path.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.rpartition("--")[2]
-    return path.name
-
-
 def checkpoint_for(
     plugin_class: Any,  # noqa: ANN401 - a class that is not known here
     folder: str,

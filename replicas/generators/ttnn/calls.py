@@ -1,4 +1,4 @@
-"""Arguments of prefill and decode, checked before any device sees them. Pure.
+"""Arguments of prefill and decode, checked before any device sees them.
 
 A wrong argument is a ValueError, as with the torch generator, and says both numbers. The checks are
 those that keep a call inside what was compiled and inside the cache: the device checks no index.
