@@ -1,20 +1,26 @@
 # One file, two flavours; the Python of BASE decides, as ttnn has wheels for 3.10 and 3.12 alone:
 #   docker build -t ttserve:0.1.0 .                                                  CPU, simulated meshes
 #   docker build -t ttserve:0.1.0-tt --build-arg BASE=python:3.12-slim-bookworm .    Tenstorrent boards
+# BASE is a tag, which may name another image tomorrow. For a build that can be repeated, add the digest
+# that your registry gives: BASE=python:3.11-slim-bookworm@sha256:<64 digits>. Debian's packages are
+# still the newest of their release.
+# Every Python package is installed by its hash (requirements/*.txt, `make lock`), from wheels only.
 # TORCH_INDEX names an index of torch's CPU wheels, which make the image smaller by the CUDA libraries.
+# They are other files than PyPI's: TORCH_SHA256 is the hash, from that index, of the wheel for the
+# image's Python and processor.
 # PIP_CERT names certificates that a mirror of Python's packages asks for, mounted while it builds.
 ARG BASE=python:3.11-slim-bookworm
 
-# bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. Whoever
-# is 1000 owns HAProxy's folder, which every container gets anew: Serve's files and the admin socket are
-# nobody else's.
+# bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. User 1000
+# owns HAProxy's folder, which every container gets anew, because Serve's files and the admin socket are
+# private. KubeRay starts Ray from a login shell, which reads profile.d; `ttserve serve` sets its umask itself.
 FROM ${BASE} AS base
 RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
         $(python3 -c 'import venv, ensurepip' 2> /dev/null || echo python3 python3-venv) \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 1000 ttserve && useradd --uid 1000 --gid 1000 --home-dir /tmp/home --no-create-home ttserve \
     && install -d -o 1000 -g 1000 -m 700 /run/ttserve \
-    && echo 'export PATH=/opt/ttserve/bin:$PATH' > /etc/profile.d/ttserve.sh
+    && printf 'umask 077\nexport PATH=/opt/ttserve/bin:$PATH\n' > /etc/profile.d/ttserve.sh
 WORKDIR /src
 
 # Their names alone: nothing else in pyproject.toml is a reason to install them anew.
@@ -23,23 +29,28 @@ COPY pyproject.toml ./
 RUN python3 -m venv /venv && /venv/bin/python -c 'from pip._vendor import tomli; \
 print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > requirements.txt
 
+# The base's own pip installs nothing but the pip and setuptools of the hashed list. They do the rest, with
+# hashed constraints rather than requirements: packages that this torch does not need are not installed.
 FROM base AS installed
 ARG PIP_CERT
 ARG TORCH_INDEX
-COPY constraints.txt ./
+ARG TORCH_SHA256
+COPY requirements/build.txt requirements/runtime.txt ./
 COPY --from=names /src/requirements.txt ./
-RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CACHE_DIR=1 \
-    && if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
-    && pip install --constraint constraints.txt --requirement requirements.txt
+RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_REQUIRE_HASHES=1 \
+    && pip install --requirement build.txt \
+    && if [ -n "$TORCH_INDEX" ]; then \
+        echo "$(grep '^torch==' requirements.txt) --hash=sha256:${TORCH_SHA256:?is the hash of the wheel that TORCH_INDEX has}" > torch.txt \
+        && pip install --no-deps --index-url "$TORCH_INDEX" --requirement torch.txt; fi \
+    && pip install --constraint runtime.txt --requirement requirements.txt
 
 FROM installed AS code
-ARG PIP_CERT
 COPY pyproject.toml LICENSE README.md ./
 COPY cluster cluster
 COPY configs configs
 COPY kv_transfer kv_transfer
 COPY replicas replicas
-RUN /opt/ttserve/bin/pip install --no-cache-dir --no-deps --root /code .
+RUN /opt/ttserve/bin/pip install --no-cache-dir --no-index --no-deps --no-build-isolation --root /code .
 
 # A change of the code is a layer of a few megabytes over that of the dependencies.
 FROM installed

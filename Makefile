@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 # Where ttnn is, which has no wheel for Python 3.11; TTNN_PYTHON=/path/to/python3.12 names another.
 VENV_TTNN := .venv-ttnn
+# Where the tools of `lock`, `sbom` and `audit` are.
+VENV_TOOLS := .venv-tools
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --timeout 60
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test test-slow test-tt test-helm build-helm check lint types imports chaos clean
+.PHONY: serve test test-slow test-tt test-helm build-helm check lint types imports chaos lock sbom audit clean
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed
@@ -68,8 +70,29 @@ imports: $(VENV)/.installed-dev
 chaos: $(VENV)/.installed
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
+# The versions of constraints.txt with the hashes of all their files, for the image and for `audit`. The
+# targets above install by version alone: an index of torch's CPU wheels has other files than PyPI.
+LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(VENV_TOOLS)/bin/uv pip compile --quiet --universal \
+	--python-version 3.10 --generate-hashes --no-annotate --constraint constraints.txt
+lock: $(VENV_TOOLS)/.installed
+	$(LOCK) --output-file requirements/runtime.txt pyproject.toml
+	$(LOCK) --output-file requirements/build.txt --group build
+	$(LOCK) --output-file requirements/tools.txt --group tools
+
+# What is installed in $(VENV), as a CycloneDX document.
+sbom: $(VENV)/.installed $(VENV_TOOLS)/.installed
+	@mkdir -p generated
+	$(VENV_TOOLS)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml --output-file generated/sbom.json $(VENV)/bin/python
+
+# Asks api.osv.dev for known vulnerabilities of the locked versions. An index without vulnerability data,
+# which PyPI's mirrors often are, would answer "none".
+audit: $(VENV_TOOLS)/.installed
+	$(VENV_TOOLS)/bin/pip-audit --service osv --strict --disable-pip --require-hashes --progress-spinner off \
+		$(addprefix --requirement ,$(wildcard requirements/*.txt)) || \
+		{ echo "audit: failed. Either vulnerabilities are listed above, or api.osv.dev could not be reached and nothing was checked."; exit 1; }
+
 clean:
-	rm -rf $(VENV) $(VENV_TTNN) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
+	rm -rf $(VENV) $(VENV_TTNN) $(VENV_TOOLS) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
@@ -84,6 +107,11 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV_TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv --clear $(VENV_TOOLS)
+	$(VENV_TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes --only-binary :all: --requirement $<
 	@touch $@
 
 $(VENV_TTNN)/bin/python:
