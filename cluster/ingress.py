@@ -11,17 +11,20 @@ import asyncio
 import math
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from cluster.edge.explain import is_called, route_view, short_form
+from cluster.edge.explain import RoutesView, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.resume import Rerun
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
+from cluster.errors import SaturatedError
 from cluster.routing.cost import LOOK_AT_CACHES
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics, render
@@ -35,14 +38,14 @@ from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cluster.config.resolve import ClusterConfig
-    from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit
     from cluster.edge.resume import Position
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
+    from cluster.routing.explain import Route
     from cluster.routing.pools import Member
     from kv_transfer.keys import KeyRing
     from replicas.messages import EngineRequest, FinishReason, TokenOutput
@@ -54,6 +57,7 @@ _SCRAPE_TIMEOUT_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
 _PROBE_TIMEOUT_S = 20.0
 """A step may have a long prompt; SGLang waits as long."""
+_MAX_ROUTE_LOOKS = 4
 MIN_ASK_INTERVAL_S = 0.5
 """Between two rounds of questions to every engine, of one kind."""
 
@@ -92,6 +96,8 @@ class Ingress:
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
         self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
         self._probes = Shared(self._probe, MIN_ASK_INTERVAL_S)
+        self._route_thread = ThreadPoolExecutor(1, "routes")
+        self._route_looks = SharedByKey(self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_LOOKS)
         self._created_s = int(time.time())
         self._was_complete = False
 
@@ -160,15 +166,11 @@ class Ingress:
         """What slots are held for, as this ingress knows it."""
         return await self._slot_looks.get()
 
-    def routes(self, request_id: str) -> list[RouteView]:
+    async def routes(self, request_id: str) -> bytes | None:
         """See `cluster.edge.routes.Backend.routes`."""
-        now_s = asyncio.get_running_loop().time()
-        policy = self._config.router.policy
-        return [
-            route_view(route, self._replica_name, policy=policy, now_s=now_s)
-            for route in self.router.routes.newest_first()
-            if is_called(route, request_id)
-        ]
+        if self.router.routes.of_client_id(request_id) is None:
+            return None
+        return await self._route_looks.get(request_id)
 
     def route_header(self, request: EngineRequest) -> str:
         """See `cluster.edge.routes.Backend.route_header`."""
@@ -178,6 +180,25 @@ class Ingress:
     def _replica_name(self, incarnation: str) -> str:
         member = self.fleet.pools.member(incarnation)
         return incarnation if member is None else member.replica_id
+
+    async def _render_routes(self, request_id: str) -> bytes | None:
+        """Render the kept routes of an id as JSON, in the one thread that does so."""
+        found = self.router.routes.of_client_id(request_id)
+        if found is None:
+            return None
+        loop = asyncio.get_running_loop()
+        members = self.fleet.pools.members()
+        names = {member.description.incarnation: member.replica_id for member in members}
+        # The loop goes on with routes that run: the thread gets what they are now.
+        render = partial(
+            _routes_json,
+            [copy(route) for route in reversed(found.kept)],
+            names,
+            num_dropped=found.num_dropped,
+            policy=self._config.router.policy,
+            now_s=loop.time(),
+        )
+        return await loop.run_in_executor(self._route_thread, render)
 
     async def _slots(self) -> SlotsView:
         admission = self.router.admission
@@ -195,6 +216,8 @@ class Ingress:
         self._looks.close()
         self._slot_looks.close()
         self._probes.close()
+        self._route_looks.close()
+        self._route_thread.shutdown(wait=False, cancel_futures=True)
         self.fleet.close()
         await self.fleet.client.close()
         if self._route_log is not None:
@@ -290,6 +313,13 @@ class Shared(Generic[T]):
         # One who asks may leave; the others still want it.
         return await asyncio.shield(self._task)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is being made, or was begun less than the interval ago."""
+        if self._task is not None and not self._task.done():
+            return True
+        return time.monotonic() - self._begun_s < self._interval_s
+
     def close(self) -> None:
         """Make no more answers."""
         if self._task is not None:
@@ -299,6 +329,62 @@ class Shared(Generic[T]):
         await asyncio.sleep(self._begun_s + self._interval_s - time.monotonic())
         self._begun_s = time.monotonic()
         return await self._make()
+
+
+class SharedByKey(Generic[T]):
+    """One answer of each key for all who ask for it at about the same time.
+
+    It bounds how often answers are made: at most `max_keys` of them in each `interval_s`.
+
+    Args:
+        make: Makes an answer of a key.
+        interval_s: Seconds from one beginning to the next of the same key, at least.
+        max_keys: Keys whose answer is being made, or was begun within the last `interval_s`.
+    """
+
+    def __init__(
+        self, make: Callable[[str], Awaitable[T]], interval_s: float, max_keys: int
+    ) -> None:
+        self._make = make
+        self._interval_s = interval_s
+        self._max_keys = max_keys
+        self._of_key: dict[str, Shared[T]] = {}
+
+    async def get(self, key: str) -> T:
+        """Return the answer of a key; raises what its making raised.
+
+        Raises:
+            SaturatedError: As many other keys as may be are being answered.
+        """
+        shared = self._of_key.get(key)
+        if shared is None:
+            self._of_key = {k: s for k, s in self._of_key.items() if s.is_busy}
+            if len(self._of_key) >= self._max_keys:
+                raise SaturatedError(
+                    f"{self._max_keys} routes are being looked up; try again in a moment"
+                )
+            shared = self._of_key[key] = Shared(partial(self._make, key), self._interval_s)
+        return await shared.get()
+
+    def close(self) -> None:
+        """Make no more answers."""
+        for shared in self._of_key.values():
+            shared.close()
+
+
+def _routes_json(
+    routes: Sequence[Route],
+    names: Mapping[str, str],
+    *,
+    num_dropped: int,
+    policy: str,
+    now_s: float,
+) -> bytes:
+    """Render routes, the latest first; `names` are of replicas, by incarnation."""
+    views = [
+        route_view(route, lambda i: names.get(i, i), policy=policy, now_s=now_s) for route in routes
+    ]
+    return msgspec.json.encode(RoutesView(routes=views, num_dropped=num_dropped))
 
 
 class _Watch:

@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 
 ROUTE_HEADER = "x-debug-route"
 """A request that has it, with any value but 0, gets its short form back under the same name."""
-_SUFFIX_CHARS = 17
+_SUFFIX_DIGITS = 16
 
 
 def engine_request_id(request_id: str, random_hex: str) -> str:
-    """What engines know a request by: a client may repeat its id, and two must never share one."""
-    return f"{request_id}-{random_hex[: _SUFFIX_CHARS - 1]}"
+    """What engines know a request by: a client may repeat its id, and two must never share one.
 
-
-def is_called(route: Route, request_id: str) -> bool:
-    """Whether a client knows a request by this id."""
-    return route.request_id[:-_SUFFIX_CHARS] == request_id
+    `cluster.routing.explain.client_id` is the way back.
+    """
+    return f"{request_id}-{random_hex[:_SUFFIX_DIGITS]}"
 
 
 class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +100,18 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
     predicted: ToldView
     actual: ToldView
     choices: list[ChoiceView]
+
+
+class RoutesView(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests that clients gave one id.
+
+    Attributes:
+        routes: The latest of them, the latest first.
+        num_dropped: Earlier ones with this id that are no longer kept.
+    """
+
+    routes: list[RouteView]
+    num_dropped: int
 
 
 def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> RouteView:

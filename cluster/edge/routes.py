@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
-    from cluster.edge.explain import RouteView
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
@@ -143,8 +142,15 @@ class Backend(Protocol):
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
 
-    def routes(self, request_id: str) -> list[RouteView]:
-        """Why requests that clients call so went where they did, the latest first."""
+    async def routes(self, request_id: str) -> bytes | None:
+        """Say why requests that clients call so went where they did: a `RoutesView` as JSON.
+
+        Returns:
+            None where no such request is known.
+
+        Raises:
+            SaturatedError: Too many are asked about at a time.
+        """
 
     def route_header(self, request: EngineRequest) -> str:
         """The short form of where a request goes, or went."""
@@ -357,12 +363,12 @@ class _Routes:
 
     async def route(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        found = self._backend.routes(request_id)
-        if not found:
+        found = await self._backend.routes(request_id)
+        if found is None:
             raise NotFoundError(
                 f"no request {request_id!r} was served by this ingress lately; others may know it"
             )
-        return json_response({"routes": msgspec.to_builtins(found)})
+        return Response(found, media_type="application/json")
 
     async def version(self, request: Request) -> Response:
         del request

@@ -1,15 +1,16 @@
 """Why requests went where they did: what was weighed, what was predicted, and what came true.
 
-Owner: one ingress's event loop; of the requests that this ingress took lately, `KEPT` of them, and
-nothing of their text. A prediction is of one placement, from its moment on; one is made only where
-steps have shown what they cost. Where there was one place alone nothing was weighed, and nothing is
-predicted of its first token.
+Owner: one ingress's event loop. The latest `KEPT` requests of this ingress are kept, of those to
+which clients gave one id the latest `KEPT_OF_AN_ID`, and nothing of their text. A prediction is of
+one placement, from its moment on; one is made only where steps have shown what they cost. Where
+there was one place alone nothing was weighed, and nothing is predicted of its first token.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from cluster.routing.linear import Linear
 from cluster.routing.views import ADDED, Column, Views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from cluster.routing.choice import Choice, Side
     from cluster.routing.metrics import RouterMetrics
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _FITS = np.ones(1, dtype=np.bool_)
 """The place that was chosen could take it."""
 KEPT = 1024
+KEPT_OF_AN_ID = 16
+"""Clients choose ids and may repeat one: its records must neither push out all others nor make one
+answer as large as the whole book."""
 MOST_MADE = 32
 """Of one request: who is refused again and again is placed as often."""
 _FIRST_TOKEN = Linear((1.0, FIRST_TOKEN_S))
@@ -94,6 +98,14 @@ class Route:
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
 
+    def __copy__(self) -> Route:
+        """Copy the record as it is now, for another thread to read."""
+        route = Route(self.request_id, self.num_prompt_tokens, self.arrived_s)
+        for name in self.__slots__:
+            setattr(route, name, getattr(self, name))
+        route.made = list(self.made)
+        return route
+
     def began(self, num_cached_tokens: int, now_s: float) -> None:
         """Its first token has come."""
         self.first_s = self.last_s = now_s
@@ -143,6 +155,27 @@ class Route:
         )
 
 
+def client_id(request_id: str) -> str:
+    """Return what the client called a request, of the id that engines know it by.
+
+    `cluster.edge.explain.engine_request_id` appends a hyphen and hexadecimal digits.
+    """
+    return request_id.rpartition("-")[0] or request_id
+
+
+@dataclass(slots=True)
+class ClientRoutes:
+    """The routes of requests that clients gave one id.
+
+    Attributes:
+        kept: The latest of them, the oldest first.
+        num_dropped: Earlier ones that made room for these.
+    """
+
+    kept: deque[Route] = field(default_factory=deque)
+    num_dropped: int = 0
+
+
 class Following:
     """Lets a request's route end with it, whatever it ends with."""
 
@@ -172,14 +205,17 @@ class Routes:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._routes: OrderedDict[str, Route] = OrderedDict()
+        # A running request is noted to its end, whatever is kept of it.
+        self._running: dict[str, Route] = {}
+        self._kept: OrderedDict[str, Route] = OrderedDict()
+        self._by_client_id: dict[str, ClientRoutes] = {}
         self._on_end: Callable[[Route], None] | None = None
 
     def __repr__(self) -> str:
-        return f"Routes({len(self._routes)})"
+        return f"Routes({len(self._kept)})"
 
     def __len__(self) -> int:
-        return len(self._routes)
+        return len(self._kept)
 
     @property
     def keeps_whole(self) -> bool:
@@ -191,16 +227,22 @@ class Routes:
         self._on_end = on_end
 
     def follow(self, request_id: str, num_prompt_tokens: int) -> Following:
-        """A request has come; for its length."""
+        """Open the record of a request that has come; the returned context ends it."""
         now_s = asyncio.get_running_loop().time()
-        route = self._routes[request_id] = Route(request_id, num_prompt_tokens, now_s)
-        if len(self._routes) > KEPT:
-            self._routes.popitem(last=False)
+        route = Route(request_id, num_prompt_tokens, now_s)
+        self._running[request_id] = self._kept[request_id] = route
+        same = self._by_client_id.setdefault(client_id(request_id), ClientRoutes())
+        same.kept.append(route)
+        if len(same.kept) > KEPT_OF_AN_ID:
+            del self._kept[same.kept.popleft().request_id]
+            same.num_dropped += 1
+        elif len(self._kept) > KEPT:
+            self._drop_oldest()
         return Following(self, route)
 
     def note(self, side: Side, request_id: str, choice: Choice) -> None:
-        """See `choice.Notes`; of one that is forgotten already, nothing is kept."""
-        route = self._routes.get(request_id)
+        """See `choice.Notes`; of a request that has ended nothing more is kept."""
+        route = self._running.get(request_id)
         if route is not None:
             if len(route.made) == MOST_MADE:
                 # The first says how it began, the last ones why it is where it is.
@@ -208,7 +250,8 @@ class Routes:
             route.made.append(Made(asyncio.get_running_loop().time(), side, choice))
 
     def end(self, route: Route) -> None:
-        """A request has ended."""
+        """Close a request's record."""
+        self._running.pop(route.request_id, None)
         route.ended_s = asyncio.get_running_loop().time()
         predicted, actual = route.predicted, route.actual
         self._compare("ttft", predicted.ttft_s, actual.ttft_s)
@@ -221,12 +264,22 @@ class Routes:
             self._on_end(route)
 
     def get(self, request_id: str) -> Route | None:
-        """Of one request, as engines know it; None if it is forgotten."""
-        return self._routes.get(request_id)
+        """Return the route of one request, by the id that engines know; None if it was dropped."""
+        return self._running.get(request_id) or self._kept.get(request_id)
 
-    def newest_first(self) -> Iterator[Route]:
-        """Everything that is kept."""
-        return reversed(self._routes.values())
+    def of_client_id(self, name: str) -> ClientRoutes | None:
+        """Return what is kept of the requests that clients called so; None if there is nothing."""
+        return self._by_client_id.get(name)
+
+    def _drop_oldest(self) -> None:
+        _, oldest = self._kept.popitem(last=False)
+        name = client_id(oldest.request_id)
+        same = self._by_client_id[name]
+        # Both orders are by arrival: the oldest of all is the oldest of its id.
+        same.kept.popleft()
+        same.num_dropped += 1
+        if not same.kept:
+            del self._by_client_id[name]
 
     def _compare(self, of: str, predicted: float | None, actual: float | None) -> None:
         if predicted and actual is not None:

@@ -105,8 +105,8 @@ class FakeBackend:
     async def slots(self):
         return SlotsView(num_queued=3, num_at_door=1, replicas=[])
 
-    def routes(self, request_id):
-        return []
+    async def routes(self, request_id):
+        return None
 
     def route_header(self, request):
         return f"decode={len(request.prompt_token_ids)}"

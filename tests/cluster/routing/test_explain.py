@@ -3,10 +3,13 @@
 import asyncio
 import math
 import random
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.placing import Fleet
 from cluster.lab.replay import read, replay, summary
@@ -14,6 +17,8 @@ from cluster.routing.choice import FEW, _few
 from cluster.routing.cost import PRESETS, make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.explain import (
+    KEPT,
+    KEPT_OF_AN_ID,
     MOST_MADE,
     Made,
     Route,
@@ -90,6 +95,68 @@ def test_a_request_that_is_refused_again_and_again_keeps_a_bounded_route():
         assert route.made[-1].side == "prefill"
 
     asyncio.run(scenario())
+
+
+@given(names=st.lists(st.sampled_from("abcdef"), max_size=60), most=st.integers(3, 12))
+def test_the_book_keeps_the_latest_of_all_and_few_of_each_id(names, most):
+    most_of_an_id = 3
+
+    async def scenario():
+        routes = Routes(RouterMetrics("m"))
+        for number, name in enumerate(names):
+            with routes.follow(f"{name}-{number:x}", 8):
+                pass
+        return routes
+
+    with (
+        mock.patch("cluster.routing.explain.KEPT", most),
+        mock.patch("cluster.routing.explain.KEPT_OF_AN_ID", most_of_an_id),
+    ):
+        routes = asyncio.run(scenario())
+    expected = []
+    for number, name in enumerate(names):
+        expected.append((name, number))
+        same = [entry for entry in expected if entry[0] == name]
+        if len(same) > most_of_an_id:
+            expected.remove(same[0])
+        del expected[:-most]
+    assert len(routes) == len(expected) <= most
+    for name in "abcdef":
+        found = routes.of_client_id(name)
+        kept = [] if found is None else [route.request_id for route in found.kept]
+        assert kept == [f"{name}-{number:x}" for of, number in expected if of == name]
+
+
+def test_a_client_that_repeats_its_id_pushes_out_its_own_records_alone():
+    async def scenario():
+        routes = Routes(RouterMetrics("m"))
+        for number, name in enumerate(["mine", *["loud"] * 3 * KEPT]):
+            with routes.follow(f"{name}-{number:x}", 8):
+                pass
+        return routes
+
+    routes = asyncio.run(scenario())
+    assert len(routes.of_client_id("mine").kept) == 1
+    loud = routes.of_client_id("loud")
+    assert (len(loud.kept), loud.num_dropped) == (KEPT_OF_AN_ID, 3 * KEPT - KEPT_OF_AN_ID)
+
+
+def test_a_running_request_is_recorded_to_its_end_though_its_record_was_dropped():
+    _, [made] = choose("least_loaded", 1)
+
+    async def scenario():
+        routes = Routes(RouterMetrics("m"))
+        with routes.follow("a-0", 8) as route:
+            for number in range(KEPT_OF_AN_ID):
+                with routes.follow(f"a-{1 + number:x}", 8):
+                    pass
+            assert route not in routes.of_client_id("a").kept
+            routes.note("decode", "a-0", made.choice)
+            assert routes.get("a-0") is route
+        assert routes.get("a-0") is None
+        return route
+
+    assert [noted.side for noted in asyncio.run(scenario()).made] == ["decode"]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "least_delay"])
