@@ -58,6 +58,8 @@ _LOOK_TIMEOUT_S = 1.0
 _PROBE_TIMEOUT_S = 20.0
 """A step may have a long prompt; SGLang waits as long."""
 _MAX_ROUTE_LOOKS = 4
+_MAX_PROBE_WAITERS = 8
+"""Each holds an open request for as long as the slowest step takes."""
 MIN_ASK_INTERVAL_S = 0.5
 """Between two rounds of questions to every engine, of one kind."""
 
@@ -96,6 +98,7 @@ class Ingress:
         self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
         self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
         self._probes = Shared(self._probe, MIN_ASK_INTERVAL_S)
+        self._last_probe: dict[str, bool] | None = None
         self._route_thread = ThreadPoolExecutor(1, "routes")
         self._route_looks = SharedByKey(self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_LOOKS)
         self._created_s = int(time.time())
@@ -159,8 +162,18 @@ class Ingress:
         return await self._looks.get()
 
     async def probe(self) -> dict[str, bool]:
-        """Of every replica whether it has ended a step while it was waited for."""
-        return await self._probes.get()
+        """Say of every replica whether it has ended a step while this waited for it.
+
+        While many callers wait already, others get the last answer at once.
+
+        Raises:
+            SaturatedError: Many wait, and there is no answer yet.
+        """
+        if self._probes.num_waiting < _MAX_PROBE_WAITERS:
+            return await self._probes.get()
+        if self._last_probe is None:
+            raise SaturatedError("the first probe of the replicas is under way; try again later")
+        return self._last_probe
 
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
@@ -237,7 +250,9 @@ class Ingress:
 
     async def _probe(self) -> dict[str, bool]:
         answers = await self._ask_all(self.fleet.client.probe, _PROBE_TIMEOUT_S)
-        return {member.replica_id: answer is not None for member, answer in answers}
+        steps = {member.replica_id: answer is not None for member, answer in answers}
+        self._last_probe = steps
+        return steps
 
     async def _ask_all(
         self, ask: Callable[[str], Awaitable[T]], timeout_s: float
@@ -298,6 +313,9 @@ class Shared(Generic[T]):
     Args:
         make: Makes an answer.
         interval_s: From one beginning to the next at least, in seconds; who asks sooner waits.
+
+    Attributes:
+        num_waiting: Callers that wait for an answer.
     """
 
     def __init__(self, make: Callable[[], Awaitable[T]], interval_s: float) -> None:
@@ -305,13 +323,18 @@ class Shared(Generic[T]):
         self._interval_s = interval_s
         self._begun_s = -math.inf
         self._task: asyncio.Task[T] | None = None
+        self.num_waiting = 0
 
     async def get(self) -> T:
         """The answer; raises what its making raised."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._next())
-        # One who asks may leave; the others still want it.
-        return await asyncio.shield(self._task)
+        self.num_waiting += 1
+        try:
+            # A caller may leave; the others still want the answer.
+            return await asyncio.shield(self._task)
+        finally:
+            self.num_waiting -= 1
 
     @property
     def is_busy(self) -> bool:

@@ -24,6 +24,9 @@ _MIN_CONTEXT_CHARS = 4
 """Visible characters before the first output token: more than one UTF-8 character has bytes, so
 that what stands before them cannot matter."""
 _MIN_CONTEXT_TOKENS = 6
+_MAX_CONTEXT_TOKENS = 64
+"""Tokens of the prompt that are looked through for these characters. Special tokens have none, and
+a prompt may have nothing else: what stands before so many of them is taken to be finished."""
 _MAX_PENDING_TOKENS = 64
 """Undecodable tokens after which a run is broken bytes and not an unfinished character."""
 _MAX_TAIL_TOKENS = 12
@@ -118,9 +121,9 @@ class _ByteDecoder:
         return text, data[num_read:]
 
     def _end_of(self, prompt_ids: Sequence[int]) -> bytes:
-        """So many of the prompt's last bytes that what stands before them cannot matter."""
+        """Return so many of the prompt's last bytes that what stands before them cannot matter."""
         end = b""
-        for token_id in reversed(prompt_ids):
+        for token_id in reversed(prompt_ids[-_MAX_CONTEXT_TOKENS:]):
             if len(end) >= _MIN_CONTEXT_CHARS:
                 break
             end = self._tokenizer.bytes_of([token_id], self._skip_special_tokens) + end
@@ -186,7 +189,7 @@ class _StreamDecoder:
             tail = list(prompt_ids[-size:])
             text = self._decode(tail)
             is_enough = len(text) >= _MIN_CONTEXT_CHARS and not text.startswith(_REPLACEMENT)
-            if is_enough or size >= len(prompt_ids):
+            if is_enough or size >= min(len(prompt_ids), _MAX_CONTEXT_TOKENS):
                 return tail, text
             size *= 2
 

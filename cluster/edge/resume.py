@@ -56,7 +56,8 @@ def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position
         given: Its `Last-Event-ID`.
 
     Raises:
-        BadRequestError: It is no id of this request's stream, or there are several choices.
+        BadRequestError: It is no id of this request's stream, or of no place that an event of it
+            can have, or there are several choices.
     """
     sampling = request.sampling
     assert sampling.seed is not None, "the edge gives everybody one"
@@ -73,6 +74,12 @@ def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position
     if digest != _digest(request):
         raise BadRequestError(
             f"{LAST_EVENT_ID} is of another request: send the same body again", param=LAST_EVENT_ID
+        )
+    if not 0 < int(num_tokens) <= sampling.max_tokens:
+        raise BadRequestError(
+            f"{LAST_EVENT_ID} is behind {int(num_tokens)} tokens; this stream has events behind "
+            f"1 to {sampling.max_tokens}; send {BEGINNING} to begin",
+            param=LAST_EVENT_ID,
         )
     position = Position(int(seed, 16) - 2**63, int(num_tokens), int(checksum, 16), end is not None)
     sampling = msgspec.structs.replace(sampling, seed=position.seed)

@@ -594,6 +594,40 @@ def test_deep_health_names_an_engine_that_takes_no_step(pool):
     assert others_step == {**all_step, pool[1].member.replica_id: False}
 
 
+def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
+    asked = []
+
+    def answers(message):
+        if not isinstance(message, Utility):
+            return []
+        asked.append(message)
+        # The first step ends; the next one does not.
+        return [UtilityResult(message.call_id, True)] if len(asked) == 1 else []
+
+    async def run():
+        async with (
+            ScriptedEngine("both", "e", answers) as engine,
+            serving(engine.member, pools=["both"]) as service,
+        ):
+            app = create_app(service, IngressConfig(), version="0")
+
+            def check():
+                return Client(app).request("GET", "/health_generate")
+
+            assert (await check()).status == 200
+            checks = [asyncio.create_task(check()) for _ in range(1000)]
+            await until(lambda: len(asked) == 2, "the second round has begun")
+            done, waiting = await asyncio.wait(checks, timeout=0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return {task.result().status for task in done}, len(waiting)
+
+    statuses, num_waiting = asyncio.run(run())
+    assert statuses == {200}
+    assert num_waiting <= 8
+
+
 def test_metrics_of_every_engine_are_merged(pool):
     async def run():
         async with serving(*(e.member for e in pool)) as service:

@@ -157,6 +157,26 @@ def test_byte_fallback_tokens_join_to_the_decoded_text(pieces):
     assert not any("\ufffd" in delta for delta in deltas)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, WINDOW], ids=["bytes", "window"])
+def test_a_prompt_that_shows_nothing_is_not_looked_through_to_its_beginning(monkeypatch, tokenizer):
+    num_read = 0
+
+    def counted(read):
+        def count(ids, *args, **kwargs):
+            nonlocal num_read
+            num_read += len(ids)
+            return read(ids, *args, **kwargs)
+
+        return count
+
+    for name in ("bytes_of", "decode"):
+        monkeypatch.setattr(tokenizer, name, counted(getattr(tokenizer, name)))
+    special = tokenizer.backend.token_to_id("</s>")
+    detokenizer = IncrementalDetokenizer(tokenizer, [special] * 131_072)
+    assert detokenizer.append(byte_ids(b"hi")) == "hi"
+    assert num_read < 1000
+
+
 def test_a_word_after_the_prompt_keeps_its_space():
     prompt = FALLBACK.encode("the")
     deltas, _ = run(FALLBACK, prompt, [[FALLBACK.backend.token_to_id("▁cat")]])

@@ -98,8 +98,19 @@ def test_nothing_is_added_to_tokens_that_are_others_this_time(end):
 def test_an_answer_that_is_shorter_this_time_is_another():
     [*_, id_, _, _] = [id_ for id_, _ in stream("/v1/completions", BODY, "0")]
     head, num_tokens, checksum = id_.rsplit("-", 2)
-    more = f"{head}-{int(num_tokens) + 90}-{checksum}"
+    more = f"{head}-{int(num_tokens) + 10}-{checksum}"
     assert stream("/v1/completions", BODY, more)["error"]["code"] == "tokens_differ"
+
+
+@pytest.mark.parametrize("place", ["0-deadbeef", "0-00000000", "0-00000000.end", "61-00000000"])
+def test_an_id_of_a_place_that_no_event_has_is_refused(place):
+    service = FakeBackend()
+    first, *_ = [id_ for id_, _ in stream("/v1/completions", BODY, "0", service)]
+    digest, seed, *_ = first.split("-")
+    answer = stream("/v1/completions", BODY, f"{digest}-{seed}-{place}", service)
+    assert answer["error"]["code"] == "bad_request"
+    assert answer["error"]["param"] == "last-event-id"
+    assert len(service.requests) == 1
 
 
 @pytest.mark.parametrize(
