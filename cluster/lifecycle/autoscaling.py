@@ -85,6 +85,8 @@ class ApplicationPolicy:
     ) -> tuple[dict[DeploymentID, int], dict[DeploymentID, dict[str, Any]]]:
         """Replicas of each pool; every other deployment is left as it is."""
         counted: dict[str, Traffic] = {}
+        # How often ingresses report. A look between two reports would see no arrivals.
+        interval_s = LOOK_S
         costs, most_learned, refuses_late = StepCosts(), 0.0, True
         pools: dict[Role, Pool] = {}
         ids: dict[Role, DeploymentID] = {}
@@ -95,6 +97,8 @@ class ApplicationPolicy:
                 if pool is not None:
                     pools[role], ids[role] = pool, deployment
                 continue
+            if context.config is not None:
+                interval_s = context.config.metrics_interval_s
             for replica, values in _latest(context, f"{_TRAFFIC}came").items():
                 counted[replica.unique_id] = Traffic(**_with_prefix(values, _TRAFFIC))
                 refuses_late &= values.get(_REFUSED_S, math.inf) <= self._ttft_s < math.inf
@@ -105,7 +109,7 @@ class ApplicationPolicy:
                     costs = StepCosts(**_with_prefix(values, _COST))
                     most_learned = num_learned
         now_s = time.monotonic()  # Contexts have the wall's time, which may be set.
-        if not pools or not counted or now_s - self._looked_s < LOOK_S:
+        if not pools or not counted or now_s - self._looked_s < interval_s:
             # Serve keeps the counts of whom the policy does not name.
             return {}, {}
         self._looked_s = now_s

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replicas.config import Role
 
 LOOK_S = 10.0
-"""How often to decide: as often as Serve's replicas report."""
+"""How often to decide: as often as Serve's replicas report where nothing else is configured."""
 _WINDOWS = 3.0
 """Cold starts that demand is looked back at, to see where it goes."""
 _RECENT_S = 2.0 * LOOK_S

@@ -25,7 +25,7 @@ from tests.cluster.engines import KEYS, make_member
 POLICY = "cluster.lifecycle.autoscaling:ApplicationPolicy"
 
 
-def context(name, reports, now_s, least=1, most=8, target=1):
+def context(name, reports, now_s, least=1, most=8, target=1, interval_s=LOOK_S):
     deployment = DeploymentID(name, "app")
     metrics = {}
     for replica, values in reports.items():
@@ -33,8 +33,9 @@ def context(name, reports, now_s, least=1, most=8, target=1):
             series = metrics.setdefault(metric, {})
             series[ReplicaID(replica, deployment)] = [TimeStampedValue(now_s - 1.0, value)]
     config = AutoscalingConfig(
-        min_replicas=least, max_replicas=most, upscale_delay_s=0, downscale_delay_s=0
-    )
+        min_replicas=least, max_replicas=most, upscale_delay_s=0, downscale_delay_s=0,
+        metrics_interval_s=interval_s,
+    )  # fmt: skip
     return deployment, AutoscalingContext(
         deployment_id=deployment, deployment_name=name, app_name="app",
         current_num_replicas=target, target_num_replicas=target, running_replicas=[],
@@ -71,11 +72,11 @@ REPLICA = replica_report(
 )
 
 
-def ask(policy, router, now_s, targets):
-    """What is decided, with all reports a second old."""
+def ask(policy, router, now_s, targets, interval_s=LOOK_S):
+    """What is decided, with all reports a second old, where ingresses report so often."""
     contexts = dict(
         [
-            context("ingress", {"i": ingress_report(router)}, now_s, 1, 1),
+            context("ingress", {"i": ingress_report(router)}, now_s, 1, 1, interval_s=interval_s),
             context("prefill", {"p": REPLICA}, now_s, target=targets["prefill"]),
             context("decode", {"d": REPLICA}, now_s, target=targets["decode"]),
         ]
@@ -108,11 +109,15 @@ def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatc
     assert 2 <= targets["decode"] <= 8
 
 
-def test_between_two_looks_every_count_stays(policy, router, clock):
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
+@pytest.mark.parametrize("interval_s", [1.0, LOOK_S, 30.0])
+def test_counts_stay_until_ingresses_have_reported_again(policy, router, clock, interval_s):
     targets = {"prefill": 3, "decode": 2}
-    assert ask(policy, router, 1e9, targets) == targets
-    clock[0] += LOOK_S / 2
-    assert ask(policy, router, 1e9 + LOOK_S / 2, targets) == {}
+    assert ask(policy, router, 1e9, targets, interval_s) == targets
+    clock[0] += interval_s / 2
+    assert ask(policy, router, 1e9 + interval_s / 2, targets, interval_s) == {}
+    clock[0] += interval_s / 2
+    assert ask(policy, router, 1e9 + interval_s, targets, interval_s) == targets
 
 
 def test_a_wall_clock_that_is_set_back_does_not_stop_it(policy, router, clock):
