@@ -80,6 +80,17 @@ def test_build_binds_one_deployment_for_each_pool_behind_the_ingress(args):
     assert bound["ingress"].init_args[0] == args
 
 
+def test_pools_are_scaled_within_their_bounds_and_ingresses_report_but_keep_their_number(args):
+    args["pools"]["decode"] |= {"replicas": 2, "max_replicas": 4}
+    bound = deployments(build(args))
+    bounds = {
+        name: (config.min_replicas, config.max_replicas)
+        for name, deployment in bound.items()
+        if (config := deployment._deployment_config.autoscaling_config) is not None
+    }
+    assert bounds == {"decode": (2, 4), "ingress": (3, 3)}
+
+
 def test_what_is_bound_is_the_same_each_time_and_holds_no_secret(args):
     one, other = (deployments(build(args)) for _ in range(2))
     assert one["ingress"].init_args == other["ingress"].init_args == (args,)

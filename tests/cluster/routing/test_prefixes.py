@@ -160,3 +160,48 @@ def test_real_engines_tell_every_ingress_what_they_hold():
     both = engine_config("both")
     with running(("both", both), ("both", both)) as engines:
         asyncio.run(run(*engines))
+
+
+class DeafRig(Rig):
+    """A rig that loses the next events of prefix caches when told to.
+
+    Attributes:
+        loses: Whether the next ones are lost.
+        num_lost: Batches that were.
+    """
+
+    def __init__(self):
+        self.loses, self.num_lost = False, 0
+        super().__init__()
+
+    def _make_client(self, on_snapshot, on_dead, on_moves, on_kv_events):
+        def take(incarnation, batches):
+            if self.loses and batches:
+                self.loses, self.num_lost = False, len(batches)
+                return False
+            return on_kv_events(incarnation, batches)
+
+        return super()._make_client(on_snapshot, on_dead, on_moves, take)
+
+
+@pytest.mark.process
+def test_after_lost_events_an_ingress_asks_the_engine_for_a_listing_and_knows_all_again():
+    [first, lost, last] = prompts(3, (130, 96, 64))
+
+    async def run(engine):
+        made = DeafRig()
+        await made.connect(engine.member)
+        try:
+            await made.tokens(first)
+            await until(lambda: cached(made, first), "the engine tells what it holds")
+            made.loses = True
+            await made.tokens(lost)
+            await until(lambda: made.num_lost, "events are lost")
+            await made.tokens(last)
+            for prompt in (first, lost, last):
+                await until(lambda p=prompt: cached(made, p), "the listing has it")
+        finally:
+            await made.client.close()
+
+    with running(("both", engine_config("both", tt_data_parallel=1))) as [engine]:
+        asyncio.run(run(engine))
