@@ -153,7 +153,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     factory = field.default_factory
-    value = field.default if factory is msgspec.NODEFAULT else factory()  # type: ignore[operator]
+    value = field.default if factory is msgspec.NODEFAULT else factory()
     if isinstance(value, msgspec.Struct):
         return "default as below"
     return f"default `{json.dumps(value)}`"
