@@ -24,7 +24,15 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve's `http_options`; `host` is required: Serve's own default is every address."""
+    """Serve's `http_options`; `host` is required, because Serve's own default is every address.
+
+    Attributes:
+        host: Address of the public listener; a loopback address keeps other hosts out.
+        port: Port of the public listener.
+        root_path: Prefix under which a gateway serves the API.
+        request_timeout_s: Refused; set `args.ingress.request_timeout_s` instead.
+        keep_alive_timeout_s: Seconds for which an idle connection stays open.
+    """
 
     host: Annotated[str, msgspec.Meta(min_length=1)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
@@ -65,7 +73,12 @@ class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class PolicyArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Arguments of `cluster.lifecycle.autoscaling.ApplicationPolicy`."""
+    """Arguments of `cluster.lifecycle.autoscaling.ApplicationPolicy`.
+
+    Attributes:
+        ttft_s: Seconds within which a first token should come; null: no such objective.
+        tpot_s: Seconds within which each further token should come, in the mean; null likewise.
+    """
 
     ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     tpot_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -79,7 +92,19 @@ class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The entry of `applications`."""
+    """The entry of `applications`.
+
+    Attributes:
+        name: Serve's name of the application.
+        import_path: Must be `cluster.app:build`.
+        args: Configuration of the cluster, see `args` below.
+        route_prefix: Path under which Serve routes to the application.
+        runtime_env: Ray's runtime environment.
+        deployments: Serve's overrides of single deployments.
+        logging_config: Serve's logging.
+        external_scaler_enabled: Whether Serve lets an external program scale.
+        autoscaling_policy: The policy that scales pools that have `max_replicas`.
+    """
 
     name: str
     import_path: str
@@ -93,7 +118,18 @@ class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole file; its own keys are checked, the application's `args` are as they were written."""
+    """A whole file; its own keys are checked, the application's `args` are as they were written.
+
+    Attributes:
+        http_options: Address and options of the public listener.
+        applications: A list of one application.
+        proxy_location: Hosts that run a proxy: all of them, the head alone, or none.
+        grpc_options: Serve's gRPC proxy.
+        controller_options: Serve's controller.
+        logging_config: Serve's logging.
+        tracing_config: Serve's tracing.
+        target_capacity: Serve's share of each deployment's replicas, in percent.
+    """
 
     http_options: HttpOptions
     applications: list[ApplicationFile]

@@ -12,5 +12,5 @@ def test_page_is_up_to_date():
 
 
 def test_every_key_has_a_meaning():
-    bare = re.findall(r"^- .*\)\.$", configuration_page.page(), re.MULTILINE)
+    bare = re.findall(r"^- \*\*`\w+`\*\* \([^)]*\)\.$", configuration_page.page(), re.MULTILINE)
     assert not bare
