@@ -13,7 +13,8 @@ ARG BASE=python:3.11-slim-bookworm
 
 # bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. User 1000
 # owns HAProxy's folder, which every container gets anew, because Serve's files and the admin socket are
-# private. KubeRay starts Ray from a login shell, which reads profile.d; `ttserve serve` sets its umask itself.
+# private. KubeRay starts Ray with `bash -c`, which reads BASH_ENV, or from a login shell, which reads profile.d;
+# `ttserve serve` sets its umask itself.
 FROM ${BASE} AS base
 RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
         $(python3 -c 'import venv, ensurepip' 2> /dev/null || echo python3 python3-venv) \
@@ -59,6 +60,7 @@ VOLUME /run/ttserve
 # Mostly the variables of `ttserve environment`: in pods nobody runs it before `ray start`.
 ENV PATH=/opt/ttserve/bin:$PATH \
     HOME=/tmp/home \
+    BASH_ENV=/etc/profile.d/ttserve.sh \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \

@@ -108,8 +108,17 @@ def _walk(node: yaml.MappingNode, path: tuple[str, ...], comments: _Comments) ->
             yield from _walk(value, keys, comments)
             text = ""
         else:
-            default = value.start_mark.buffer[value.start_mark.pointer : value.end_mark.pointer]
-            yield Row(name, "", f"`{default.strip()}`", text)
+            yield Row(name, "", f"`{_one_line(value)}`", text)
+
+
+def _one_line(value: yaml.Node) -> str:
+    """Return a value as the file has it, or a list over several lines in flow style."""
+    begin, end = value.start_mark, value.end_mark
+    text = begin.buffer[begin.pointer : end.pointer].strip()
+    if "\n" not in text:
+        return text
+    parsed = yaml.safe_load(" " * begin.column + text)
+    return yaml.safe_dump(parsed, default_flow_style=True, width=1000).strip()
 
 
 def _kind(schema: dict[str, Any], path: str) -> str:

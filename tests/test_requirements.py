@@ -96,25 +96,21 @@ def test_no_file_names_an_index(path):
 
 
 @pytest.mark.slow
-def test_the_sbom_is_valid_and_names_every_installed_package(tmp_path):
-    """Installs the tools by their hashes, as the target does."""
+@pytest.mark.timeout(600)
+def test_the_sbom_names_every_installed_package(tmp_path):
+    """Installs the tools by their hashes, as the target does; it validates what it writes."""
     tools, made = tmp_path / "tools", tmp_path / "sbom.json"
-    subprocess.run([sys.executable, "-m", "venv", tools], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tools], check=True)
     subprocess.run(
-        [tools / "bin/python", "-m", "pip", "install", "--quiet", "--require-hashes",
-         "--only-binary", ":all:", "--requirement", ROOT / "requirements/tools.txt"],
+        [sys.executable, "-m", "pip", "--python", tools / "bin/python", "install", "--quiet",
+         "--no-compile", "--require-hashes", "--only-binary", ":all:",
+         "--requirement", ROOT / "requirements/tools.txt"],
         check=True,
     )  # fmt: skip
     command = _recipe("sbom", f"VENV={sys.prefix}", f"VENV_TOOLS={tools}")
+    assert "--validate" in command
     command[command.index("--output-file") + 1] = str(made)
     subprocess.run(command, cwd=ROOT, check=True)
-    check = (
-        "import sys; from cyclonedx.schema import SchemaVersion;"
-        "from cyclonedx.validation.json import JsonStrictValidator;"
-        "error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(sys.stdin.read());"
-        "sys.exit(error and str(error))"
-    )
-    subprocess.run([tools / "bin/python", "-c", check], input=made.read_bytes(), check=True)
     components = json.loads(made.read_text())["components"]
     named = {(canonicalize_name(c["name"]), c["version"]) for c in components}
     installed = {(canonicalize_name(d.name), d.version) for d in distributions(path=sys.path)}

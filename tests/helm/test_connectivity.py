@@ -12,6 +12,7 @@ from tests.helm.conftest import groups, rayservice
 PORTS = {
     6379: "Ray's store, or Redis",
     8000: "endpoint",
+    8001: "metrics, KV and routes of an ingress",
     8080: "Ray's metrics",
     8265: "Ray's dashboard",
     8404: "HAProxy's statistics",
@@ -25,20 +26,12 @@ PORTS = {
 EVERYTHING = "everything"
 
 BY_DEFAULT = """
-stranger -> decode: 8000
-stranger -> ingress: 8000
-chat -> decode: 8000
-chat -> ingress: 8000
 prometheus -> head: 8080 44217
-prometheus -> decode: 8000 8080 44217
-prometheus -> ingress: 8000 8080 44217
+prometheus -> decode: 8001 8080 44217
+prometheus -> ingress: 8001 8080 44217
 operator -> head: 8265
-operator -> decode: 8000
-operator -> ingress: 8000
-test -> decode: 8000
-test -> ingress: 8000
-validate -> decode: 8000
-validate -> ingress: 8000
+test -> decode: 8000 8001
+test -> ingress: 8000 8001
 head -> head: everything
 head -> decode: everything
 head -> ingress: everything
@@ -49,15 +42,15 @@ ingress -> head: everything
 ingress -> decode: everything
 ingress -> ingress: everything
 """
-CLOSED = """
+ADMITTED = """
 chat -> decode: 8000
 chat -> ingress: 8000
 prometheus -> head: 8080 44217
-prometheus -> decode: 8000 8080 44217
-prometheus -> ingress: 8000 8080 44217
+prometheus -> decode: 8001 8080 44217
+prometheus -> ingress: 8001 8080 44217
 operator -> head: 8265
-test -> decode: 8000
-test -> ingress: 8000
+test -> decode: 8000 8001
+test -> ingress: 8000 8001
 head -> head: everything
 head -> decode: everything
 head -> ingress: everything
@@ -174,20 +167,21 @@ ORDER = [
 
 @pytest.mark.parametrize(
     ("options", "golden"),
-    [([], BY_DEFAULT), ([*ONE_CLIENT, *REDIS], CLOSED)],
+    [([], BY_DEFAULT), ([*ONE_CLIENT, *REDIS], ADMITTED)],
     ids=["by default", "one client and a Redis"],
 )
 def test_who_reaches_what(options, golden, render):
     assert table(render(*options)) == golden.strip()
 
 
-def test_nobody_outside_reaches_what_runs_programs_or_says_too_much(render):
-    """Also where everybody may use the endpoint."""
-    found = table(render(*REDIS))
+def test_nothing_outside_reaches_what_runs_programs_or_says_too_much(render):
+    """Also where every pod of the cluster may use the endpoint."""
+    found = table(render(*REDIS, "--set-json", 'networkPolicy.clients=[{"namespaceSelector": {}}]'))
+    assert "stranger -> decode: 8000\n" in found
     for line in found.splitlines():
         source, _, rest = line.partition(" -> ")
         ports = set(rest.partition(": ")[2].split())
-        if source in {"stranger", "chat", "test", "validate"}:
+        if source in {"stranger", "chat", "validate"}:
             assert ports == {"8000"}, line
         if source not in {"head", "decode", "ingress"}:
             assert not ports & {"6379", "8404", "8500", "9101", "10001", "12345", "30000"}, line

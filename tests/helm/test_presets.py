@@ -8,7 +8,16 @@ import yaml
 
 from cluster.config.resolve import resolve
 from cluster.config.serve_file import read_serve_file
-from tests.helm.conftest import BIN, OPTIONAL, PRESETS, groups, options_of, rayservice
+from tests.helm.conftest import (
+    BIN,
+    CHART,
+    OPTIONAL,
+    PRESETS,
+    groups,
+    options_of,
+    rayservice,
+    run_helm,
+)
 
 
 @pytest.fixture(params=[[], OPTIONAL], ids=["as it is", "with all options"])
@@ -59,8 +68,8 @@ def _pods(made, role):
     ]
 
 
-def _check_pods(objects):
-    """No port is named twice in a container, and Pod Security has nothing to say against any."""
+def _pod_specs(objects):
+    """Return the specs of all pods that objects make."""
     specs = [group["template"]["spec"] for group in groups(objects).values()]
     specs.append(
         rayservice(objects)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
@@ -71,7 +80,12 @@ def _check_pods(objects):
         if found["kind"] == "Pod":
             specs.append(found["spec"])
     assert len(specs) >= 4
-    for spec in specs:
+    return specs
+
+
+def _check_pods(objects):
+    """No port is named twice in a container, and Pod Security has nothing to say against any."""
+    for spec in _pod_specs(objects):
         assert not spec.get("hostIPC")
         assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
         for container in spec["containers"]:
@@ -80,6 +94,40 @@ def _check_pods(objects):
                 assert len({port[key] for port in ports}) == len(ports)
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_bounds_what_each_pod_writes_to_its_node(preset, render):
+    for spec in _pod_specs(render(*options_of(preset), *OPTIONAL)):
+        for volume in spec["volumes"]:
+            empty = volume.get("emptyDir")
+            assert empty is None or "sizeLimit" in empty or empty["medium"].startswith("HugePages")
+        sizes = [
+            _bytes(volume["emptyDir"]["sizeLimit"])
+            for volume in spec["volumes"]
+            if "emptyDir" in volume and volume["emptyDir"].get("medium") is None
+        ]
+        (container,) = spec["containers"]
+        resources = container["resources"]
+        assert _bytes(resources["limits"]["ephemeral-storage"]) >= sum(sizes)
+        assert resources["requests"]["ephemeral-storage"]
+
+
+def test_production_admits_a_gateway_alone_and_pins_its_image(render):
+    """It makes no keys: rendered again without a cluster, as Argo CD does, it is the same."""
+    (preset,) = (path for path in PRESETS if path.stem == "production")
+    options = options_of(preset)
+    objects = render(*options)
+    assert all("@sha256:" in s["containers"][0]["image"] for s in _pod_specs(objects))
+    assert [found for found in objects if found["kind"] == "Secret"] == []
+    assert render(*options) == objects
+    done = run_helm("template", "demo", CHART, *options, "--set", "image.digest=")
+    assert "image.digest is empty and image.requireDigests is true" in done.stderr
+    policies = {f["metadata"]["name"]: f for f in objects if f["kind"] == "NetworkPolicy"}
+    (rule,) = policies["demo-ttserve-clients"]["spec"]["ingress"]
+    assert len(rule["from"]) == 2
+    for group in groups(objects).values():
+        assert group["replicas"] >= 2
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

@@ -13,6 +13,7 @@ from tests.kubernetes.cluster import CHART, ROOT, wait_until
 
 DRIVER = "tenstorrent.com"
 TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
+CAPACITY = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "64"}
 HOSTS = {
     "plain": ("", 0),
     "card": ("n150", 1),
@@ -35,8 +36,8 @@ def node(name):
         },
         "spec": {"taints": [TAINT]},
         "status": {
-            "capacity": (capacity := {"cpu": "64", "memory": "1Ti", "pods": "64"}),
-            "allocatable": capacity,
+            "capacity": CAPACITY,
+            "allocatable": CAPACITY,
         },
     }
 

@@ -18,26 +18,25 @@ class Endpoint:
 
     Args:
         url: Where it is.
+        operations_url: Where its operations listener is, which has the metrics.
         timeout_s: How long it has for everything.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, operations_url: str, timeout_s: float) -> None:
         self._url = url
+        self._operations_url = operations_url
         self._deadline_s = time.monotonic() + timeout_s
 
     def ask(self, path: str, body: object = None) -> str:
-        """The answer's text, once there is one."""
-        while True:
-            answer, why = self._try(path, body)
-            if answer is not None:
-                return answer
-            self.wait_or_exit(f"{self._url}{path}: {why}")
+        """Return the answer's text, once there is one."""
+        return self._ask(self._url + path, body)
 
     def num_transfers(self) -> float:
-        """KV transfers that decode engines have received."""
+        """Return how many KV transfers the decode engines have received."""
+        page = self._ask(f"{self._operations_url}/metrics")
         return sum(
             float(count)
-            for labels, count in _TRANSFERS.findall(self.ask("/metrics"))
+            for labels, count in _TRANSFERS.findall(page)
             if 'outcome="ok"' in labels and 'role="consumer"' in labels
         )
 
@@ -47,10 +46,17 @@ class Endpoint:
             sys.exit(why)
         time.sleep(1)
 
-    def _try(self, path: str, body: object) -> tuple[str | None, object]:
+    def _ask(self, url: str, body: object = None) -> str:
+        while True:
+            answer, why = self._try(url, body)
+            if answer is not None:
+                return answer
+            self.wait_or_exit(f"{url}: {why}")
+
+    def _try(self, url: str, body: object) -> tuple[str | None, object]:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data, headers)
+        request = urllib.request.Request(url, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return reply.read().decode(), None
@@ -62,7 +68,9 @@ class Endpoint:
 
 def main() -> None:
     """Health, models, one stream, and one request that crosses from prefill to decode."""
-    endpoint = Endpoint(os.environ["URL"], float(os.environ["TIMEOUT_S"]))
+    endpoint = Endpoint(
+        os.environ["URL"], os.environ["OPERATIONS_URL"], float(os.environ["TIMEOUT_S"])
+    )
     endpoint.ask("/health")
     print("health: ok")
     model = json.loads(endpoint.ask("/v1/models"))["data"][0]["id"]

@@ -10,6 +10,42 @@
 {{- include "ttserve.checkPorts" . }}
 {{- include "ttserve.checkUpgrade" . }}
 {{- include "ttserve.checkKeys" . }}
+{{- include "ttserve.checkClients" . }}
+{{- include "ttserve.checkEnvironment" (dict "where" "extraEnv" "environment" .Values.extraEnv) }}
+{{- include "ttserve.checkEnvironment" (dict "where" "workerDefaults.extraEnv" "environment" .Values.workerDefaults.extraEnv) }}
+{{- range $name, $group := .Values.workers }}
+  {{- include "ttserve.checkEnvironment" (dict "where" (printf "workers.%s.extraEnv" $name) "environment" (default (dict) $group).extraEnv) }}
+{{- end }}
+{{- end }}
+
+{{/* KubeRay leaves a RAY_AUTH_MODE that a pod has: `disabled` would let every pod that reaches Ray run any program. */}}
+{{- define "ttserve.checkEnvironment" -}}
+{{- $owned := dict "RAY_AUTH_MODE" "Ray always asks for its token" "RAY_AUTH_TOKEN" "use secrets.existingRayToken" "RAY_AUTH_TOKEN_PATH" "use secrets.existingRayToken" "TTSERVE_OPERATIONS_BIND" "the chart opens port 8001" "TTSERVE_TRUSTED_PROXIES" "use trustedProxies" }}
+{{- range $variable := .environment }}
+  {{- with get $owned $variable.name }}
+    {{- fail (printf "%s must not have %s: %s" $.where $variable.name .) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What brings clients from outside does not work before the policy lets it reach the pods. */}}
+{{- define "ttserve.checkClients" -}}
+{{- $outside := list }}
+{{- if .Values.ingress.enabled }}
+  {{- $outside = append $outside "ingress.enabled is true" }}
+{{- end }}
+{{- if .Values.httpRoute.enabled }}
+  {{- $outside = append $outside "httpRoute.enabled is true" }}
+{{- end }}
+{{- if .Values.inferencePool.enabled }}
+  {{- $outside = append $outside "inferencePool.enabled is true" }}
+{{- end }}
+{{- if ne .Values.service.type "ClusterIP" }}
+  {{- $outside = append $outside (printf "service.type is %s" .Values.service.type) }}
+{{- end }}
+{{- if and $outside .Values.networkPolicy.enabled (not .Values.networkPolicy.clients) }}
+  {{- fail (printf "%s, and networkPolicy.clients is empty: name there the namespace of the gateway or ingress controller, or the networks of the clients (ipBlock)" (join " and " $outside)) }}
+{{- end }}
 {{- end }}
 
 {{/* Each group by itself. */}}
@@ -108,7 +144,7 @@
 
 {{/* Serve's gRPC proxy is the one listener of a pod whose port the file chooses. */}}
 {{- define "ttserve.checkPorts" -}}
-{{- $ports := dict "6379" "Ray's store" "8000" "the endpoint" "8080" "Ray's metrics" "8265" "Ray's dashboard" "8404" "HAProxy's statistics" "8500" "Serve's proxy" "9101" "HAProxy's metrics" "10001" "Ray's clients" "44217" "the autoscaler's metrics" "44227" "the dashboard's metrics" }}
+{{- $ports := dict "6379" "Ray's store" "8000" "the endpoint" "8001" "operations" "8080" "Ray's metrics" "8265" "Ray's dashboard" "8404" "HAProxy's statistics" "8500" "Serve's proxy" "9101" "HAProxy's metrics" "10001" "Ray's clients" "44217" "the autoscaler's metrics" "44227" "the dashboard's metrics" }}
 {{- $grpc := toString (dig "grpc_options" "port" 0 (fromYaml (include "ttserve.file" .))) }}
 {{- with get $ports $grpc }}
   {{- fail (printf "grpc_options.port %s is the port of %s (%s) in the same pod: choose another" $grpc . $grpc) }}

@@ -69,12 +69,23 @@ annotations:
 {{- end }}
 
 {{- define "ttserve.image" -}}
-{{- with .Values.image }}
-{{- if .digest }}
-{{- printf "%s@%s" .repository .digest }}
-{{- else }}
-{{- printf "%s:%s" .repository (default $.Chart.AppVersion .tag) }}
+{{- include "ttserve.imageName" (dict "root" . "key" "image" "image" .Values.image "tag" (default .Chart.AppVersion .Values.image.tag)) }}
 {{- end }}
+
+{{- define "ttserve.redisImage" -}}
+{{- with .Values.gcsFaultTolerance.image }}
+{{- include "ttserve.imageName" (dict "root" $ "key" "gcsFaultTolerance.image" "image" . "tag" .tag) }}
+{{- end }}
+{{- end }}
+
+{{/* With a digest the tag is for readers alone: (dict "root" $ "key" "image" "image" (dict …) "tag" …) */}}
+{{- define "ttserve.imageName" -}}
+{{- if .image.digest }}
+{{- printf "%s:%s@%s" .image.repository .tag .image.digest }}
+{{- else if .root.Values.image.requireDigests }}
+{{- fail (printf "%s.digest is empty and image.requireDigests is true: give the sha256:… that the registry shows for %s:%s" .key .image.repository .tag) }}
+{{- else }}
+{{- printf "%s:%s" .image.repository .tag }}
 {{- end }}
 {{- end }}
 

@@ -21,19 +21,44 @@ seccompProfile:
   value: "1"
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+# Without them the output of a process grows without bound, and other logs of Ray to 3 GiB each.
+- name: RAY_ROTATION_MAX_BYTES
+  value: "67108864"
+- name: RAY_ROTATION_BACKUP_COUNT
+  value: "2"
+# Where Prometheus can reach it; the network policies say from where.
+- name: TTSERVE_OPERATIONS_BIND
+  value: 0.0.0.0:8001
+{{- with .Values.trustedProxies }}
+- name: TTSERVE_TRUSTED_PROXIES
+  value: {{ join "," . | quote }}
+{{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* Volumes of every pod of Ray: (dict "root" $ "shmSize" …) */}}
+{{/* A container's resources with bounds of its ephemeral storage: the size limits of its pod's folders, and
+   1 GiB for what it prints. Of a node's storage 1 GiB is set aside for it. What `resources` says wins.
+   (dict "resources" (dict …) "sizes" (list "8Gi" …)) */}}
+{{- define "ttserve.bounded" -}}
+{{- $bytes := int64 1073741824 }}
+{{- range .sizes }}
+  {{- $bytes = add $bytes (include "ttserve.bytes" .) }}
+{{- end }}
+{{- $own := dict "requests" (dict "ephemeral-storage" "1Gi") "limits" (dict "ephemeral-storage" (printf "%dMi" (div $bytes 1048576))) }}
+{{- toYaml (mergeOverwrite $own (deepCopy (default (dict) .resources))) }}
+{{- end }}
+
+{{/* Volumes of every pod of Ray: (dict "root" $ "sizes" (dict "shmSize" … "tmpSize" … "homeSize" …)). /run/ttserve is
+   a volume of the image: HAProxy's folder must belong to user 1000 alone, and an emptyDir belongs to root. */}}
 {{- define "ttserve.volumes" -}}
 - name: tmp
-  emptyDir: {}
+  emptyDir: {sizeLimit: {{ .sizes.tmpSize }}}
 - name: home
-  emptyDir: {}
+  emptyDir: {sizeLimit: {{ .sizes.homeSize }}}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .shmSize }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .sizes.shmSize }}}
 - name: keys
   secret:
     secretName: {{ include "ttserve.keysSecret" .root }}
@@ -98,6 +123,11 @@ topologySpreadConstraints:
 {{- printf "%s" (toJson $resources | quote) }}
 {{- end }}
 
+{{/* Where pods with boards have compiled kernels and converted weights. */}}
+{{- define "ttserve.cacheFolder" -}}
+/var/cache/ttserve
+{{- end }}
+
 {{- define "ttserve.headPod" -}}
 metadata:
   labels:
@@ -133,13 +163,13 @@ spec:
       env:
         {{- include "ttserve.env" . | nindent 8 }}
       resources:
-        {{- toYaml .Values.head.resources | nindent 8 }}
+        {{- include "ttserve.bounded" (dict "resources" .Values.head.resources "sizes" (list .Values.head.tmpSize .Values.head.homeSize)) | nindent 8 }}
       securityContext:
         {{- include "ttserve.containerSecurity" . | nindent 8 }}
       volumeMounts:
         {{- include "ttserve.volumeMounts" . | nindent 8 }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" . "shmSize" .Values.head.shmSize) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" . "sizes" .Values.head) | nindent 4 }}
   {{- include "ttserve.scheduling" .Values.head | nindent 2 }}
 {{- end }}
 
@@ -150,7 +180,11 @@ spec:
 {{- $hasBoards := gt $count 0 }}
 {{- /* A minute for successors to start in, the drain, and twice the time in which an engine ends. */}}
 {{- $leave := add 60 (include "ttserve.drainSeconds" .root) (ternary 120 10 $hasBoards) }}
-{{- $hasCache := or .root.Values.device.cache.hostPath .root.Values.device.cache.claim }}
+{{- $cache := .root.Values.device.cache }}
+{{- $sizes := list .group.tmpSize .group.homeSize }}
+{{- if and $hasBoards (not (or $cache.hostPath $cache.claim)) }}
+  {{- $sizes = append $sizes $cache.sizeLimit }}
+{{- end }}
 metadata:
   labels:
     {{- include "ttserve.podLabels" .root | nindent 4 }}
@@ -192,9 +226,15 @@ spec:
       {{- end }}
       ports:
         - {name: serve, containerPort: 8000}
+        - {name: operations, containerPort: 8001}
         - {name: metrics, containerPort: 8080}
       env:
         {{- include "ttserve.env" .root | nindent 8 }}
+        {{- if $hasBoards }}
+        # ttnn makes a folder tt-metal-cache in it.
+        - name: TT_METAL_CACHE
+          value: {{ include "ttserve.cacheFolder" . }}
+        {{- end }}
         {{- with .group.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -212,7 +252,7 @@ spec:
         {{- $_ := set $resources "claims" (list (dict "name" "boards")) }}
       {{- end }}
       resources:
-        {{- toYaml $resources | nindent 8 }}
+        {{- include "ttserve.bounded" (dict "resources" $resources "sizes" $sizes) | nindent 8 }}
       # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone. It
       # goes on asking for as long as weights take to load: liveness is Ray's, and not in question.
       readinessProbe:
@@ -239,11 +279,12 @@ spec:
         {{- if and $hasBoards .root.Values.device.hugepages.enabled }}
         - {name: hugepages, mountPath: /dev/hugepages-1G}
         {{- end }}
-        {{- if and $hasBoards $hasCache }}
-        - {name: cache, mountPath: /tmp/home/.cache}
+        {{- if $hasBoards }}
+        # Not the home's .cache, where numba keeps an index that is a pickle.
+        - {name: cache, mountPath: {{ include "ttserve.cacheFolder" . }}}
         {{- end }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" .root "shmSize" .group.shmSize) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" .root "sizes" .group) | nindent 4 }}
     {{- if and $hasBoards (eq $mode "hostPath") }}
     - name: boards
       hostPath: {path: /dev/tenstorrent, type: Directory}
@@ -252,13 +293,14 @@ spec:
     - name: hugepages
       emptyDir: {medium: HugePages-1Gi}
     {{- end }}
-    {{- if and $hasBoards $hasCache }}
+    {{- if $hasBoards }}
     - name: cache
-      {{- with .root.Values.device.cache.claim }}
-      persistentVolumeClaim: {claimName: {{ . }}}
-      {{- end }}
-      {{- with .root.Values.device.cache.hostPath }}
-      hostPath: {path: {{ . }}, type: Directory}
+      {{- if $cache.claim }}
+      persistentVolumeClaim: {claimName: {{ $cache.claim }}}
+      {{- else if $cache.hostPath }}
+      hostPath: {path: {{ $cache.hostPath }}, type: Directory}
+      {{- else }}
+      emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
       {{- end }}
     {{- end }}
   {{- include "ttserve.scheduling" (merge (dict "spread" (dict "root" .root "name" .name)) .group) | nindent 2 }}

@@ -94,11 +94,16 @@
 {{- end }}
 {{- end }}
 
-{{/* Bytes of Ray's object store: three quarters of a pod's shared memory, which Ray would exceed. */}}
-{{- define "ttserve.objectStoreBytes" -}}
+{{/* Bytes of a size like 512Mi. */}}
+{{- define "ttserve.bytes" -}}
 {{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 }}
 {{- $unit := regexFind "[KMG]i$" . }}
-{{- div (mul (trimSuffix $unit . | int) (get $units $unit) 3) 4 }}
+{{- mul (trimSuffix $unit . | int64) (get $units $unit) }}
+{{- end }}
+
+{{/* Bytes of Ray's object store: three quarters of a pod's shared memory, which Ray would exceed. */}}
+{{- define "ttserve.objectStoreBytes" -}}
+{{- div (mul (include "ttserve.bytes" .) 3) 4 }}
 {{- end }}
 
 {{/* The longest time that a pool lets its requests end. */}}
@@ -177,6 +182,14 @@
   {{- $share := include "ttserve.share" $own | float64 }}
   {{- $resources := merge (dict (include "ttserve.roleResource" $role) $share) (default (dict) $pool.resources) }}
   {{- $_ := set $args.pools $role (mergeOverwrite $pool (dict "resources" $resources)) }}
+{{- end }}
+{{- if ne .Values.device.mode "none" }}
+  {{- range append (values $args.pools) $args }}
+    {{- $mesh := (default (dict) (default (dict) .).engine).mesh }}
+    {{- if and (kindIs "map" $mesh) (not (default (dict) $mesh).weight_cache) }}
+      {{- $_ := set $mesh "weight_cache" (printf "%s/weights" (include "ttserve.cacheFolder" $)) }}
+    {{- end }}
+  {{- end }}
 {{- end }}
 {{- $ingress := default (dict) $args.ingress }}
 {{- $replicas := int (include "ttserve.ingressReplicas" .) }}

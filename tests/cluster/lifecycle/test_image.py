@@ -11,6 +11,9 @@ from cluster.lifecycle import haproxy
 ROOT = Path(__file__).parents[3]
 # Instructions, each in one line.
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+(_ENV,) = re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE)
+IMAGE_VARIABLES = dict(word.split("=", 1) for word in shlex.split(_ENV))
+PROFILE = "/etc/profile.d/ttserve.sh"
 STUB = """#!/bin/sh
 echo "$(basename "$0") $* [${PIP_REQUIRE_HASHES:-0} ${PIP_ONLY_BINARY:-}]" >> calls
 """
@@ -38,11 +41,9 @@ def install_dependencies(folder, **arguments):
 
 
 def test_the_image_has_the_variables_that_serve_reads_when_ray_starts():
-    (line,) = re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE)
-    variables = dict(word.split("=", 1) for word in shlex.split(line))
     expected = haproxy.environment(Path("/run/ttserve"), "/opt/ttserve/bin/ttserve-haproxy")
-    assert {name: variables.get(name) for name in expected} == expected
-    read = {name for name in variables if name.startswith(("RAY_SERVE_", "RAY_worker_"))}
+    assert {name: IMAGE_VARIABLES.get(name) for name in expected} == expected
+    read = {name for name in IMAGE_VARIABLES if name.startswith(("RAY_SERVE_", "RAY_worker_"))}
     assert read == set(expected)
     assert "VOLUME /run/ttserve\n" in DOCKERFILE
 
@@ -76,14 +77,14 @@ def test_the_projects_own_wheel_is_built_without_an_index():
 
 
 def test_what_ray_writes_in_a_pod_is_closed_to_other_users(tmp_path):
-    """KubeRay starts Ray from a login shell, which reads this file."""
+    """KubeRay starts Ray with `bash -c`, which reads the file that BASH_ENV names."""
     profile = tmp_path / "profile.sh"
     (write,) = re.findall(r"printf '[^']*' > /etc/profile\.d/ttserve\.sh", DOCKERFILE)
-    subprocess.run(
-        ["sh", "-c", write.replace("/etc/profile.d/ttserve.sh", str(profile))], check=True
-    )
+    subprocess.run(["sh", "-c", write.replace(PROFILE, str(profile))], check=True)
+    assert IMAGE_VARIABLES["BASH_ENV"] == PROFILE
     said = subprocess.run(
-        ["bash", "-c", f"umask 022; . {profile}; umask; echo $PATH"],
+        ["bash", "-c", "--", "umask; echo $PATH"],
+        env={"PATH": os.defpath, "BASH_ENV": str(profile)},
         capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     assert said[0] == "0077"
