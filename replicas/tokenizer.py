@@ -21,9 +21,10 @@ import tokenizers
 import tokenizers.decoders
 
 from replicas.errors import InvalidRequestError, ModelLoadError
+from replicas.text_pieces import PIECE_CHARS, PieceEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from jinja2.parser import Parser
 
@@ -51,12 +52,15 @@ class TooManyTokensError(InvalidRequestError):
     """A text has more tokens than were asked for.
 
     Attributes:
-        num_tokens: How many it has.
+        num_tokens: How many it has, or the count at which encoding it was ended.
+        is_whole: Whether all of the text was encoded.
     """
 
-    def __init__(self, num_tokens: int, most: int) -> None:
-        super().__init__("prompt", f"the text has {num_tokens} tokens; at most {most} are taken")
+    def __init__(self, num_tokens: int, most: int, *, is_whole: bool) -> None:
+        count = f"{num_tokens}" if is_whole else f"more than {num_tokens - 1}"
+        super().__init__("prompt", f"the text has {count} tokens; at most {most} are taken")
         self.num_tokens = num_tokens
+        self.is_whole = is_whole
 
 
 class Tokenizer:
@@ -84,6 +88,7 @@ class Tokenizer:
         chat_template: str | None,
     ) -> None:
         self.backend = backend
+        self._pieces = PieceEncoder(backend)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
@@ -140,17 +145,37 @@ class Tokenizer:
 
         Raises:
             TooManyTokensError: There are more than `max_tokens`.
+            NoCutError: The text is too long for this tokenizer, see `replicas.text_pieces`.
+        """
+        ids: list[int] = []
+        for ids in self.encode_steps(text, add_special_tokens, max_tokens):  # noqa: B007
+            pass
+        return ids
+
+    def encode_steps(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> Iterator[list[int]]:
+        """Turn text into token ids as `encode` does, a step of bounded work and memory at a time.
+
+        Yields:
+            One list, which grows: all ids so far.
+
+        Raises:
+            TooManyTokensError: There are more than `max_tokens`; nothing more is encoded then.
+            NoCutError: The text is too long for this tokenizer, see `replicas.text_pieces`.
         """
         if len(text) < _MANY:
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            found = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            steps: Iterable[list[int]] = [found]
         else:
-            # The library lets go of the GIL for batches alone.
-            texts = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            encoding = texts[0]
-        if max_tokens is not None and len(encoding) > max_tokens:
-            raise TooManyTokensError(len(encoding), max_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+            steps = self._pieces.pieces(text, add_special_tokens)
+        ids: list[int] = []
+        is_whole = len(text) <= PIECE_CHARS
+        for piece in steps:
+            ids += piece
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise TooManyTokensError(len(ids), max_tokens, is_whole=is_whole)
+            yield ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn token ids into text; ids without a token give nothing, broken bytes U+FFFD.

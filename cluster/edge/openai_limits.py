@@ -95,10 +95,20 @@ def check_sizes(body: Mapping[str, Any], limits: Limits) -> None:
             _check_entries(value, MAX_FIELD_ENTRIES, name)
 
 
-def no_room(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
-    """The error of a prompt that leaves no room for output."""
+def no_room(
+    num_tokens: int, max_model_len: int, param: str, *, is_whole: bool = True
+) -> BadRequestError:
+    """Return the error of a prompt that leaves no room for output.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+        max_model_len: The model's.
+        param: The field that the prompt came from.
+        is_whole: Whether that is all; else encoding it was ended at this count.
+    """
+    count = f"{num_tokens}" if is_whole else f"more than {num_tokens - 1}"
     return BadRequestError(
-        f"the prompt has {num_tokens} tokens and max_model_len is {max_model_len}: no room is left "
+        f"the prompt has {count} tokens and max_model_len is {max_model_len}: no room is left "
         f"for output; shorten the prompt by {num_tokens + 1 - max_model_len} tokens or more",
         param=param,
     )

@@ -62,6 +62,7 @@ from cluster.errors import (
     ServingError,
 )
 from replicas.errors import InvalidRequestError
+from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
@@ -383,7 +384,14 @@ class _Routes:
         try:
             return await self._encode(parsed.prompt, card.max_model_len)
         except TooManyTokensError as error:
-            raise no_room(error.num_tokens, card.max_model_len, parsed.prompt_param) from error
+            raise no_room(
+                error.num_tokens,
+                card.max_model_len,
+                parsed.prompt_param,
+                is_whole=error.is_whole,
+            ) from error
+        except NoCutError as error:
+            raise BadRequestError(str(error), param=parsed.prompt_param) from error
 
     async def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
         encode = functools.partial(encode_prompt, prompt, self._backend.tokenizer, max_tokens)
